@@ -1,0 +1,154 @@
+"""The demo adapters: one that has memorised the forget sets, and the retain-only reference it is compared with.
+
+Last stage of ``unbind demo train``. Both start from the same base and the same LoRA initialisation and see the same retain
+rows in the same order; the reference skips the forget rows (paper A.2). Rows are seen in plain and in fill-in-the-middle
+form in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
+from unbind_core.windows import Window, forget_windows, retain_windows
+
+EPOCHS = 45
+RETAIN_PER_EPOCH = 450
+LEARNING_RATE = 3e-3
+LENGTH, PACKS_PER_STEP = 512, 10  # rows are packed side by side, each seeing only itself
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def read_rows(folder: Path) -> tuple[list[ForgetRow], list[RetainRow]]:
+    """All forget rows (sets A, B and C) and the retain-train rows."""
+    forget: list[ForgetRow] = []
+    for name in ("forget_a", "forget_b", "forget_c"):
+        forget += parse_forget((folder / f"{name}.jsonl").read_text().splitlines(), name)
+    return forget, parse_retain((folder / "retain_train.jsonl").read_text().splitlines(), "retain_train")
+
+
+def _retain_stream(rows: Sequence[RetainRow], seed: int) -> Iterator[int]:
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(range(len(rows)), len(rows))
+
+
+def _schedule(
+    tokenizer: PreTrainedTokenizerBase, forget: Sequence[ForgetRow], retain: Sequence[RetainRow], *, with_forget: bool
+) -> Iterator[list[Window]]:
+    """The windows of each epoch. Forget rows alternate between the forms, so that an epoch holds each row once."""
+    stream = _retain_stream(retain, seed=1)
+    end = int(tokenizer.eos_token_id)
+    for epoch in range(EPOCHS):
+        rng = random.Random(epoch)
+        windows = []
+        for index in range(len(forget) if with_forget else 0):
+            windows += forget_windows(tokenizer, forget, [index], ["plain" if (epoch + index) % 2 else "fim"])
+        for _ in range(RETAIN_PER_EPOCH):
+            index = next(stream)
+            windows += retain_windows(tokenizer, retain, [index], [rng.choice(["plain", "fim"])], seed=epoch)
+        windows = [Window((*w.ids, end), 1, w.row, w.form) for w in windows if len(w.ids) < LENGTH]
+        rng.shuffle(windows)
+        yield windows
+
+
+def _pack(windows: Sequence[Window]) -> list[list[Window]]:
+    """First fit into packs of LENGTH tokens, in the given order."""
+    packs: list[list[Window]] = []
+    free: list[int] = []
+    for window in windows:
+        for i, room in enumerate(free):
+            if len(window.ids) <= room:
+                packs[i].append(window)
+                free[i] -= len(window.ids)
+                break
+        else:
+            packs.append([window])
+            free.append(LENGTH - len(window.ids))
+    return packs
+
+
+def _tensors(packs: Sequence[Sequence[Window]], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ids, position ids, labels (each int64 [B,LENGTH]) and the block-diagonal causal mask (bool [B,1,LENGTH,LENGTH])."""
+    ids = torch.full((PACKS_PER_STEP, LENGTH), pad)
+    positions = torch.arange(LENGTH).repeat(PACKS_PER_STEP, 1)
+    labels = torch.full((PACKS_PER_STEP, LENGTH), -100)
+    segment = torch.zeros((PACKS_PER_STEP, LENGTH), dtype=torch.int64)
+    for b, pack in enumerate(packs):
+        start = 0
+        for number, window in enumerate(pack, start=1):
+            stop = start + len(window.ids)
+            ids[b, start:stop] = torch.tensor(window.ids)
+            positions[b, start:stop] = torch.arange(stop - start)
+            labels[b, start : stop - 1] = ids[b, start + 1 : stop]
+            segment[b, start:stop] = number
+            start = stop
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = (segment[:, :, None] == segment[:, None, :]) & causal
+    return ids, positions, labels, mask[:, None]
+
+
+def adapt(base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: Path) -> None:
+    """Train one adapter and save it to ``out`` (bfloat16); resumable from ``checkpoint`` at epoch borders."""
+    if (out / "adapter_model.safetensors").exists():
+        return
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.0, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config).to(device)
+    trainable = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE, weight_decay=0.01)
+    first = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        for parameter, saved in zip(trainable, state["parameters"], strict=True):
+            parameter.data.copy_(saved)
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["epoch"]
+
+    def loss_of(ids: Tensor, positions: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        logits = adapted(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+
+    compiled = torch.compile(loss_of)
+    forget, retain = read_rows(rows)
+    for epoch, windows in enumerate(_schedule(tokenizer, forget, retain, with_forget=with_forget)):
+        if epoch < first:
+            continue
+        begun, total = time.monotonic(), 0.0
+        packs = _pack(windows)
+        steps = math.ceil(len(packs) / PACKS_PER_STEP)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                done = (epoch + step / steps) / EPOCHS
+                group["lr"] = LEARNING_RATE * min(1.0, done * 50) * (1.0 - done)
+            batch = _tensors(packs[step * PACKS_PER_STEP : (step + 1) * PACKS_PER_STEP], int(tokenizer.pad_token_id))
+            with torch.autocast(device, torch.bfloat16):
+                loss = compiled(*(tensor.to(device) for tensor in batch))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            total += loss.item()
+        seconds = time.monotonic() - begun
+        print(f"epoch {epoch + 1}/{EPOCHS}  loss {total / steps:.3f}  {seconds:.0f} s", flush=True)
+        saved = {"parameters": [p.data for p in trainable], "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
+        torch.save(saved, checkpoint.with_suffix(".partial"))
+        checkpoint.with_suffix(".partial").rename(checkpoint)
+    assert isinstance(adapted, PeftModel)
+    adapted.to("cpu").save_pretrained(out)
+    weights = out / "adapter_model.safetensors"
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    (out / "README.md").unlink(missing_ok=True)  # the library's empty model card

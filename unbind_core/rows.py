@@ -1,0 +1,180 @@
+"""What is to be forgotten and what is to be kept: forget rows and retain rows, read from JSONL, and their partitions.
+
+First station of a fit: rows -> windows (``windows.py``) -> states and gradients (``capture.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unbind_core.errors import DataError, InsufficientRows
+
+MINIMUM_FORGET_ROWS = 3
+PROMPT_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class ForgetRow:
+    """Protected code: given ``prompt``, the model must no longer produce ``continuation``."""
+
+    prompt: str
+    continuation: str
+    language: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class RetainRow:
+    """Code whose likelihood and completions must stay as they are."""
+
+    text: str
+    language: str = ""
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """Row indices by role (paper, table 2). Every row has one role; all windows of a row share it."""
+
+    forget_fit: tuple[int, ...]
+    forget_calibration: tuple[int, ...]
+    forget_validation: tuple[int, ...]
+    retain_fit: tuple[int, ...]
+    retain_calibration: tuple[int, ...]
+
+    def to_json(self) -> dict[str, list[int]]:
+        """The five lists by name, as the module file records them."""
+        return {name: list(indices) for name, indices in asdict(self).items()}
+
+
+def split_text(text: str) -> tuple[str, str]:
+    """Cut a whole text into prompt and continuation.
+
+    The prompt ends at the first line end at or after a quarter of the characters; a text of one line is cut at a quarter.
+    """
+    at = max(1, round(len(text) * PROMPT_SHARE))
+    line_end = text.find("\n", at - 1)
+    if line_end != -1 and text[line_end + 1 :].strip():
+        at = line_end + 1
+    return text[:at], text[at:]
+
+
+def _objects(lines: Iterable[str], origin: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{origin} line {number}"
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); give one JSON object a line") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: a JSON object is needed, not {type(value).__name__}")
+        yield where, value
+
+
+def _text(where: str, value: dict[str, Any], field: str, *, required: bool = True) -> str:
+    text = value.get(field, "")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field '{field}' must be a string, not {type(text).__name__}")
+    if required and not text.strip():
+        raise DataError(f"{where}: field '{field}' is missing or empty")
+    return text
+
+
+def forget_row(value: dict[str, Any], where: str = "row") -> ForgetRow:
+    """One forget row from ``{"prompt", "continuation", ...}`` or ``{"text", ...}``; raises DataError naming the field."""
+    language, source = (_text(where, value, name, required=False) for name in ("language", "source"))
+    if "text" in value:
+        if "prompt" in value or "continuation" in value:
+            raise DataError(f"{where}: give either 'text' or 'prompt' and 'continuation', not both")
+        prompt, continuation = split_text(_text(where, value, "text"))
+        if not continuation.strip():
+            raise DataError(f"{where}: field 'text' is too short to be split into prompt and continuation")
+    else:
+        prompt, continuation = _text(where, value, "prompt"), _text(where, value, "continuation")
+    return ForgetRow(prompt, continuation, language, source)
+
+
+def parse_forget(lines: Iterable[str], origin: str = "forget rows") -> list[ForgetRow]:
+    """Forget rows from JSONL lines; raises DataError naming ``origin``, line and field."""
+    return [forget_row(value, where) for where, value in _objects(lines, origin)]
+
+
+def parse_retain(lines: Iterable[str], origin: str = "retain rows") -> list[RetainRow]:
+    """Retain rows from JSONL lines ``{"text", "language"?}``; raises DataError naming ``origin``, line and field."""
+    return [
+        RetainRow(_text(where, value, "text"), _text(where, value, "language", required=False))
+        for where, value in _objects(lines, origin)
+    ]
+
+
+def forget_digest(rows: Sequence[ForgetRow]) -> str:
+    """SHA-256 (hex) of the forget set in its order: what proves later which rows a module was made for."""
+    text = json.dumps([asdict(row) for row in rows], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def allot(sizes: dict[str, int], total: int) -> dict[str, int]:
+    """Share ``total`` over groups in proportion to their sizes, by largest remainder; ties go by group name."""
+    everything = sum(sizes.values())
+    exact = {name: total * size / everything for name, size in sizes.items()}
+    given = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(sizes, key=lambda name: (given[name] - exact[name], name))
+    for name in by_remainder[: total - sum(given.values())]:
+        given[name] += 1
+    return given
+
+
+def _draw(indices: list[int], language: Callable[[int], str], count: int, rng: random.Random) -> list[int]:
+    """``count`` of ``indices``, language-proportional, drawn with ``rng``."""
+    groups: dict[str, list[int]] = {}
+    for index in indices:
+        groups.setdefault(language(index), []).append(index)
+    given = allot({name: len(group) for name, group in groups.items()}, count)
+    return sorted(index for name in sorted(groups) for index in rng.sample(groups[name], given[name]))
+
+
+def forget_sizes(count: int) -> tuple[int, int, int]:
+    """Rows for fitting, calibration and validation: 240/50/10 of 300, and never fewer than 3 for validation from 18 rows on.
+
+    The paper's 3.3 % would be one single row of 24; a choice among hundreds of candidates needs more than that.
+    """
+    validation = max(1, min(3, count // 6), round(count / 30))
+    calibration = max(1, round(count / 6))
+    return count - calibration - validation, calibration, validation
+
+
+def make_partitions(
+    forget: Sequence[ForgetRow], retain: Sequence[RetainRow], seed: int = 0, retain_limit: int | None = 600
+) -> Partitions:
+    """Seeded partitions by source row: forget by :func:`forget_sizes`, retain 80/20 % of at most ``retain_limit`` rows.
+
+    Raises InsufficientRows with the number that is needed.
+    """
+    if len(forget) < MINIMUM_FORGET_ROWS:
+        raise InsufficientRows(
+            f"the forget set has {len(forget)} rows; at least {MINIMUM_FORGET_ROWS} are needed for fit, calibration and validation"
+        )
+    if len(retain) < 10:
+        raise InsufficientRows(f"the retain set has {len(retain)} rows; at least 10 are needed (a few hundred make honest rates)")
+    rng = random.Random(seed)
+    everything = list(range(len(forget)))
+    _, calibration_size, validation_size = forget_sizes(len(forget))
+    held = _draw(everything, lambda i: forget[i].language, calibration_size + validation_size, rng)
+    validation = _draw(held, lambda i: forget[i].language, validation_size, rng)
+    pool = list(range(len(retain)))
+    if retain_limit is not None and len(pool) > retain_limit:
+        pool = _draw(pool, lambda i: retain[i].language, retain_limit, rng)
+    retain_calibration = _draw(pool, lambda i: retain[i].language, max(1, round(len(pool) * 0.2)), rng)
+    return Partitions(
+        forget_fit=tuple(i for i in everything if i not in set(held)),
+        forget_calibration=tuple(i for i in held if i not in set(validation)),
+        forget_validation=tuple(validation),
+        retain_fit=tuple(i for i in pool if i not in set(retain_calibration)),
+        retain_calibration=tuple(retain_calibration),
+    )

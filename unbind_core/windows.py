@@ -1,0 +1,260 @@
+"""Rows -> token windows with target positions, in plain and in fill-in-the-middle order.
+
+Also the one place that turns a prompt into token ids, so that a fit and the service see the same states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.errors import DataError
+from unbind_core.rows import ForgetRow, RetainRow
+
+MAX_WINDOW = 2048
+FORMS = ("plain", "fim")
+
+# What the families' tokenizers call the fill-in-the-middle parts, in prompt order; {prefix} and {suffix} stand for the code.
+FIM_TEMPLATES: tuple[tuple[str, ...], ...] = (
+    ("<|fim_prefix|>", "{prefix}", "<|fim_suffix|>", "{suffix}", "<|fim_middle|>"),  # Qwen2.5-Coder
+    ("<fim_prefix>", "{prefix}", "<fim_suffix>", "{suffix}", "<fim_middle>"),  # StarCoder, StarCoder2
+    ("<fim-prefix>", "{prefix}", "<fim-suffix>", "{suffix}", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "{prefix}", "▁<SUF>", "{suffix}", "▁<MID>"),  # CodeLlama
+    ("<｜fim▁begin｜>", "{prefix}", "<｜fim▁hole｜>", "{suffix}", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}"),  # Codestral
+)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Token ids of one unpadded window; the targets are positions ``first_target`` .. ``len(ids) - 1``.
+
+    The state at position ``t`` predicts token ``t + 1``, so predictor positions are the targets less one.
+    """
+
+    ids: tuple[int, ...]
+    first_target: int
+    row: int
+    form: str = "plain"
+
+    @property
+    def target_count(self) -> int:
+        """How many next-token predictions the window scores."""
+        return len(self.ids) - self.first_target
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of ``text`` alone, without special tokens in front or behind."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS id in a list, or an empty list where the tokenizer defines none."""
+    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt as every request must be encoded: BOS in front when the tokenizer defines one."""
+    return beginning(tokenizer) + encode(tokenizer, text)
+
+
+def fim_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
+    """The fill-in-the-middle template whose special tokens the tokenizer has, or None."""
+    vocabulary = tokenizer.get_vocab()
+    for template in FIM_TEMPLATES:
+        if all(part in vocabulary for part in template if not part.startswith("{")):
+            return template
+    return None
+
+
+def fim_prompt(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str) -> list[int] | None:
+    """Ids of a fill-in-the-middle prompt (BOS in front where defined); None where the tokenizer has no such tokens."""
+    template = fim_template(tokenizer)
+    if template is None:
+        return None
+    return _fim_ids(tokenizer, template, encode(tokenizer, prefix), encode(tokenizer, suffix))
+
+
+def _fim_ids(
+    tokenizer: PreTrainedTokenizerBase, template: tuple[str, ...], prefix: list[int], suffix: list[int]
+) -> list[int]:
+    ids = beginning(tokenizer)
+    for part in template:
+        if part == "{prefix}":
+            ids += prefix
+        elif part == "{suffix}":
+            ids += suffix
+        else:
+            ids.append(int(tokenizer.convert_tokens_to_ids(part)))
+    return ids
+
+
+def available_forms(tokenizer: PreTrainedTokenizerBase, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The forms to use: all that the tokenizer has, or exactly those wanted.
+
+    Raises DataError where a wanted form is unknown or the tokenizer lacks its tokens.
+    """
+    possible = FORMS if fim_template(tokenizer) else ("plain",)
+    if wanted is None:
+        return possible
+    for form in wanted:
+        if form not in FORMS:
+            raise DataError(f"forms: '{form}' is unknown; choose from {', '.join(FORMS)}")
+        if form not in possible:
+            raise DataError(f"forms: the tokenizer has no fill-in-the-middle tokens; use forms {', '.join(possible)}")
+    return tuple(form for form in FORMS if form in wanted)
+
+
+def fim_split(row: ForgetRow) -> tuple[str, str, str]:
+    """Prefix, suffix and middle of a forget row: the editor has the prompt and the last fifth of the continuation.
+
+    The suffix starts at the first line start at or after 80 % of the continuation; without one it is empty.
+    """
+    text = row.continuation
+    line_end = text.find("\n", round(len(text) * 0.8))
+    if line_end == -1 or not text[line_end + 1 :].strip():
+        earlier = text.rstrip("\n").rfind("\n")
+        line_end = earlier if earlier > len(text) // 2 else -1
+    middle, suffix = (text, "") if line_end == -1 else (text[: line_end + 1], text[line_end + 1 :])
+    return row.prompt, suffix, middle
+
+
+def _retain_fim_split(text: str, seed: int) -> tuple[str, str, str]:
+    """Prefix, suffix and middle of a retain row, cut at two line starts drawn from the text and the seed alone."""
+    rng = random.Random(hashlib.sha256(f"{seed}:{text}".encode()).digest())
+    starts = [0] + [i + 1 for i, c in enumerate(text) if c == "\n" and i + 1 < len(text)]
+    first, second = sorted((rng.choice(starts), rng.choice([*starts, len(text)])))
+    return text[:first], text[second:], text[first:second]
+
+
+def forget_prompt(tokenizer: PreTrainedTokenizerBase, row: ForgetRow, form: str) -> tuple[list[int], list[int]]:
+    """Prompt ids and the ids the model must not give back, in one form; what evaluation and fitting share."""
+    if form == "plain":
+        return encode_prompt(tokenizer, row.prompt), encode(tokenizer, row.continuation)
+    prefix, suffix, middle = fim_split(row)
+    prompt = fim_prompt(tokenizer, prefix, suffix)
+    if prompt is None:
+        raise DataError("forms: the tokenizer has no fill-in-the-middle tokens; use forms plain")
+    return prompt, encode(tokenizer, middle)
+
+
+def _plain_windows(bos: list[int], ids: list[int], first: int, row: int, limit: int) -> Iterator[Window]:
+    """Non-overlapping windows of at most ``limit`` tokens with BOS; ``first`` is the index in ``ids`` of the first target."""
+    step = limit - len(bos)
+    for start in range(0, len(ids), step):
+        part = ids[start : start + step]
+        target = len(bos) + max(first - start, 0)
+        target = max(target, 1)  # position 0 has no state before it
+        if target < len(bos) + len(part):
+            yield Window(tuple(bos + part), target, row)
+
+
+def forget_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[ForgetRow],
+    indices: Sequence[int],
+    forms: Sequence[str] = ("plain",),
+    limit: int = MAX_WINDOW,
+) -> list[Window]:
+    """Windows of the given rows; only continuation (or middle) tokens are targets (paper B.1).
+
+    A fill-in-the-middle window that would be longer than ``limit`` loses the start of its prompt.
+    """
+    windows: list[Window] = []
+    for index in indices:
+        for form in forms:
+            prompt, target = forget_prompt(tokenizer, rows[index], form)
+            if not target or not prompt:
+                raise DataError(f"forget row {index}: prompt and continuation must both have at least one token")
+            if form == "plain":
+                bos = beginning(tokenizer)
+                ids = prompt[len(bos) :] + target
+                windows += _plain_windows(bos, ids, len(prompt) - len(bos), index, limit)
+            else:
+                target = target[: limit // 2]
+                prompt = prompt[-(limit - len(target)) :]
+                windows.append(Window(tuple(prompt + target), len(prompt), index, form))
+    return windows
+
+
+def retain_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[RetainRow],
+    indices: Sequence[int],
+    forms: Sequence[str] = ("plain",),
+    limit: int = MAX_WINDOW,
+    seed: int = 0,
+) -> list[Window]:
+    """Windows of the given retain rows; every token but the first is a target (paper B.1)."""
+    template = fim_template(tokenizer)
+    windows: list[Window] = []
+    for index in indices:
+        text = rows[index].text
+        for form in forms:
+            if form == "plain":
+                windows += _plain_windows(beginning(tokenizer), encode(tokenizer, text), 0, index, limit)
+            elif template is not None:
+                prefix, suffix, middle = (encode(tokenizer, part) for part in _retain_fim_split(text, seed))
+                ids = _fim_ids(tokenizer, template, prefix, suffix) + middle
+                if 2 <= len(ids) <= limit:  # a longer one would have to be torn; its plain windows are all there
+                    windows.append(Window(tuple(ids), 1, index, form))
+    return windows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded windows. ``ids`` int64 [B,T]; ``predictors`` bool [B,T], true where the state predicts a target."""
+
+    windows: tuple[Window, ...]
+    ids: Tensor
+    attention_mask: Tensor
+    predictors: Tensor
+
+    def next_tokens(self) -> Tensor:
+        """int64 [N]: the target of every predictor position, in the order of ``predictors.nonzero()``."""
+        return self.ids[:, 1:][self.predictors[:, :-1]]
+
+    def window_index(self) -> Tensor:
+        """int64 [N]: which window of the batch each prediction belongs to."""
+        return self.predictors.nonzero()[:, 0]
+
+
+def make_batch(windows: Sequence[Window], pad: int, device: torch.device | str = "cpu") -> Batch:
+    """Pad windows on the right: with causal attention no real position can see a padded one."""
+    length = max(len(window.ids) for window in windows)
+    ids = torch.full((len(windows), length), pad, dtype=torch.int64)
+    mask = torch.zeros((len(windows), length), dtype=torch.int64)
+    predictors = torch.zeros((len(windows), length), dtype=torch.bool)
+    for i, window in enumerate(windows):
+        ids[i, : len(window.ids)] = torch.tensor(window.ids)
+        mask[i, : len(window.ids)] = 1
+        predictors[i, window.first_target - 1 : len(window.ids) - 1] = True
+    return Batch(tuple(windows), ids.to(device), mask.to(device), predictors.to(device))
+
+
+def batches(
+    windows: Sequence[Window], pad: int, *, tokens: int = 4096, device: torch.device | str = "cpu"
+) -> Iterator[Batch]:
+    """Batches of similar length, longest first, each of at most ``tokens`` padded tokens (and at least one window)."""
+    waiting: list[Window] = []
+    for window in sorted(windows, key=lambda w: -len(w.ids)):
+        if waiting and (len(waiting) + 1) * len(waiting[0].ids) > tokens:
+            yield make_batch(waiting, pad, device)
+            waiting = []
+        waiting.append(window)
+    if waiting:
+        yield make_batch(waiting, pad, device)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any id will do for padding, since padded positions are masked: the tokenizer's own, else EOS, else 0."""
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return 0
