@@ -1,0 +1,122 @@
+"""Tiny random checkpoints of every supported family, built with the real configuration classes and saved to disk.
+
+Tests load them exactly as a user loads a downloaded checkpoint, so the loading code under test is the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTBigCodeConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
+
+SPECIAL = ("<|endoftext|>", "<|pad|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+BOS = "<s>"
+WITH_BOS = ("llama", "mistral", "gemma2", "gemma3")
+CORPUS = (
+    "def add(first, second):\n    return first + second\n",
+    "class Reader:\n    def __init__(self, path):\n        self.path = path\n",
+    "for index in range(10):\n    print(index, values[index])\n",
+    "function area(width, height) {\n  return width * height;\n}\n",
+    "public static int main(String[] args) { return 0; }\n",
+)
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # wide enough that layers differ and greedy choices are not ties
+}
+
+CONFIGS: dict[str, Callable[[dict[str, Any]], PreTrainedConfig]] = {
+    "qwen2": lambda ids: Qwen2Config(**_SHAPE, **ids),
+    "qwen3": lambda ids: Qwen3Config(**_SHAPE, head_dim=16, **ids),
+    "llama": lambda ids: LlamaConfig(**_SHAPE, **ids),
+    "mistral": lambda ids: MistralConfig(**_SHAPE, head_dim=8, sliding_window=None, **ids),
+    "starcoder2": lambda ids: Starcoder2Config(**_SHAPE, sliding_window=None, **ids),
+    "gpt_bigcode": lambda ids: GPTBigCodeConfig(
+        n_embd=32, n_inner=64, n_layer=3, n_head=4, n_positions=512, multi_query=True, initializer_range=0.15, **ids
+    ),
+    "gemma2": lambda ids: Gemma2Config(**_SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=16, **ids),
+    "gemma3": lambda ids: Gemma3TextConfig(**_SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=16, **ids),
+    "qwen3_moe": lambda ids: Qwen3MoeConfig(
+        **_SHAPE, head_dim=8, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, **ids
+    ),
+}
+FAMILIES = tuple(CONFIGS)
+
+TinyCheckpoint = Callable[..., Path]
+
+
+def build_tokenizer(bos: bool = False, vocabulary: int = 384) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained here and now, with fill-in-the-middle tokens, and BOS where asked for."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[*SPECIAL, BOS] if bos else list(SPECIAL),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        bos_token=BOS if bos else None,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_checkpoint(family: str, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random checkpoint of ``family`` with its tokenizer to ``path``; the weights depend on the seed alone."""
+    tokenizer = build_tokenizer(bos=family in WITH_BOS)
+    ids = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIGS[family](ids))
+    model.to(dtype).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """``tiny_checkpoint(family, directory=None, seed=0)`` -> path of a saved checkpoint; shared where no directory is given."""
+    shared: dict[tuple[str, int], Path] = {}
+
+    def make(family: str, directory: Path | None = None, seed: int = 0) -> Path:
+        if directory is not None:
+            return save_checkpoint(family, Path(directory) / family, seed)
+        if (family, seed) not in shared:
+            shared[family, seed] = save_checkpoint(family, tmp_path_factory.mktemp("checkpoint") / family, seed)
+        return shared[family, seed]
+
+    return make
