@@ -1,0 +1,269 @@
+"""What a model gives back of protected code, and how well it does on everything else, before and after a module.
+
+The before/after table of ``unbind verify`` and of a takedown's evidence; metrics as in the paper's appendices A.3 and D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.bank import ModuleBank
+from unbind_core.capture import frozen, target_nll
+from unbind_core.fitting import retain_prompts
+from unbind_core.generation import Editing, Sampling, complete
+from unbind_core.hooks import attach
+from unbind_core.metrics import longest_span, sentence_bleu
+from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.rows import ForgetRow, RetainRow, forget_digest
+from unbind_core.windows import Window, available_forms, batches, encode_prompt, forget_prompt, pad_id, retain_windows
+
+BLEU_NEW_TOKENS = 128
+ACCESS_NEW_TOKENS = 256
+INSTRUCTION = (
+    "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
+)
+FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```\n"
+PREFIXES = (16, 32, 64)
+EXTRACTED_SPAN = 50
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One completion to make: ``target`` is what is left to recover of row ``row``."""
+
+    row: int
+    prompt: list[int]
+    target: list[int]
+
+
+def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
+    """The paper's six access conditions (D.1): original, three prefix injections, instruction, fenced code."""
+    found: dict[str, list[_Attempt]] = {name: [] for name in ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")}
+    for index, row in enumerate(rows):
+        prompt, target = forget_prompt(tokenizer, row, "plain")
+        found["original"].append(_Attempt(index, prompt, target))
+        for k in PREFIXES:
+            if len(target) > k:
+                found[f"prefix-{k}"].append(_Attempt(index, prompt + target[:k], target[k:]))
+        for name, template in (("instruction", INSTRUCTION), ("fence", FENCE)):
+            found[name].append(_Attempt(index, encode_prompt(tokenizer, template.format(prompt=row.prompt)), target))
+    return found
+
+
+@dataclass
+class RowScore:
+    """What was recovered of one row over all attempts; BLEU of the greedy completion by form."""
+
+    bleu: dict[str, float]
+    span: int = 0
+    recovery: float = 0.0
+
+
+def forget_scores(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[ForgetRow],
+    *,
+    forms: Sequence[str],
+    attempts: int = 1,
+    editing: Editing = nullcontext,
+    progress: ProgressCallback = silent,
+    stage: str = "forget rows",
+) -> list[RowScore]:
+    """Scores of every forget row. ``attempts`` a condition: the first is greedy, the others sampled (T 0.8, top-p 0.95).
+
+    ``attempts`` = 0 leaves the access conditions out: greedy completion of the original prompt alone.
+    """
+    pad, end = pad_id(tokenizer), tokenizer.eos_token_id
+    scores = [RowScore({}) for _ in rows]
+
+    def run(work: Sequence[_Attempt], sampling: Sampling, label: str) -> list[list[int]]:
+        prompts = [attempt.prompt for attempt in work]
+        outputs = complete(
+            model, prompts, sampling, pad=pad, end=end, editing=editing, stage=f"{stage}: {label}", progress=progress
+        )
+        for attempt, output in zip(work, outputs, strict=True):
+            span = longest_span(attempt.target, output, attempt.prompt)
+            score = scores[attempt.row]
+            score.span = max(score.span, span)
+            score.recovery = max(score.recovery, span / len(attempt.target))
+        return outputs
+
+    conditions = _conditions(tokenizer, rows)
+    if attempts == 0:
+        conditions = {"original": conditions["original"]}
+    for number, (name, work) in enumerate(conditions.items()):
+        for attempt in range(max(attempts, 1)):
+            # Seeds as the paper's: 1e5 a condition, 1e4 an attempt, 1 a batch.
+            temperature = 0.0 if attempt == 0 else 0.8
+            sampling = Sampling(ACCESS_NEW_TOKENS, temperature, 0.95, seed=100_000 * number + 10_000 * attempt)
+            outputs = run(work, sampling, name if attempts < 2 else f"{name}, attempt {attempt + 1}")
+            if name == "original" and attempt == 0:
+                for item, output in zip(work, outputs, strict=True):
+                    scores[item.row].bleu["plain"] = sentence_bleu(item.target, output[:BLEU_NEW_TOKENS])
+    if "fim" in forms:
+        pairs = [forget_prompt(tokenizer, row, "fim") for row in rows]
+        outputs = complete(
+            model, [prompt for prompt, _ in pairs], Sampling(BLEU_NEW_TOKENS), pad=pad, end=end, editing=editing,
+            stage=f"{stage}: fill in the middle", progress=progress,
+        )  # fmt: skip
+        for score, (prompt, target), output in zip(scores, pairs, outputs, strict=True):
+            score.bleu["fim"] = sentence_bleu(target, output)
+            score.span = max(score.span, longest_span(target, output, prompt))
+    return scores
+
+
+def _summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
+    """Means over rows in the form ``verify`` reports; ``mean_recovery`` in per cent (paper D.2)."""
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return {
+        "rows": len(scores),
+        "f_bleu": mean([s.bleu["plain"] for s in scores]),
+        "f_bleu_fim": mean([s.bleu["fim"] for s in scores if "fim" in s.bleu]),
+        "spans_50": sum(s.span >= 50 for s in scores),
+        "spans_100": sum(s.span >= 100 for s in scores),
+        "mean_recovery": mean([100.0 * s.recovery for s in scores]),
+    }
+
+
+def perplexity(
+    model: nn.Module, windows: Sequence[Window], pad: int, *, editing: Editing = nullcontext, progress: ProgressCallback = silent
+) -> float:
+    """exp(total target NLL / number of targets) over windows (paper A.3)."""
+    device = next(model.parameters()).device
+    total, count = 0.0, 0
+    every = list(batches(windows, pad, device=device))
+    with torch.no_grad(), frozen(model), editing():
+        for batch in counted(every, len(every), "retain perplexity", progress):
+            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            nll = target_nll(logits, batch)
+            total, count = total + float(nll.double().sum()), count + len(nll)
+    return math.exp(total / max(count, 1))
+
+
+def retain_measures(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[RetainRow],
+    *,
+    module: UnbindModule | None = None,
+    progress: ProgressCallback = silent,
+) -> dict[str, float]:
+    """``ppl``, ``ppl_fim`` (where the tokenizer has the form), ``bleu`` and, with a module, ``gate_rate`` over both forms."""
+    pad, indices = pad_id(tokenizer), range(len(rows))
+    bank = ModuleBank(next(model.parameters()).device)
+    if module is not None:
+        bank.add(module)
+
+    def editing() -> Any:
+        return attach(model, bank) if module is not None else nullcontext()
+
+    measures: dict[str, float] = {}
+    for form in available_forms(tokenizer):
+        windows = retain_windows(tokenizer, rows, indices, [form])
+        measures["ppl" if form == "plain" else f"ppl_{form}"] = perplexity(model, windows, pad, editing=editing, progress=progress)
+    counts = [count["prefill"] for count in bank.counts().values()]
+    measures["gate_rate"] = sum(opened for _, opened in counts) / max(sum(evaluated for evaluated, _ in counts), 1)
+    prompts, references = retain_prompts(tokenizer, rows, indices)
+    outputs = complete(
+        model, prompts, Sampling(BLEU_NEW_TOKENS), pad=pad, end=tokenizer.eos_token_id, editing=editing,
+        stage="retain completions", progress=progress,
+    )  # fmt: skip
+    pairs = zip(references, outputs, strict=True)
+    measures["bleu"] = sum(sentence_bleu(r, o) for r, o in pairs) / max(len(prompts), 1)
+    return measures
+
+
+def measure(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    *,
+    module: UnbindModule | None = None,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    attempts: int = 1,
+    progress: ProgressCallback = silent,
+) -> dict[str, Any]:
+    """One column of the before/after table: ``all``, one entry for each group of row indices, and ``retain``."""
+
+    def editing() -> Any:
+        if module is None:
+            return nullcontext()
+        bank = ModuleBank(next(model.parameters()).device)
+        bank.add(module)
+        return attach(model, bank)
+
+    forms = available_forms(tokenizer)
+    scores = forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, editing=editing, progress=progress)
+    table: dict[str, Any] = {"all": _summary(scores)}
+    for name, indices in (groups or {}).items():
+        table[name] = _summary([scores[i] for i in indices])
+    if retain:
+        table["retain"] = retain_measures(model, tokenizer, retain, module=module, progress=progress)
+    return table
+
+
+def verify(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    module: UnbindModule,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    *,
+    attempts: int = 1,
+    progress: ProgressCallback = silent,
+) -> dict[str, Any]:
+    """The before/after table of a module: ``before`` and ``after``, each as :func:`measure` gives it.
+
+    Rows are reported apart by what the module's fit did with them (``fitted``, ``calibration``, ``validation``) where
+    ``forget`` is the very set it was fitted on. ``attempts`` a condition, six conditions; the paper makes 5.
+    """
+    groups: dict[str, Sequence[int]] = {}
+    if forget_digest(forget) == module.forget_digest:
+        groups = {
+            "fitted": module.partitions["forget_fit"],
+            "calibration": module.partitions["forget_calibration"],
+            "validation": module.partitions["forget_validation"],
+        }
+    return {
+        label: measure(
+            model, tokenizer, forget, retain, module=applied, groups=groups, attempts=attempts, progress=progress
+        )
+        for label, applied in (("before", None), ("after", module))
+    }
+
+
+def extractable(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[ForgetRow],
+    *,
+    forms: Sequence[str] | None = None,
+    progress: ProgressCallback = silent,
+) -> dict[str, Any]:
+    """Whether the rows are memorised at all, by one greedy completion a row and form.
+
+    A row counts as extracted if an exact span of 50 tokens, or of half its continuation if that is shorter, comes back.
+    ``memorised`` is true if any row is extracted: with none there is nothing to remove.
+    """
+    used = available_forms(tokenizer, forms)
+    scores = forget_scores(model, tokenizer, rows, forms=used, attempts=0, progress=progress, stage="check")
+    extracted = 0
+    for row, score in zip(rows, scores, strict=True):
+        length = len(forget_prompt(tokenizer, row, "plain")[1])
+        extracted += score.span >= min(EXTRACTED_SPAN, max(length // 2, 1))
+    summary = _summary(scores)
+    return {**summary, "extracted": extracted, "memorised": extracted > 0}

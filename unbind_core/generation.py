@@ -1,0 +1,75 @@
+"""Batched completion of token prompts with a transformers model: what calibration and evaluation generate with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unbind_core.capture import frozen, unwrapped
+from unbind_core.progress import ProgressCallback, counted, silent
+
+Editing = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy at temperature 0, else nucleus sampling; ``seed`` is added to the batch number."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def complete(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    pad: int,
+    end: int | None,
+    editing: Editing = nullcontext,
+    batch_tokens: int = 16_384,
+    stage: str = "generate",
+    progress: ProgressCallback = silent,
+) -> list[list[int]]:
+    """New token ids for each prompt (without the end token and what follows it), in the order of ``prompts``.
+
+    Prompts of similar length share a left-padded batch of at most ``batch_tokens`` positions, new ones included.
+    ``editing()`` is entered around each batch (for example ``lambda: attach(model, bank)``).
+    """
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    groups: list[list[int]] = []
+    for index in order:
+        width = len(prompts[groups[-1][0]]) + sampling.max_new_tokens if groups else 0
+        if groups and (len(groups[-1]) + 1) * width <= batch_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    results: list[list[int]] = [[] for _ in prompts]
+    inner = unwrapped(model)
+    device = next(inner.parameters()).device
+    options: dict[str, object] = {"max_new_tokens": sampling.max_new_tokens, "pad_token_id": pad, "eos_token_id": end}
+    if sampling.temperature > 0:
+        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    else:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    with torch.no_grad(), frozen(model):
+        for number, group in enumerate(counted(groups, len(groups), stage, progress)):
+            width = max(len(prompts[i]) for i in group)
+            ids = torch.full((len(group), width), pad, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, index in enumerate(group):
+                ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+                mask[row, width - len(prompts[index]) :] = 1
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), editing():
+                torch.manual_seed(sampling.seed + number)
+                out = inner.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)  # type: ignore[operator]
+            for row, index in enumerate(group):
+                new = out[row, width:].tolist()
+                results[index] = new[: new.index(end)] if end is not None and end in new else new
+    return results

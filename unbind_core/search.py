@@ -1,0 +1,242 @@
+"""The (layer, quantile, strength) search: which candidate forgets most within the retain budgets (paper eq. 11, B.3).
+
+Exact and lazy. Every candidate's forget-validation NLL is measured first, which is cheap; then candidates meet the retain
+budgets in the order of that NLL, so that the first feasible one is the paper's argmax over all of them and the rest need
+not be measured. KL is never negative, so a candidate whose running KL sum is over budget is dropped at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.architecture import decoder_layers
+from unbind_core.bank import ModuleBank, Selection
+from unbind_core.calibration import Budgets, Gate
+from unbind_core.capture import frozen, recording, target_nll
+from unbind_core.generation import Sampling, complete
+from unbind_core.hooks import attach
+from unbind_core.metrics import sentence_bleu
+from unbind_core.module import UnbindModule
+from unbind_core.progress import Progress, ProgressCallback
+from unbind_core.replay import logits_above
+from unbind_core.windows import Batch, Window, batches
+
+BLEU_NEW_TOKENS = 128
+
+
+@dataclass
+class Trial:
+    """One candidate and what was measured of it; None where it was not needed. NLL and KL are means over scored tokens."""
+
+    layer: int
+    gate: Gate
+    grid: str
+    kappa: float
+    forget_nll: float
+    forget_gain: float
+    retain_kl: float | None = None
+    retain_nll_increase: float | None = None
+    retain_open_rate: float | None = None
+    retain_bleu_drop: float | None = None
+    verdict: str = "not needed"
+
+    def to_json(self) -> dict[str, Any]:
+        """One row of the scan, as reports hold it."""
+        return {
+            "layer": self.layer, "quantile": self.gate.quantile, "grid": self.grid, "kappa": self.kappa, "tau": self.gate.tau,
+            "forget_nll": self.forget_nll, "forget_gain": self.forget_gain, "retain_kl": self.retain_kl,
+            "retain_nll_increase": self.retain_nll_increase, "retain_open_rate": self.retain_open_rate,
+            "retain_bleu_drop": self.retain_bleu_drop, "verdict": self.verdict,
+        }  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """Sums over the scored tokens of one role: NLL under the edit, KL(original || edited), open and evaluated positions."""
+
+    nll: float = 0.0
+    kl: float = 0.0
+    opened: int = 0
+    evaluated: int = 0
+    complete: bool = True
+
+
+@dataclass
+class _Kept:
+    """One batch with its unedited states at every layer [B,T,d] and the NLL of its targets [N]."""
+
+    batch: Batch
+    states: dict[int, Tensor]
+    nll: Tensor
+    rows: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.batch.window_index()
+
+
+class Replay:
+    """The windows of one role, with the states from which any edit at any layer can be tried."""
+
+    def __init__(self, model: nn.Module, windows: Sequence[Window], layers: Sequence[int], *, pad: int, tokens: int = 2048) -> None:
+        self.model = model
+        self.last = len(decoder_layers(model)) - 1
+        self.kept: list[_Kept] = []
+        device = next(model.parameters()).device
+        for batch in batches(windows, pad, tokens=tokens, device=device):
+            with torch.no_grad(), frozen(model), recording(model, sorted({*layers, self.last})) as states:
+                logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            self.kept.append(_Kept(batch, states, target_nll(logits, batch)))
+        self.count = sum(len(kept.nll) for kept in self.kept)
+        self.base_nll = float(sum(kept.nll.double().sum() for kept in self.kept))
+
+    def touched(self, kept: _Kept, selection: Selection, layer: int) -> tuple[Tensor, Tensor]:
+        """Edited states [B,T,d] of a batch at ``layer`` and which of its rows the edit changed (bool [B])."""
+        states = kept.states[layer]
+        rows = torch.zeros(states.shape[0], dtype=torch.int64, device=states.device)
+        edited = selection.edit(layer, states, rows, "prefill", kept.batch.attention_mask.bool())
+        changed = (edited != states).any(-1) & kept.batch.attention_mask.bool()
+        return edited, changed.any(-1)
+
+    def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_limit: float | None = None) -> Outcome:
+        """Measure an edit. With ``kl_limit`` (a sum over tokens) KL is measured too, and the run ends where it is exceeded."""
+        outcome = Outcome()
+        for kept in self.kept:
+            edited, rows = self.touched(kept, selection, layer)
+            nll = kept.nll
+            if bool(rows.any()):
+                part = _rows_of(kept.batch, rows)
+                logits = logits_above(self.model, part.ids, part.attention_mask, layer, edited[rows])
+                mine = rows[kept.rows]
+                nll = kept.nll.masked_scatter(mine, target_nll(logits, part))
+                if kl_limit is not None:
+                    original = logits_above(self.model, part.ids, part.attention_mask, self.last, kept.states[self.last][rows])
+                    outcome.kl += _kl(original[part.predictors], logits[part.predictors])
+            outcome.nll += float(nll.double().sum())
+            if kl_limit is not None and outcome.kl > kl_limit:
+                outcome.complete = False
+                break
+        for evaluated, opened in (counts["prefill"] for counts in bank.counts().values()):
+            outcome.evaluated, outcome.opened = outcome.evaluated + evaluated, outcome.opened + opened
+        return outcome
+
+
+def _rows_of(batch: Batch, rows: Tensor) -> Batch:
+    """The sub-batch of the rows that are true in ``rows`` (bool [B])."""
+    chosen = tuple(window for window, wanted in zip(batch.windows, rows.tolist(), strict=True) if wanted)
+    return Batch(chosen, batch.ids[rows], batch.attention_mask[rows], batch.predictors[rows])
+
+
+def _kl(original: Tensor, edited: Tensor) -> float:
+    """Sum over rows of KL(original || edited), natural log, FP32 softmax; logits [N,V]."""
+    p = torch.log_softmax(original.float(), -1)
+    q = torch.log_softmax(edited.float(), -1)
+    return float(nn.functional.kl_div(q, p, reduction="sum", log_target=True))
+
+
+class RetainCompletions:
+    """Greedy completions of retain rows before any edit, to hold a candidate's BLEU against (paper B.3).
+
+    ``prompts`` and ``references`` are token ids; ``outputs`` the unedited completions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        references: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        *,
+        pad: int,
+        end: int | None,
+    ) -> None:
+        self.model, self.pad, self.end = model, pad, end
+        self.prompts, self.references = prompts, references
+        self.scores = [sentence_bleu(r, o) for r, o in zip(references, outputs, strict=True)]
+        # Greedy decoding leaves the unedited path only where a gate opens on that path.
+        paths = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True)) if len(o)]
+        self.replay = Replay(model, paths, layers, pad=pad)
+
+    def drop(self, bank: ModuleBank, selection: Selection, layer: int) -> float:
+        """R-BLEU(original) - R-BLEU(edited), mean over rows; only rows on whose path a gate opens are generated again."""
+        wanted: list[int] = []
+        for kept in self.replay.kept:
+            _, rows = self.replay.touched(kept, selection, layer)
+            wanted += [window.row for window, changed in zip(kept.batch.windows, rows.tolist(), strict=True) if changed]
+        outputs = complete(
+            self.model,
+            [self.prompts[i] for i in wanted],
+            Sampling(BLEU_NEW_TOKENS),
+            pad=self.pad,
+            end=self.end,
+            editing=lambda: attach(self.model, bank),
+        )
+        lost = sum(self.scores[i] - sentence_bleu(self.references[i], o) for i, o in zip(wanted, outputs, strict=True))
+        return lost / max(len(self.prompts), 1)
+
+
+def _edit(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:
+    bank = ModuleBank(device)
+    bank.add(module)
+    selection = bank.select([{module.name: 1.0}])
+    assert selection is not None
+    return bank, selection
+
+
+def search(
+    candidates: Sequence[Trial],
+    as_module: Callable[[Trial], UnbindModule],
+    forget: Replay,
+    retain: Replay,
+    completions: RetainCompletions,
+    budgets: Budgets,
+    *,
+    full_scan: bool,
+    progress: ProgressCallback,
+) -> Trial | None:
+    """The feasible candidate with the highest forget-validation NLL and kappa > 0, or None. Fills in every trial.
+
+    Ties: smaller kappa, larger quantile, lower layer. ``full_scan`` measures the likelihood budgets of all candidates.
+    """
+    device = next(retain.model.parameters()).device
+    base = forget.base_nll / forget.count
+    for done, trial in enumerate(candidates, start=1):
+        bank, selection = _edit(as_module(trial), device)
+        trial.forget_nll = forget.run(bank, selection, trial.layer).nll / forget.count
+        trial.forget_gain = trial.forget_nll - base
+        progress(Progress("forget scan", done, len(candidates)))
+    best: Trial | None = None
+    order = sorted(candidates, key=lambda t: (-t.forget_nll, t.kappa, -t.gate.quantile, t.layer))
+    limit = budgets.kl * retain.count
+    for done, trial in enumerate(order, start=1):
+        if best is not None and not full_scan:
+            break
+        progress(Progress("retain budgets", done, len(order), f"layer {trial.layer} q {trial.gate.quantile} kappa {trial.kappa:.3g}"))
+        if trial.forget_gain <= 0:
+            trial.verdict = "no gain"
+            continue
+        bank, selection = _edit(as_module(trial), device)
+        outcome = retain.run(bank, selection, trial.layer, kl_limit=float("inf") if full_scan else limit)
+        trial.retain_kl = outcome.kl / retain.count
+        if not outcome.complete or trial.retain_kl > budgets.kl:
+            trial.verdict = "over KL budget"  # where the run was cut short, the KL recorded is a lower bound
+            if not outcome.complete:
+                continue
+        trial.retain_nll_increase = (outcome.nll - retain.base_nll) / retain.count
+        trial.retain_open_rate = outcome.opened / max(outcome.evaluated, 1)
+        if trial.retain_kl > budgets.kl:
+            continue
+        if trial.retain_nll_increase > budgets.nll:
+            trial.verdict = "over NLL budget"
+        elif best is None:
+            trial.retain_bleu_drop = completions.drop(bank, selection, trial.layer)
+            trial.verdict = "over BLEU budget" if trial.retain_bleu_drop > budgets.bleu else "selected"
+            best = trial if trial.verdict == "selected" else None
+        else:
+            trial.verdict = "within likelihood budgets"
+    return best
