@@ -1,0 +1,240 @@
+"""What the method must know of a model: where its decoder layers are, and which model it is.
+
+The only file with model-family knowledge. Fitting, the bank's hooks and the service all start from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
+
+# Settings that say how a model is stored or run, not what it computes.
+_NOT_IDENTITY = {
+    "_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures", "use_cache",
+    "_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation",
+    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
+    "chunk_size_feed_forward", "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id",
+    "decoder_start_token_id", "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop",
+    "embd_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "router_aux_loss_coef",
+    "output_router_logits", "auto_map", "is_encoder_decoder",
+}
+# What of an adapter's configuration changes the function it computes; its weights are hashed besides.
+_LORA_IDENTITY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+_ADAPTER_NOT_IDENTITY = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()
+        assert isinstance(inner, nn.Module)
+        return inner
+    return model
+
+
+def _remedy(model: nn.Module) -> str:
+    lists = [name for name, part in unwrap(model).named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    known = f" (its module lists: {', '.join(lists[:6])})" if lists else ""
+    return f'name the list of decoder layers, as in override="model.layers"{known}'
+
+
+def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that runs the decoder layers, and the layers in order. Raises as :func:`decoder_layers` does."""
+    inner = unwrap(model)
+    name = type(inner).__name__
+    config = getattr(inner, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedArchitecture(
+            f"{name} is an encoder-decoder model; modules work on the states of a decoder-only model: "
+            "load a causal language model (AutoModelForCausalLM)"
+        )
+    if override is not None:
+        try:
+            found = inner.get_submodule(override)
+        except AttributeError:
+            raise UnsupportedArchitecture(f"{name} has no part '{override}'; {_remedy(model)}") from None
+        if not isinstance(found, nn.ModuleList) or not len(found):
+            raise UnsupportedArchitecture(f"'{override}' of {name} is not a list of layers; {_remedy(model)}")
+        return inner.get_submodule(override.rpartition(".")[0]), list(found)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    count = getattr(text, "num_hidden_layers", None)
+    candidates = [
+        (path, part)
+        for path, part in inner.named_modules()
+        if isinstance(part, nn.ModuleList) and count and len(part) == count
+    ]
+    # a list inside a layer (experts, heads) may have the same length by accident: the outer one holds the layers
+    outer = [
+        (path, part)
+        for path, part in candidates
+        if not any(path != other and path.startswith(other + ".") for other, _ in candidates)
+    ]
+    if len(outer) != 1:
+        what = "no list" if not outer else f"{len(outer)} lists ({', '.join(path for path, _ in outer)})"
+        raise UnsupportedArchitecture(f"{name}: {what} of {count} decoder layers found; {_remedy(model)}")
+    path, layers = outer[0]
+    return inner.get_submodule(path.rpartition(".")[0]), list(layers)
+
+
+def decoder_layers(model: nn.Module, override: str | None = None) -> list[nn.Module]:
+    """The decoder layers of any transformers causal LM, first to last; a PEFT wrapper is looked through.
+
+    ``override`` is the dotted path of the list inside the transformers model, for models that the search does not cover.
+    Raises UnsupportedArchitecture, naming the model's class and the remedy.
+    """
+    return decoder_stack(model, override)[1]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model a module was fitted on. Two models are the same if and only if their fingerprints are equal."""
+
+    fingerprint: str
+    name: str
+    hidden_size: int
+    num_layers: int
+
+
+def _canonical(value: Any) -> str:
+    def plain(item: Any) -> Any:
+        return sorted(item) if isinstance(item, (set, frozenset)) else str(item)
+
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
+
+
+def _config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that change what the model computes; None and absent are the same, so that releases agree."""
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in _NOT_IDENTITY and value is not None:
+            kept[key] = _config_fields(value) if isinstance(value, Mapping) else value
+    return kept
+
+
+def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What decides which ids a text becomes; padding and truncation are left by the last call and say nothing."""
+    fields: dict[str, Any] = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return fields | {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    state = json.loads(backend.to_str())
+    return fields | {key: state.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")}
+
+
+def _adapter_fields(model: nn.Module) -> list[dict[str, Any]]:
+    fields = []
+    for _, config in sorted(getattr(model, "peft_config", {}).items()):
+        settings = config.to_dict()
+        if "LORA" in str(settings.get("peft_type")):
+            fields.append({key: settings.get(key) for key in _LORA_IDENTITY})
+        else:
+            fields.append({key: value for key, value in settings.items() if key not in _ADAPTER_NOT_IDENTITY})
+    return fields
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor by a name free of wrappers, in order of that name."""
+    adapters = tuple(getattr(model, "peft_config", {}))
+    named = {}
+    for name, value in model.state_dict().items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        if len(adapters) == 1:  # an adapter's own name is a choice of whoever loads it
+            plain = plain.replace(f".{adapters[0]}.", ".").removesuffix(f".{adapters[0]}")
+        named[plain] = value
+    yield from sorted(named.items())
+
+
+def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "") -> ModelIdentity:
+    """Fingerprint a model with its tokenizer and unmerged adapters: SHA-256 over configuration, tokenizer, every weight.
+
+    Floating-point weights enter rounded to bfloat16, so that one checkpoint has one identity in float32 and in bfloat16.
+    Paths, storage type and library versions do not enter. Identify before merging adapters: merged sums differ between
+    machines. Raises UnsupportedArchitecture as :func:`decoder_layers` does.
+    """
+    inner = unwrap(model)
+    layers = decoder_layers(model)
+    config: Any = inner.config
+    digest = hashlib.sha256(b"unbind model identity 1\n")
+    for part in (_config_fields(config.to_dict()), _tokenizer_fields(tokenizer), _adapter_fields(model)):
+        digest.update(_canonical(part).encode() + b"\n")
+    for key, value in _weights(model):
+        digest.update(f"{key} {list(value.shape)}\n".encode())
+        stored = value.detach().to("cpu")
+        stored = stored.to(torch.bfloat16) if stored.is_floating_point() else stored
+        digest.update(stored.contiguous().view(-1).view(torch.uint8).numpy().data)
+    label = name or Path(str(getattr(config, "_name_or_path", "") or type(inner).__name__)).name
+    return ModelIdentity(digest.hexdigest(), label, int(config.get_text_config().hidden_size), len(layers))
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to serve or to fit on: evaluation mode, no parameter wants a gradient."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    identity: ModelIdentity
+
+
+def _folder(path: str | Path, needed: str, what: str) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UnbindError(f"{what}: '{path}' is not a directory; give the path of a downloaded {what} folder")
+    if not (folder / needed).is_file():
+        raise UnbindError(f"{what}: '{path}' has no {needed}; give the folder that save_pretrained wrote")
+    return folder
+
+
+def load_model(
+    path: str | Path,
+    adapter: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    merge: bool = True,
+) -> LoadedModel:
+    """Load a checkpoint folder, and a LoRA (or other PEFT) adapter folder on it, from disk alone.
+
+    The identity is taken before the adapter is merged. ``merge=False`` keeps the PEFT wrapper. Raises UnbindError naming
+    the path where something is missing or damaged, UnsupportedArchitecture where the model is not a causal decoder.
+    """
+    folder = _folder(path, "config.json", "model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if getattr(config, "is_encoder_decoder", False):
+            kind = (config.architectures or [type(config).__name__])[0]
+            raise UnsupportedArchitecture(
+                f"{kind} is an encoder-decoder model; modules work on the states of a decoder-only model: load a causal one"
+            )
+        # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+        if dtype is torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
+    if adapter is not None:
+        from peft import PeftModel  # only users of adapters pay for the import
+
+        _folder(adapter, "adapter_config.json", "adapter")
+        try:
+            model = PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
+    identity = identify(model, tokenizer, Path(path).resolve().name)
+    if adapter is not None and merge:
+        model = model.merge_and_unload()
+    model.to(device).eval().requires_grad_(False)
+    return LoadedModel(model, tokenizer, identity)
