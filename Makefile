@@ -1,0 +1,50 @@
+# One virtual environment in .venv, installed from requirements.lock; every target works on a fresh clone.
+# Needs Python 3.11 or later, git, make and a C compiler.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+
+# Tests run tiny models: one thread each is faster than several, and results do not depend on the number of cores.
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP)  ## create .venv and install exactly what requirements.lock says
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or later found: install one, or name it with 'make PYTHON=/path/to/python'." >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+
+serve: install  ## serve the demo model (ARGS="--port 9000" passes options on)
+	@$(BIN)/unbind serve $(ARGS)
+
+test: lint  ## lint, then every fast test
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: install  ## ruff, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## put every file in the project's format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+lock: install  ## rewrite requirements.lock from what is installed and pyproject.toml asks for
+	$(BIN)/python .ci/lock.py > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+clean:  ## remove the environment, caches and local state
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info .unbind
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
