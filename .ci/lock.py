@@ -6,6 +6,7 @@ carry no local label (``2.13.0+cpu`` is written ``2.13.0``): which build of it a
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -17,7 +18,7 @@ HEADER = "# Exact versions for Python 3.11, written by `make lock`; pyproject.to
 
 
 def closure(requirements: list[str]) -> dict[str, str]:
-    """Map every package reached from ``requirements`` to its installed version; SystemExit names one that is missing."""
+    """Map every package reached from ``requirements`` to its installed version; SystemExit names a missing one."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     queue = [(Requirement(text), "") for text in requirements]
@@ -29,7 +30,8 @@ def closure(requirements: list[str]) -> dict[str, str]:
         try:
             package = distribution(name)
         except PackageNotFoundError:
-            raise SystemExit(f"{name} is needed but not installed: run `.venv/bin/pip install '{requirement}'`") from None
+            remedy = f"run `.venv/bin/pip install '{requirement}'`"
+            raise SystemExit(f"{name} is needed but not installed: {remedy}") from None
         if requirement.specifier and not requirement.specifier.contains(package.version, prereleases=True):
             raise SystemExit(f"{name} {package.version} is installed, but {requirement} is needed")
         found[name] = package.version.split("+")[0]
@@ -43,10 +45,9 @@ def closure(requirements: list[str]) -> dict[str, str]:
 def main() -> None:
     """Read pyproject.toml beside this folder and print the lock."""
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
-    print(HEADER)  # noqa: T201
-    for name, version in sorted(closure(wanted).items()):
-        print(f"{name}=={version}")  # noqa: T201
+    wanted = [text for part in (project["dependencies"], *project["optional-dependencies"].values()) for text in part]
+    sys.stdout.write("\n".join([HEADER, *(f"{name}=={version}" for name, version in sorted(closure(wanted).items()))]))
+    sys.stdout.write("\n")
 
 
 if __name__ == "__main__":
