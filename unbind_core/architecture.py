@@ -20,24 +20,68 @@ from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 # Settings that say how a model is stored or run, not what it computes.
 _NOT_IDENTITY = {
-    "_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures", "use_cache",
-    "_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation",
-    "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type",
-    "chunk_size_feed_forward", "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id",
-    "decoder_start_token_id", "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop",
-    "embd_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "router_aux_loss_coef",
-    "output_router_logits", "auto_map", "is_encoder_decoder",
+    "_name_or_path",
+    "name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "architectures",
+    "use_cache",
+    "_attn_implementation",
+    "attn_implementation",
+    "_experts_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "chunk_size_feed_forward",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "sep_token_id",
+    "decoder_start_token_id",
+    "initializer_range",
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "residual_dropout",
+    "embedding_dropout",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "auto_map",
+    "is_encoder_decoder",
 }
 # What of an adapter's configuration changes the function it computes; its weights are hashed besides.
-_LORA_IDENTITY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-_ADAPTER_NOT_IDENTITY = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
+_LORA_IDENTITY = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+_ADAPTER_NOT_IDENTITY = (
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        inner = model.get_base_model()
-        assert isinstance(inner, nn.Module)
+        wrapper: Any = model
+        inner: nn.Module = wrapper.get_base_model()
         return inner
     return model
 
@@ -89,8 +133,8 @@ def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Mod
 def decoder_layers(model: nn.Module, override: str | None = None) -> list[nn.Module]:
     """The decoder layers of any transformers causal LM, first to last; a PEFT wrapper is looked through.
 
-    ``override`` is the dotted path of the list inside the transformers model, for models that the search does not cover.
-    Raises UnsupportedArchitecture, naming the model's class and the remedy.
+    ``override`` is the dotted path of the list inside the transformers model, for models that the search does not
+    cover. Raises UnsupportedArchitecture, naming the model's class and the remedy.
     """
     return decoder_stack(model, override)[1]
 
@@ -128,7 +172,9 @@ def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     if backend is None:
         return fields | {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     state = json.loads(backend.to_str())
-    return fields | {key: state.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")}
+    return fields | {
+        key: state.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")
+    }
 
 
 def _adapter_fields(model: nn.Module) -> list[dict[str, Any]]:
@@ -155,11 +201,12 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "") -> ModelIdentity:
-    """Fingerprint a model with its tokenizer and unmerged adapters: SHA-256 over configuration, tokenizer, every weight.
+    """Fingerprint a model with its tokenizer and unmerged adapters: SHA-256 over configuration, tokenizer, every
+    weight.
 
-    Floating-point weights enter rounded to bfloat16, so that one checkpoint has one identity in float32 and in bfloat16.
-    Paths, storage type and library versions do not enter. Identify before merging adapters: merged sums differ between
-    machines. Raises UnsupportedArchitecture as :func:`decoder_layers` does.
+    Floating-point weights enter rounded to bfloat16, so that one checkpoint has one identity in float32 and in
+    bfloat16. Paths, storage type and library versions do not enter. Identify before merging adapters: merged sums
+    differ between machines. Raises UnsupportedArchitecture as :func:`decoder_layers` does.
     """
     inner = unwrap(model)
     layers = decoder_layers(model)
@@ -204,8 +251,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint folder, and a LoRA (or other PEFT) adapter folder on it, from disk alone.
 
-    The identity is taken before the adapter is merged. ``merge=False`` keeps the PEFT wrapper. Raises UnbindError naming
-    the path where something is missing or damaged, UnsupportedArchitecture where the model is not a causal decoder.
+    The identity is taken before the adapter is merged. ``merge=False`` keeps the PEFT wrapper. Raises UnbindError
+    naming the path where something is missing or damaged, UnsupportedArchitecture where the model is not a causal
+    decoder.
     """
     folder = _folder(path, "config.json", "model")
     try:
@@ -213,7 +261,7 @@ def load_model(
         if getattr(config, "is_encoder_decoder", False):
             kind = (config.architectures or [type(config).__name__])[0]
             raise UnsupportedArchitecture(
-                f"{kind} is an encoder-decoder model; modules work on the states of a decoder-only model: load a causal one"
+                f"{kind} is an encoder-decoder model; modules work on the states of a decoder-only model"
             )
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None

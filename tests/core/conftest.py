@@ -60,7 +60,13 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], PreTrainedConfig]] = {
     "gemma2": lambda ids: Gemma2Config(**_SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=16, **ids),
     "gemma3": lambda ids: Gemma3TextConfig(**_SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=16, **ids),
     "qwen3_moe": lambda ids: Qwen3MoeConfig(
-        **_SHAPE, head_dim=8, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, **ids
+        **_SHAPE,
+        head_dim=8,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        **ids,
     ),
 }
 FAMILIES = tuple(CONFIGS)
@@ -109,7 +115,7 @@ def save_checkpoint(family: str, path: Path, seed: int = 0, dtype: torch.dtype =
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
-    """``tiny_checkpoint(family, directory=None, seed=0)`` -> path of a saved checkpoint; shared where no directory is given."""
+    """Make ``tiny_checkpoint(family, directory=None, seed=0)`` -> path; shared where no directory is given."""
     shared: dict[tuple[str, int], Path] = {}
 
     def make(family: str, directory: Path | None = None, seed: int = 0) -> Path:

@@ -1,0 +1,211 @@
+"""Context managers that put a bank to work on a model; nothing stays attached after them, exceptions included.
+
+:class:`Intervention` is for an engine that knows its batches; :func:`attach` is for anybody with a model and a bank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unbind_core.architecture import decoder_stack
+from unbind_core.bank import ModuleBank, Selection
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one forward pass applies."""
+
+    selection: Selection
+    rows: Tensor | None
+    phase: str
+    counted: Tensor | None
+
+
+class _LayerHook:
+    """Forward hook of one decoder layer; returns None, and so leaves the layer alone, unless the step concerns it."""
+
+    def __init__(self, owner: Intervention, layer: int) -> None:
+        self._owner = owner
+        self._layer = layer
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        step = self._owner.current
+        if step is None or self._layer not in step.selection.layers:
+            return None
+        states = output[0] if isinstance(output, tuple) else output
+        if not isinstance(states, Tensor) or states.dim() not in (2, 3):
+            raise UnsupportedArchitecture(
+                f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
+                "give override= the path of layers that return their hidden states"
+            )
+        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.counted)
+        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+
+def _hooks_on(layers: Sequence[nn.Module]) -> int:
+    return sum(isinstance(hook, _LayerHook) for layer in layers for hook in layer._forward_hooks.values())
+
+
+class Intervention:
+    """One forward hook on every decoder layer while the ``with`` block runs.
+
+    Nothing is changed outside :meth:`step`, nor inside one at layers for which no row asks. Raises
+    UnsupportedArchitecture where the layers are not found, RuntimeError where the model already carries an
+    intervention.
+    """
+
+    def __init__(self, model: nn.Module, override: str | None = None) -> None:
+        """``override`` is the dotted path of the list of decoder layers where the search does not find it."""
+        self.stack, self.layers = decoder_stack(model, override)
+        self.current: _Step | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        """Attach."""
+        if _hooks_on(self.layers):
+            raise RuntimeError("an intervention is attached to this model already; leave its `with` block first")
+        try:
+            for index, layer in enumerate(self.layers):
+                self._handles.append(layer.register_forward_hook(_LayerHook(self, index)))
+            if _hooks_on(self.layers) != len(self.layers):
+                raise RuntimeError(
+                    "one layer object stands at several places of the model; such sharing cannot be hooked"
+                )
+        except BaseException:
+            self._detach()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Detach, and make sure of it."""
+        self._detach()
+        if _hooks_on(self.layers):
+            raise RuntimeError("a hook of the intervention is still attached to the model")
+
+    @contextmanager
+    def step(
+        self,
+        selection: Selection | None,
+        *,
+        rows: Tensor | None = None,
+        phase: str = "prefill",
+        counted: Tensor | None = None,
+    ) -> Iterator[None]:
+        """Apply a selection to the forward pass inside; None leaves the model alone. Arguments as
+        :meth:`Selection.edit`.
+
+        Raises RuntimeError inside another step or outside the ``with`` block of the intervention.
+        """
+        if self.current is not None:
+            raise RuntimeError("a step is under way on this model; one forward pass has one selection")
+        if not self._handles:
+            raise RuntimeError(
+                "the intervention is not attached; use it as `with Intervention(model) as intervention:`"
+            )
+        try:
+            if selection is not None:
+                self.current = _Step(selection, rows, phase, counted)
+            yield
+        finally:
+            self.current = None
+
+    def _detach(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self.current = None
+
+
+_INPUTS = ("input_ids", "inputs_embeds")
+Modules = Sequence[str] | Mapping[str, float] | Sequence[Mapping[str, float]]
+
+
+def _as_rows(bank: ModuleBank, modules: Modules | None) -> list[Mapping[str, float]]:
+    if modules is None:
+        return [dict.fromkeys(bank.names, 1.0)]
+    if isinstance(modules, Mapping):
+        return [modules]
+    if isinstance(modules, str):
+        raise UnbindError(f"modules: give a list of names, ['{modules}']")
+    rows = [row for row in modules if isinstance(row, Mapping)]
+    if rows and len(rows) == len(modules):
+        return list(rows)
+    return [dict.fromkeys([str(name) for name in modules], 1.0)]
+
+
+def _real_positions(mask: Any, batch: int, length: int) -> Tensor | None:
+    """bool [B,T] from a two-dimensional attention mask that ends with these positions; None where there is none."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
+        return None
+    return mask[:, -length:].bool()
+
+
+@contextmanager
+def attach(
+    model: nn.Module, bank: ModuleBank, modules: Modules | None = None, override: str | None = None
+) -> Iterator[Intervention]:
+    """Apply modules to every forward pass inside, ``generate`` with beams and sampling included.
+
+        with attach(model, bank):
+            model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
+
+    ``modules``: None for every module of the bank on every row; names; name -> strength; or a list with one such
+    mapping per batch row (an empty one leaves its row alone). They are pinned on entry. A generation that expands each
+    row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
+    marks is not counted. Raises UnknownModule, UnsupportedArchitecture, and UnbindError where rows and batch do not go
+    together.
+    """
+    selection = bank.select(_as_rows(bank, modules))
+    with Intervention(model, override) as intervention:
+        signature = inspect.signature(intervention.stack.forward)
+        under_way: list[Any] = []
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            given = next((arguments[key] for key in _INPUTS if isinstance(arguments.get(key), Tensor)), None)
+            if given is None:  # going on would leave the modules out unnoticed
+                raise UnsupportedArchitecture(
+                    f"{type(intervention.stack).__name__} is called without {_INPUTS[0]}; use Intervention.step"
+                )
+            if selection is None:
+                return
+            batch, length = given.shape[0], given.shape[1]
+            rows = None
+            if selection.rows not in (1, batch):
+                if batch % selection.rows:
+                    raise UnbindError(
+                        f"modules: {selection.rows} rows given for a batch of {batch}; give one per batch row"
+                    )
+                rows = torch.arange(batch, device=given.device) // (batch // selection.rows)
+            past = arguments.get("past_key_values")
+            decoding = length == 1 and past is not None and past.get_seq_length() > 0
+            counted = None if decoding else _real_positions(arguments.get("attention_mask"), batch, length)
+            step = intervention.step(selection, rows=rows, phase="decode" if decoding else "prefill", counted=counted)
+            step.__enter__()
+            under_way.append(step)
+
+        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+            while under_way:
+                under_way.pop().__exit__(None, None, None)
+
+        handles = [
+            intervention.stack.register_forward_pre_hook(begin, with_kwargs=True),
+            intervention.stack.register_forward_hook(end, always_call=True),
+        ]
+        try:
+            yield intervention
+        finally:
+            for handle in handles:
+                handle.remove()
+            end(model, None, None)

@@ -1,0 +1,268 @@
+"""The artifact that applies: a calibrated, frozen unlearning module, and its file.
+
+Fitting makes it, the bank applies it. The file is safetensors with tensors ``w`` and ``v`` and one metadata key
+``unbind`` that holds canonical JSON. Its identity is the SHA-256 of its bytes; it is written whole or not at all; never
+pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from unbind_core.architecture import ModelIdentity
+from unbind_core.errors import ModelMismatch, ModuleFileError
+from unbind_core.files import write_whole
+
+FORMAT = 1
+KEY = "unbind"
+PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
+
+
+@dataclass(frozen=True, eq=False)
+class UnbindModule:
+    """One calibrated module (paper section 4): gate a >= tau with a = relu(w'h - s_ref), update h - kappa a v.
+
+    ``w`` and ``v`` are FP32 [d] on the CPU, ``v`` of unit length. ``layer`` counts from 0 and acts on that decoder
+    layer's output. ``partitions`` are row indices; the remaining mappings are JSON and say how the module came to be.
+    ``detector``, ``window`` and ``tau_close`` belong to a more general gate: only the paper's values can be applied by
+    this version. Raises ModuleFileError, naming the field, where a value makes no sense. Modules are equal if their
+    files are.
+    """
+
+    name: str
+    layer: int
+    w: Tensor
+    v: Tensor
+    s_ref: float
+    tau: float
+    kappa: float
+    quantile: float | None
+    model: ModelIdentity
+    forms: tuple[str, ...]
+    partitions: Mapping[str, tuple[int, ...]]
+    budgets: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    forget_digest: str
+    created_at: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    detector: str = "fisher"
+    window: int = 1
+    tau_close: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be applied, so that a module in hand is a module that works."""
+        _check(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal files, equal modules."""
+        return isinstance(other, UnbindModule) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        """By the file's digest."""
+        return hash(self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file's bytes, in hex; the module's identity."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The module file as bytes; the same module gives the same bytes."""
+        tensors = {"w": self.w.contiguous(), "v": self.v.contiguous()}
+        try:
+            described = self._describe()
+            described["checksum"] = _checksum(tensors, described)
+            text = _canonical(described)
+        except (TypeError, ValueError) as error:
+            raise ModuleFileError(
+                f"module '{self.name}': its metadata is not JSON ({error}); use plain finite values"
+            ) from error
+        return save_tensors(tensors, metadata={KEY: text})
+
+    def save(self, path: str | Path) -> str:
+        """Write the file whole or not at all (temporary file, fsync, rename); returns the digest. OSError passes."""
+        data = self.to_bytes()
+
+        def write(temporary: Path) -> None:
+            temporary.write_bytes(data)
+            temporary.chmod(0o644)  # the service that serves the module need not be the account that fitted it
+
+        write_whole(Path(path), write)
+        return hashlib.sha256(data).hexdigest()
+
+    @classmethod
+    def load(cls, path: str | Path, model: ModelIdentity | None = None) -> UnbindModule:
+        """Read and validate a module file.
+
+        Raises ModuleFileError where the file is missing, truncated, foreign, edited by hand or of another format
+        version, and ModelMismatch where ``model`` is given and is not the model that the module was fitted on.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise ModuleFileError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
+        module = cls.from_bytes(data, str(path))
+        if model is not None:
+            module.require(model)
+        return module
+
+    @classmethod
+    def from_bytes(cls, data: bytes, origin: str = "module file") -> UnbindModule:
+        """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does."""
+        tensors, described = _read(data, origin)
+        try:
+            identity = ModelIdentity(**described.pop("model"))
+            partitions = {key: tuple(described["partitions"][key]) for key in PARTITIONS}
+            module = cls(
+                **(
+                    described
+                    | tensors
+                    | {"model": identity, "partitions": partitions, "forms": tuple(described["forms"])}
+                )
+            )
+        except ModuleFileError as error:
+            raise ModuleFileError(f"{origin}: {error}") from error
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ModuleFileError(
+                f"{origin}: metadata field missing, unknown or of the wrong type ({error}); fit it again"
+            ) from error
+        module.__dict__["digest"] = hashlib.sha256(data).hexdigest()
+        return module
+
+    def require(self, model: ModelIdentity) -> None:
+        """Raise ModelMismatch unless the module was fitted on exactly this model, adapter and tokenizer."""
+        if self.model.fingerprint != model.fingerprint:
+            raise ModelMismatch(
+                f"module '{self.name}' was fitted on '{self.model.name}' ({self.model.fingerprint[:12]}), not on "
+                f"'{model.name}' ({model.fingerprint[:12]}): weights, configuration, tokenizer or adapter differ; "
+                "fit the forget set again on this model"
+            )
+
+    def renamed(self, name: str) -> UnbindModule:
+        """The same module under another name; its digest differs."""
+        return replace(self, name=name)
+
+    def _describe(self) -> dict[str, Any]:
+        described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("w", "v")}
+        described["model"] = asdict(self.model)
+        described["partitions"] = {key: list(self.partitions.get(key, ())) for key in PARTITIONS}
+        for key in ("budgets", "measured", "versions", "settings"):
+            described[key] = dict(described[key])
+        return described | {"format": FORMAT}
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
+    """SHA-256 over w, v and the canonical JSON without the checksum itself: damage and hand edits show."""
+    digest = hashlib.sha256()
+    for key in ("w", "v"):
+        digest.update(tensors[key].numpy().tobytes())
+    digest.update(_canonical(described).encode())
+    return digest.hexdigest()
+
+
+def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and metadata of a whole, unaltered file of this format."""
+    try:
+        tensors = load_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ModuleFileError(f"{origin}: truncated, or not a safetensors file ({error}); copy it again") from error
+    metadata = header.get("__metadata__") or {}
+    text = metadata.get(KEY)
+    if text is None or len(metadata) != 1:
+        raise ModuleFileError(
+            f"{origin}: a safetensors file, but not a module ('{KEY}' must be its one metadata key); give a module file"
+        )
+    try:
+        described = json.loads(text)
+    except ValueError as error:
+        raise ModuleFileError(f"{origin}: its metadata is not JSON ({error}); restore the original file") from error
+    if not isinstance(described, dict):
+        raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")
+    version = described.get("format")
+    if version != FORMAT:
+        newer = isinstance(version, int) and version > FORMAT
+        remedy = "upgrade this software" if newer else "fit it again"
+        raise ModuleFileError(f"{origin}: format {version!r} is not the one this version reads ({FORMAT}); {remedy}")
+    if set(tensors) != {"w", "v"}:
+        raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)} in place of v and w; give a module file")
+    claimed = described.pop("checksum", None)
+    try:
+        actual = _checksum(tensors, described)
+        canonical = _canonical(described | {"checksum": claimed})
+    except (TypeError, ValueError) as error:
+        raise ModuleFileError(f"{origin}: a value is not finite or of a wrong type ({error}); fit it again") from error
+    if claimed != actual or canonical != text:
+        raise ModuleFileError(
+            f"{origin}: altered after it was written (the checksum differs); restore the original file"
+        )
+    described.pop("format")
+    return tensors, described
+
+
+def _check(module: UnbindModule) -> None:
+    """Raise ModuleFileError naming the first field that cannot be applied."""
+    for field, problem in _problems(module):
+        raise ModuleFileError(f"module '{module.name}': {field} {problem}")
+
+
+def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
+    """Every (field, what is wrong with it), first things first: later checks may rest on earlier ones."""
+    size, count = module.model.hidden_size, module.model.num_layers
+    if not _NAME.fullmatch(str(module.name)):
+        yield "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+    if type(module.layer) is not int or not 0 <= module.layer < count:
+        yield "layer", f"is {module.layer!r}; the model has layers 0 to {count - 1}"
+    yield from _vector_problems("w", module.w, size)
+    yield from _vector_problems("v", module.v, size)
+    if abs(float(module.v.double().norm()) - 1) > _UNIT:
+        yield "v", f"must have unit length, not {float(module.v.double().norm()):.4f}; the strength belongs in kappa"
+    for field, low, needed in (
+        ("s_ref", -math.inf, ""),
+        ("tau", 0, " and not negative"),
+        ("kappa", 0, " and not negative"),
+    ):
+        value = getattr(module, field)
+        if type(value) not in (int, float) or not math.isfinite(value) or value < low:
+            yield field, f"is {value!r}; it must be a finite number{needed}"
+    if module.quantile is not None and not 0 <= module.quantile <= 1:
+        yield "quantile", f"is {module.quantile!r}; it must lie between 0 and 1, or be null"
+    for field, supported in (("detector", ("fisher",)), ("window", (1,)), ("tau_close", (None, module.tau))):
+        if getattr(module, field) not in supported:
+            yield field, f"{getattr(module, field)!r} cannot be applied by this version; upgrade this software"
+    for key in module.partitions:
+        if key not in PARTITIONS:
+            yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
+    for kind in ("forget", "retain"):
+        rows = [row for key in PARTITIONS if key.startswith(kind) for row in module.partitions.get(key, ())]
+        if any(type(row) is not int or row < 0 for row in rows) or len(rows) != len(set(rows)):
+            yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
+
+
+def _vector_problems(field: str, vector: Tensor, size: int) -> Iterator[tuple[str, str]]:
+    if vector.dtype != torch.float32 or vector.device.type != "cpu" or tuple(vector.shape) != (size,):
+        found = f"{vector.dtype} {list(vector.shape)} on {vector.device}"
+        yield field, f"must be float32 [{size}] on the CPU, not {found}"
+    if not bool(torch.isfinite(vector).all()) or not float(vector.norm()) > 0:
+        yield field, "must be finite and not all zero; fit it again"
