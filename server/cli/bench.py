@@ -1,0 +1,135 @@
+"""``unbind bench``: performance claims, as ratios against a reference measured in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from server import demo
+from server.cli.console import clear_errors, load, progress_bars, retain_rows, screen, write_json
+from unbind_core import LoadedModel, UnbindError
+from unbind_core.architecture import decoder_layers
+from unbind_core.capture import capture, capture_per_target, relative_errors
+from unbind_core.progress import Progress, ProgressCallback
+from unbind_core.windows import Window, encode_prompt, make_batch
+
+app = typer.Typer(no_args_is_help=True, help="Measure, as ratios against a reference in the same run.")
+ORACLE_LENGTH = 256
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def _windows(loaded: LoadedModel, count: int, length: int = ORACLE_LENGTH) -> list[Window]:
+    """``count`` windows of exactly ``length`` tokens, cut from the demo's retain rows laid end to end."""
+    rows = retain_rows(demo.ROWS / "retain_train.jsonl")
+    ids: list[int] = []
+    windows = []
+    for row in rows:
+        ids += encode_prompt(loaded.tokenizer, row.text)
+        if len(ids) >= length:
+            windows.append(Window(tuple(ids[:length]), 1, len(windows)))
+            ids = []
+        if len(windows) == count:
+            return windows
+    raise UnbindError(f"the demo rows make only {len(windows)} windows of {length} tokens")
+
+
+def fit_figures(loaded: LoadedModel, *, oracle_windows: int = 2, repeats: int = 7, progress: ProgressCallback) -> dict[str, Any]:
+    """Accuracy and cost of one-pass capture, all layers.
+
+    ``max_relative_error``: worst layer and window, in the model's dtype; ``oracle_speedup``: time of one autograd call a
+    target over time of one pass, medians; ``forward_equivalents``: one pass over a plain forward pass, interleaved.
+    """
+    model = loaded.model
+    layers = list(range(len(decoder_layers(model))))
+    device = next(model.parameters()).device
+    windows = _windows(loaded, 8)
+    capture(model, make_batch(windows[:1], 0, device), layers)  # warm up
+    errors: list[float] = []
+    speedups: list[float] = []
+    for done, window in enumerate(windows[:oracle_windows], start=1):
+        begun = time.perf_counter()
+        reference = capture_per_target(model, window, layers)
+        oracle = time.perf_counter() - begun
+        one_pass = statistics.median(_seconds(lambda: capture(model, reference.batch, layers)) for _ in range(5))
+        errors.append(max(relative_errors(capture(model, reference.batch, layers), reference).values()))
+        speedups.append(oracle / one_pass)
+        progress(Progress("one autograd call a target", done, oracle_windows))
+    batch = make_batch(windows, 0, device)
+
+    @torch.no_grad()
+    def forward() -> object:
+        return model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
+
+    forward()
+    ratios = []
+    for done in range(repeats):
+        plain = _seconds(forward)
+        ratios.append(_seconds(lambda: capture(model, batch, layers)) / plain)
+        progress(Progress("one pass against a forward pass", done + 1, repeats))
+    return {
+        "max_relative_error": max(errors),
+        "oracle_speedup": statistics.median(speedups),
+        "forward_equivalents": statistics.median(ratios),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "layers": len(layers),
+        "window_tokens": ORACLE_LENGTH,
+    }
+
+
+@app.command("fit")
+def bench_fit(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """One-pass gradients against one autograd call a target: accuracy and speed."""
+    with clear_errors(), progress_bars(as_json) as progress:
+        figures = fit_figures(load(model, adapter, dtype, device), progress=progress)
+    if as_json:
+        write_json(figures)
+        return
+    for key, value in figures.items():
+        screen.print(f"{key:22} {value:.3g}" if isinstance(value, float) else f"{key:22} {value}")
+
+
+@app.command("filter")
+def bench_filter(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """What modules cost: the bank's time as a share of a forward pass, for 1 to 512 modules."""
+    from server.bench_filter import run
+
+    with clear_errors():
+        figures = run(load(model, adapter, dtype, device))
+    if as_json:
+        write_json(figures)
+        return
+    table = Table("modules", "placement", "phase", "share of a forward pass")
+    for row in figures["cost"]:
+        table.add_row(str(row["modules"]), row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
+    screen.print(table)
+
+
+def register(parent: typer.Typer) -> None:
+    """Add ``unbind bench``."""
+    parent.add_typer(app, name="bench")

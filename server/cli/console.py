@@ -1,0 +1,83 @@
+"""What the commands share: where the demo world is the default, how rows are read, how progress and errors are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from server import demo
+from unbind_core import ForgetRow, LoadedModel, RetainRow, UnbindError, load_model, parse_forget, parse_retain
+from unbind_core.progress import Progress
+
+T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+screen = Console()
+notes = Console(stderr=True)  # progress and remarks, so that --json output can be piped
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn what a user can mend into one line and exit code 1; everything else keeps its traceback."""
+    try:
+        yield
+    except (UnbindError, OSError) as error:
+        notes.print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def progress_bars(quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """A callback that draws one bar a stage on stderr; nothing where it is not a terminal or ``quiet``."""
+    if quiet or not notes.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.fields[note]}"))
+    tasks: dict[str, TaskID] = {}
+    with Bars(*columns, TimeElapsedColumn(), console=notes, transient=True) as bars:
+
+        def show(progress: Progress) -> None:
+            if progress.stage not in tasks:
+                tasks[progress.stage] = bars.add_task(progress.stage, total=progress.total, note="")
+            bars.update(tasks[progress.stage], completed=progress.done, total=progress.total, note=progress.message)
+
+        yield show
+
+
+def load(model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    """The model named, or the demo model with its memorising adapter where none is."""
+    if dtype not in DTYPES:
+        raise UnbindError(f"--dtype: '{dtype}' is unknown; choose from {', '.join(DTYPES)}")
+    if model is None:
+        return load_model(demo.BASE, adapter or demo.ADAPTER, dtype=DTYPES[dtype], device=device)
+    return load_model(model, adapter, dtype=DTYPES[dtype], device=device)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UnbindError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from error
+
+
+def forget_rows(path: Path) -> list[ForgetRow]:
+    """Forget rows of a JSONL file."""
+    return parse_forget(_lines(path), str(path))
+
+
+def retain_rows(path: Path) -> list[RetainRow]:
+    """Retain rows of a JSONL file."""
+    return parse_retain(_lines(path), str(path))
+
+
+def write_json(value: Any) -> None:
+    """Plain JSON on stdout, for scripts."""
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,159 @@
+"""``unbind fit``, ``unbind show`` and ``unbind verify``: make a module, look at it, measure what it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from server import demo
+from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
+from unbind_core import FitOptions, UnbindError, UnbindModule
+from unbind_core import fit as fit_module
+from unbind_core.evaluation import measure, verify
+from unbind_core.files import write_whole
+
+Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
+Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64: the one the service runs in.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+
+def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UnbindError(f"{option}: '{text}' is not a list of integers such as 2,3,4") from None
+
+
+def fit(
+    forget: Annotated[Path, typer.Option(help='JSONL: {"prompt", "continuation"} or {"text"} a line.')],
+    out: Annotated[Path, typer.Option(help="Module file to write, NAME.safetensors.")],
+    model: Model = None,
+    adapter: Adapter = None,
+    retain: Annotated[Path | None, typer.Option(help='JSONL: {"text"} a line; the demo rows where none is given.')] = None,
+    name: Annotated[str | None, typer.Option(help="Module name; the file's name where none is given.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Decoder layers to try, from 0, as in 2,3,4; all where none is given.")] = None,
+    forms: Annotated[str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
+    full_scan: Annotated[bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Where to write the fit report (JSON).")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for retain statistics, reused by the next fit.")] = None,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Fit and calibrate a module that makes the model forget the given rows."""
+    with clear_errors():
+        if retain is None and model is not None:
+            raise UnbindError("--retain is needed with --model: rows of code that must stay as they are (JSONL)")
+        loaded = load(model, adapter, dtype, device)
+        options = FitOptions(
+            layers=_numbers(layers, "--layers"), forms=tuple(forms.split(",")) if forms else None, seed=seed, full_scan=full_scan
+        )
+        with progress_bars(as_json) as progress:
+            module, result = fit_module(
+                loaded.model, loaded.tokenizer, forget_rows(forget), retain_rows(retain or demo.ROWS / "retain_train.jsonl"),
+                name=name or out.name.removesuffix(".safetensors"), identity=loaded.identity, options=options,
+                progress=progress, cache=cache,
+            )  # fmt: skip
+        if report is not None:
+            write_whole(report, lambda temporary: temporary.write_text(json.dumps(result.to_json(), indent=1)))
+        if result.outcome != "calibrated":
+            raise UnbindError(
+                "ineffective: no strength above 0 raised the loss of the forget rows within the retain budgets, so no module "
+                "was written; --report FILE shows what each candidate reached"
+            )
+        digest = module.save(out)
+        if as_json:
+            write_json({"path": str(out), "digest": digest, **result.to_json()})
+            return
+        chosen = result.selected or {}
+        screen.print(
+            f"[bold green]calibrated[/] {module.name}: layer {module.layer}, quantile {module.quantile}, kappa {module.kappa:.3g} "
+            f"({chosen['grid']} grid), tau {module.tau:.4g}"
+        )
+        screen.print(
+            f"forget NLL +{chosen['forget_gain']:.3f}, retain KL {chosen['retain_kl']:.4f}, retain NLL "
+            f"{chosen['retain_nll_increase']:+.4f}, retain BLEU {-chosen['retain_bleu_drop']:+.4f}, "
+            f"gates open on {100 * chosen['retain_open_rate']:.2f} % of retain positions"
+        )
+        screen.print(f"{sum(result.seconds.values()):.0f} s; written to {out} ({digest[:12]})")
+
+
+def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: AsJson = False) -> None:
+    """Show what a module file holds; a damaged or edited file is refused with the reason."""
+    with clear_errors():
+        module = UnbindModule.load(path)
+    described = module.describe()
+    if as_json:
+        write_json(described)
+        return
+    table = Table(show_header=False, box=None)
+    for key, value in described.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {len(v) if isinstance(v, list) else v}" for k, v in value.items())
+        table.add_row(f"[bold]{key}[/]", str(value))
+    screen.print(table)
+
+
+def verify_command(
+    path: Annotated[Path, typer.Argument(help="Module file.")],
+    model: Model = None,
+    adapter: Adapter = None,
+    forget: Annotated[Path | None, typer.Option(help="Forget rows; the demo's set A where none is given.")] = None,
+    retain: Annotated[Path | None, typer.Option(help="Retain rows; the demo's held-out test rows where none is given.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="Adapter trained without the forget rows, as a third column.")] = None,
+    attempts: Annotated[int, typer.Option(help="Completions a row and access condition: 1 greedy; 5 is the paper's.")] = 1,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure reproduction of the forget rows and quality on retain rows, before and after the module."""
+    with clear_errors():
+        if attempts < 1:
+            raise UnbindError("--attempts: at least 1")
+        if model is not None and (forget is None or retain is None):
+            raise UnbindError("--forget and --retain are needed with --model")
+        loaded = load(model, adapter, dtype, device)
+        module = UnbindModule.load(path, loaded.identity)
+        forget_set = forget_rows(forget or demo.ROWS / "forget_a.jsonl")
+        retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
+        with progress_bars(as_json) as progress:
+            table = verify(
+                loaded.model, loaded.tokenizer, module, forget_set, retain_set, attempts=attempts, progress=progress
+            )
+            if reference is not None:
+                other = load(model, reference, dtype, device)
+                table["reference"] = measure(
+                    other.model, other.tokenizer, forget_set, retain_set, attempts=attempts, progress=progress
+                )
+    if as_json:
+        write_json(table)
+        return
+    screen.print(_before_after(module.name, table))
+    if "fitted" not in table["before"]:
+        notes.print("These are not the rows that the module was fitted on, so they are not reported apart by role.")
+
+
+def _before_after(name: str, columns: dict[str, Any]) -> Table:
+    table = Table("rows", "measure", *columns, title=f"module {name}")
+    for group, measures in columns["before"].items():
+        for key, before in measures.items():
+            cells = [columns[column].get(group, {}).get(key) for column in columns]
+            table.add_row(group, key, *("" if cell is None else f"{cell:.4g}" if isinstance(before, float) else str(cell) for cell in cells))
+        table.add_section()
+    return table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to ``unbind``."""
+    app.command()(fit)
+    app.command()(show)
+    app.command("verify")(verify_command)
