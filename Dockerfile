@@ -1,0 +1,28 @@
+# The service with the demo model. Where the default package index offers only CUDA builds of torch, give an index with CPU
+# builds: docker build --build-arg PIP_EXTRA_INDEX_URL=... .
+FROM python:3.11-slim
+
+ARG PIP_EXTRA_INDEX_URL=""
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+WORKDIR /src
+COPY requirements.lock ./
+# The big layer first, so that a change of code does not fetch it again.
+RUN pip install --no-cache-dir "$(grep '^torch==' requirements.lock)"
+COPY pyproject.toml README.md LICENSE ./
+COPY unbind_core unbind_core
+COPY server server
+COPY modules modules
+# The lock as constraints: exact versions of what the service needs, without the tools of its development.
+RUN pip install --no-cache-dir --constraint requirements.lock . && rm -rf /src
+
+RUN useradd --system --uid 10001 --home-dir /data --create-home unbind
+USER 10001:10001
+WORKDIR /data
+VOLUME /data
+ENV UNBIND_HOST=0.0.0.0 UNBIND_PORT=8000 UNBIND_DATA_DIR=/data
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=3s --start-period=60s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
+ENTRYPOINT ["unbind"]
+CMD ["serve"]
