@@ -196,7 +196,7 @@ def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     try:
         described = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModuleFileError(f"{origin}: its metadata is not JSON ({error}); restore the original file") from error
     if not isinstance(described, dict):
         raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")

@@ -27,6 +27,9 @@ from transformers import (
     Starcoder2Config,
 )
 
+from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
+from unbind_core.module import UnbindModule
+
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 BOS = "<s>"
 WITH_BOS = ("llama", "mistral", "gemma2", "gemma3")
@@ -113,6 +116,35 @@ def save_checkpoint(family: str, path: Path, seed: int = 0, dtype: torch.dtype =
     return path
 
 
+def make_module(
+    identity: ModelIdentity, name: str = "a", layer: int = 1, *, seed: int = 0, **changes: Any
+) -> UnbindModule:
+    """A module with random directions whose gate is open at about half of a tiny model's positions."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(identity.hidden_size, generator=generator)
+    v = torch.randn(identity.hidden_size, generator=generator)
+    fields: dict[str, Any] = {
+        "name": name,
+        "layer": layer,
+        "w": w / w.norm(),
+        "v": v / v.norm(),
+        "s_ref": 0.0,
+        "tau": 0.05,
+        "kappa": 4.0,
+        "quantile": 0.5,
+        "model": identity,
+        "forms": ("plain", "fim"),
+        "partitions": {"forget_fit": (0, 2), "forget_calibration": (1,), "retain_fit": (0, 1)},
+        "budgets": {"kl": 0.01},
+        "measured": {"forget_nll": 3.5},
+        "forget_digest": "0" * 64,
+        "created_at": "2026-01-01T00:00:00+00:00",
+        "versions": {"torch": "2.13.0"},
+        "settings": {"seed": 0},
+    }
+    return UnbindModule(**(fields | changes))
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     """Make ``tiny_checkpoint(family, directory=None, seed=0)`` -> path; shared where no directory is given."""
@@ -126,3 +158,9 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
         return shared[family, seed]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_checkpoint: TinyCheckpoint) -> LoadedModel:
+    """A loaded tiny Qwen2 model, shared: tests must leave it as they found it."""
+    return load_model(tiny_checkpoint("qwen2"))

@@ -1,0 +1,218 @@
+"""The module file: what is written comes back, and nothing else is ever taken for a module."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from tests.core.conftest import make_module
+from unbind_core.architecture import ModelIdentity
+from unbind_core.errors import ModelMismatch, ModuleFileError
+from unbind_core.module import PARTITIONS, UnbindModule
+
+MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)
+
+
+def metadata_of(data: bytes) -> dict[str, Any]:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return json.loads(header["__metadata__"]["unbind"])
+
+
+def with_metadata(data: bytes, described: dict[str, Any] | str) -> bytes:
+    text = described if isinstance(described, str) else json.dumps(described, sort_keys=True, separators=(",", ":"))
+    return save_tensors(load_tensors(data), metadata={"unbind": text})
+
+
+def test_a_saved_module_comes_back_as_it_was(tmp_path: Path) -> None:
+    module = make_module(MODEL)
+    digest = module.save(tmp_path / "a.safetensors")
+    again = UnbindModule.load(tmp_path / "a.safetensors", MODEL)
+    assert again == module and hash(again) == hash(module)
+    assert again.digest == module.digest == digest
+    assert torch.equal(again.w, module.w) and torch.equal(again.v, module.v)
+    assert (again.s_ref, again.tau, again.kappa, again.quantile) == (module.s_ref, module.tau, module.kappa, 0.5)
+    assert again.partitions["forget_fit"] == (0, 2) and again.partitions["forget_validation"] == ()
+    assert again.model == MODEL and again.forms == ("plain", "fim")
+
+
+def test_every_number_survives_to_the_last_bit(tmp_path: Path) -> None:
+    module = make_module(MODEL, s_ref=-1 / 3, tau=math.nextafter(0.1, 1), kappa=1e-300, quantile=None)
+    module.save(tmp_path / "a.safetensors")
+    again = UnbindModule.load(tmp_path / "a.safetensors")
+    assert (again.s_ref, again.tau, again.kappa, again.quantile) == (-1 / 3, math.nextafter(0.1, 1), 1e-300, None)
+
+
+def test_the_same_module_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = make_module(MODEL, settings={"b": 1, "a": 2}, measured={})
+    second = make_module(MODEL, settings={"a": 2, "b": 1}, measured={})
+    assert first.to_bytes() == second.to_bytes()
+    first.save(tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == second.to_bytes()
+    assert UnbindModule.from_bytes(first.to_bytes()).to_bytes() == first.to_bytes()
+
+
+def test_another_name_is_another_digest() -> None:
+    module = make_module(MODEL)
+    assert module.renamed("b").name == "b"
+    assert module.renamed("b").digest != module.digest
+    assert module.renamed("a") == module
+
+
+def test_the_metadata_is_one_canonical_json_string_with_the_documented_fields() -> None:
+    data = make_module(MODEL).to_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert list(header["__metadata__"]) == ["unbind"]
+    described = metadata_of(data)
+    wanted = (
+        "format name layer s_ref tau kappa quantile model partitions budgets measured forget_digest created_at versions"
+    )
+    assert set(wanted.split()) <= set(described)
+    assert set(described["model"]) == {"fingerprint", "name", "hidden_size", "num_layers"}
+    assert set(described["partitions"]) == set(PARTITIONS)
+
+
+def test_a_truncated_file_is_refused_at_every_length() -> None:
+    data = make_module(MODEL).to_bytes()
+    lengths = {0, 1, 7, 8, 9, len(data) - 1, *random.Random(0).sample(range(len(data)), 200)}
+    for length in lengths:
+        with pytest.raises(ModuleFileError, match="truncated"):
+            UnbindModule.from_bytes(data[:length])
+
+
+def test_any_flipped_byte_is_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    for position in random.Random(1).sample(range(len(data)), 300):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x01
+        if bytes(damaged) != data:
+            with pytest.raises(ModuleFileError):
+                UnbindModule.from_bytes(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "truncated"),
+        (random.Random(2).randbytes(4096), "truncated"),
+        (b"PK\x03\x04 not ours", "truncated"),
+        (save_tensors({"w": torch.ones(16), "v": torch.ones(16)}), "not a module"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"format": "pt"}), "not a module"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "{}", "more": "x"}), "not a module"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "{"}), "not JSON"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "[]"}), "not an object"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "{}"}), "format None"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": '{"format":1}'}), "holds tensors"),
+    ],
+)
+def test_a_foreign_file_is_refused_and_told_what_it_is(data: bytes, reason: str) -> None:
+    with pytest.raises(ModuleFileError, match=reason):
+        UnbindModule.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kappa", 0.0), ("tau", 1e9), ("layer", 2), ("name", "other"), ("checksum", "0" * 64)]
+)
+def test_an_edited_value_is_refused(field: str, value: Any) -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="altered"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {field: value}))
+
+
+def test_metadata_in_another_spelling_is_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="altered"):
+        UnbindModule.from_bytes(with_metadata(data, json.dumps(metadata_of(data), indent=1)))
+
+
+def test_exchanged_tensors_are_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    tensors = load_tensors(data)
+    text = json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
+    with pytest.raises(ModuleFileError, match="altered"):
+        UnbindModule.from_bytes(save_tensors({"w": tensors["v"], "v": tensors["w"]}, metadata={"unbind": text}))
+
+
+def test_a_later_format_asks_for_an_upgrade() -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="format 2 .* upgrade"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 2}))
+
+
+def test_not_a_number_in_the_file_is_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="not finite"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"tau": math.nan}))
+
+
+def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ModuleFileError, match="nowhere"):
+        UnbindModule.load(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": "a b"}, "name"),
+        ({"name": "../a"}, "name"),
+        ({"layer": 4}, "layer"),
+        ({"layer": -1}, "layer"),
+        ({"w": torch.full((16,), math.nan)}, "w"),
+        ({"w": torch.full((16,), math.inf)}, "w"),
+        ({"w": torch.zeros(16)}, "w"),
+        ({"w": torch.ones(15)}, "w"),
+        ({"w": torch.ones(16, dtype=torch.float64)}, "w"),
+        ({"v": torch.ones(16)}, "v"),
+        ({"s_ref": math.inf}, "s_ref"),
+        ({"tau": -0.1}, "tau"),
+        ({"tau": math.nan}, "tau"),
+        ({"kappa": -1.0}, "kappa"),
+        ({"kappa": math.inf}, "kappa"),
+        ({"kappa": "4"}, "kappa"),
+        ({"quantile": 1.5}, "quantile"),
+        ({"detector": "network"}, "detector"),
+        ({"window": 16}, "window"),
+        ({"tau_close": 0.0}, "tau_close"),
+        ({"partitions": {"test": (1,)}}, "partitions"),
+        ({"partitions": {"forget_fit": (1,), "forget_validation": (1,)}}, "partitions"),
+        ({"partitions": {"retain_fit": (-1,)}}, "partitions"),
+    ],
+)
+def test_a_value_that_cannot_be_applied_is_refused_by_its_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModuleFileError, match=f"module '.*': {field} "):
+        make_module(MODEL, **changes)
+
+
+def test_metadata_that_is_not_json_is_refused_on_saving(tmp_path: Path) -> None:
+    with pytest.raises(ModuleFileError, match="not JSON"):
+        make_module(MODEL, measured={"x": math.nan}).save(tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_of_another_model_is_refused(tmp_path: Path) -> None:
+    make_module(MODEL).save(tmp_path / "a.safetensors")
+    other = ModelIdentity("e" * 64, "other", 16, 4)
+    with pytest.raises(ModelMismatch, match="'tiny'.*'other'.*fit the forget set again"):
+        UnbindModule.load(tmp_path / "a.safetensors", other)
+
+
+def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    digest = make_module(MODEL).save(path)
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        make_module(MODEL, kappa=9.0).save(path)
+    assert UnbindModule.load(path).digest == digest
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
