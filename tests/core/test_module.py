@@ -143,7 +143,7 @@ def test_exchanged_tensors_are_refused() -> None:
 
 def test_a_later_format_asks_for_an_upgrade() -> None:
     data = make_module(MODEL).to_bytes()
-    with pytest.raises(ModuleFileError, match="format 2 .* upgrade"):
+    with pytest.raises(ModuleFileError, match=r"format 2 .* upgrade"):
         UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 2}))
 
 
@@ -200,7 +200,7 @@ def test_metadata_that_is_not_json_is_refused_on_saving(tmp_path: Path) -> None:
 def test_a_module_of_another_model_is_refused(tmp_path: Path) -> None:
     make_module(MODEL).save(tmp_path / "a.safetensors")
     other = ModelIdentity("e" * 64, "other", 16, 4)
-    with pytest.raises(ModelMismatch, match="'tiny'.*'other'.*fit the forget set again"):
+    with pytest.raises(ModelMismatch, match=r"'tiny'.*'other'.*fit the forget set again"):
         UnbindModule.load(tmp_path / "a.safetensors", other)
 
 
