@@ -1,0 +1,1 @@
+"""The service around ``unbind_core``: API, engine, policy, registry, worker, console and command line."""

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching over any transformers causal language model with fixed KV slots."""

@@ -1,0 +1,107 @@
+"""The modules that requests can name, each version pinned for as long as some request uses it.
+
+The bank knows modules by an internal key of this table, so a new version of a name can be loaded while streams run
+under the old one. An entry leaves the bank when neither the table nor any request refers to it any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from server.engine.pinned import LoadedModule, PinnedSet
+from unbind_core.bank import ModuleBank
+from unbind_core.errors import UnknownModule
+from unbind_core.module import UnbindModule
+
+Counts = dict[str, dict[str, tuple[int, int]]]
+
+
+class ModuleTable:
+    """Name -> current version. ``sync`` and ``collect`` run on the engine's thread, the rest anywhere."""
+
+    def __init__(self, bank: ModuleBank) -> None:
+        self._bank = bank
+        self._current: dict[str, LoadedModule] = {}
+        self._names: dict[str, str] = {}  # by key, of every version ever loaded: counts never go back
+        self._unused: deque[str] = deque()
+        self._serial = itertools.count()
+
+    @property
+    def current(self) -> Mapping[str, LoadedModule]:
+        """The modules a new request can name."""
+        return self._current
+
+    def bank_names(self) -> tuple[str, ...]:
+        """The keys of the versions in the bank, current or still in use."""
+        return self._bank.names
+
+    def pin(self, names: Iterable[str]) -> PinnedSet:
+        """The current versions of ``names``, duplicates dropped. Raises UnknownModule naming near matches."""
+        current = self._current
+        entries = []
+        for name in dict.fromkeys(names):
+            if name not in current:
+                near = get_close_matches(name, current, n=3, cutoff=0.5)
+                remedy = (
+                    f"did you mean {', '.join(near)}?" if near else f"loaded: {', '.join(sorted(current)) or 'none'}"
+                )
+                raise UnknownModule(f"module '{name[:80]}' is not loaded; {remedy}")
+            entries.append(current[name])
+        return PinnedSet(tuple(entries))
+
+    def sync(self, modules: Iterable[tuple[UnbindModule, str]]) -> None:
+        """Make exactly these (module, digest) the current ones; running requests keep what they have."""
+        wanted: dict[str, LoadedModule] = {}
+        for module, digest in modules:
+            present = self._current.get(module.name)
+            wanted[module.name] = present if present and present.digest == digest else self._add(module, digest)
+        self._current = wanted
+        self.collect()
+
+    def _add(self, module: UnbindModule, digest: str) -> LoadedModule:
+        key = f"m{next(self._serial)}"
+        self._bank.add(dataclasses.replace(module, name=key))
+        self._names[key] = module.name
+        entry = LoadedModule(key, module, digest)
+        weakref.finalize(entry, self._unused.append, key).atexit = False
+        return entry
+
+    def collect(self) -> None:
+        """Take out of the bank what nothing refers to any more."""
+        while self._unused:
+            self._bank.remove(self._unused.popleft())
+
+    def counts(self) -> Counts:
+        """Module name -> phase -> (positions evaluated, gates open) since start, over all versions of a name."""
+        totals: Counts = {}
+        for key, phases in self._bank.counts().items():
+            total = totals.setdefault(self._names[key], {})
+            for phase, (positions, opened) in phases.items():
+                before = total.get(phase, (0, 0))
+                total[phase] = (before[0] + positions, before[1] + opened)
+        return totals
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """What the admin API tells of a loaded module."""
+        entry = self._current[name]
+        module = entry.module
+        return {
+            "name": name,
+            "digest": entry.digest,
+            "layer": module.layer,
+            "s_ref": module.s_ref,
+            "tau": module.tau,
+            "kappa": module.kappa,
+            "quantile": module.quantile,
+            "forms": list(module.forms),
+            "created_at": module.created_at,
+            "forget_digest": module.forget_digest,
+            "budgets": dict(module.budgets),
+            "measured": dict(module.measured),
+        }

@@ -1,0 +1,154 @@
+"""The only holder of tensors: turns a plan into forward passes over the slot cache and gives back logits.
+
+Scheduler -> ``Runner.prefill`` / ``Runner.decode`` -> sampler. Each row's modules are applied by the model's hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from server.engine.request import Flight
+from server.engine.scheduler import Chunk
+from server.engine.slots import Placement, SlotCache
+from unbind_core.architecture import decoder_layers
+from unbind_core.bank import ModuleBank
+from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.hooks import Intervention
+
+LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
+
+
+class Runner:
+    """Forward passes of one model over fixed slots.
+
+    Raises UnsupportedArchitecture where the model keeps more than keys and values, or does not compute the same on the
+    slot cache as without a cache (checked by running it, see ``self_test``).
+    """
+
+    def __init__(self, model: nn.Module, bank: ModuleBank, slots: int, max_length: int) -> None:
+        self.model: Any = model
+        self.bank = bank
+        self.max_length = max_length
+        self._config: Any = self.model.config.get_text_config()
+        self._full, self._window = _attention_kinds(self._config, type(model).__name__)
+        self.cache = SlotCache(len(decoder_layers(model)), slots, max_length)
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.intervention = Intervention(model).__enter__()  # for the engine's life; close() takes it off
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute prompt chunks; logits [B,V] of each chunk's last position."""
+        width = max(chunk.count for chunk in chunks)
+        ids = torch.zeros((len(chunks), width), dtype=torch.int64)
+        starts = torch.tensor([chunk.start for chunk in chunks])
+        counts = torch.tensor([chunk.count for chunk in chunks])
+        for row, chunk in enumerate(chunks):
+            ids[row, : chunk.count] = torch.tensor(chunk.flight.prompt[chunk.start : chunk.start + chunk.count])
+        return self._forward([chunk.flight for chunk in chunks], ids, starts, counts, "prefill")
+
+    def decode(self, flights: Sequence[Flight]) -> Tensor:
+        """One token further for each request; logits [B,V]."""
+        ids = torch.tensor([[flight.last_token] for flight in flights])
+        starts = torch.tensor([flight.computed for flight in flights])
+        return self._forward(flights, ids, starts, torch.ones_like(starts), "decode")
+
+    def _forward(self, flights: Sequence[Flight], ids: Tensor, starts: Tensor, counts: Tensor, phase: str) -> Tensor:
+        """``ids`` [B,T] padded on the right: row i is real in its first ``counts[i]`` columns, from ``starts[i]``."""
+        width = ids.shape[1]
+        steps = torch.arange(width)
+        real = steps[None] < counts[:, None]
+        positions = (starts[:, None] + steps).clamp(max=self.max_length - 1)
+        length = int((starts + counts).max())
+        last = (counts - 1).tolist()
+        kept = sorted(set(last))
+        options: dict[str, Any] = (
+            {"logits_to_keep": torch.tensor(kept, device=self.device)} if self._keeps_logits else {}
+        )
+        placement = Placement.of(
+            [flight.slot for flight in flights],
+            torch.where(real, positions, torch.tensor(self.max_length)).to(self.device),
+            length,
+        )
+        selection = self.bank.select([flight.request.modules.strengths for flight in flights])
+        counted = real.to(self.device) if phase == "prefill" else None
+        with (
+            torch.inference_mode(),
+            self.cache.placed(placement),
+            self.intervention.step(selection, phase=phase, counted=counted),
+        ):
+            logits: Tensor = self.model(
+                input_ids=ids.to(self.device),
+                position_ids=positions.to(self.device),
+                attention_mask=self._mask(positions, length),
+                past_key_values=self.cache,
+                use_cache=True,
+                **options,
+            ).logits
+        columns = [kept.index(at) for at in last] if self._keeps_logits else last
+        return logits[torch.arange(len(last)), columns]
+
+    def _mask(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
+        """What each query sees: [B,1,T,length], by layer type where the model mixes full and sliding attention."""
+        keys = torch.arange(length)
+        full = keys <= positions[:, None, :, None]
+        if self._window is None:
+            return self._in_kind(full)
+        sliding = full & (keys > positions[:, None, :, None] - self._window)
+        if not self._full:
+            return self._in_kind(sliding)
+        return {"full_attention": self._in_kind(full), "sliding_attention": self._in_kind(sliding)}
+
+    def _in_kind(self, visible: Tensor) -> Tensor:
+        """A boolean mask for SDPA, an additive one for the eager attention."""
+        visible = visible.to(self.device)
+        if self._config._attn_implementation == "sdpa":
+            return visible
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill(~visible, torch.finfo(self.dtype).min)
+
+    def self_test(self, flight: Flight) -> None:
+        """Prefill in two chunks and one decode step must give the logits of the plain model; also warms up.
+
+        ``flight`` is a probe that holds slot 0. Raises UnsupportedArchitecture naming the model's class.
+        """
+        probe, split = flight.prompt, len(flight.prompt) // 2
+        self.prefill([Chunk(flight, 0, split)])
+        prefilled = self.prefill([Chunk(flight, split, len(probe) - split)])
+        flight.computed = len(probe)
+        flight.output = [int(prefilled[0].argmax())]
+        decoded = self.decode([flight])
+        with torch.inference_mode():
+            ids = torch.tensor([[*probe, *flight.output]], device=self.device)
+            plain = self.model(input_ids=ids, use_cache=False).logits[0, -2:].float()
+        error = (torch.cat([prefilled, decoded]).float() - plain).abs().max() / plain.abs().max()
+        allowed = LOGIT_TOLERANCE if self.dtype == torch.float32 else 0.1
+        if not bool(error <= allowed):
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__}: logits on the slot cache differ from the plain model's by "
+                f"{float(error):.2g} "
+                "(relative), so this family needs its own kind of cache; serve another model, or use unbind_core.attach"
+            )
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self.intervention.__exit__(None, None, None)
+
+
+def _attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:
+    """Whether some layers see everything, and the window of those that do not (None: none)."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedArchitecture(
+            f"{name} has layers of kind {', '.join(sorted(unknown))}, which keep more than keys and values by position; "
+            "serve a model with full or sliding-window attention"
+        )
+    if not kinds:
+        return window is None, window
+    return "full_attention" in kinds, window if "sliding_attention" in kinds else None

@@ -1,0 +1,119 @@
+"""Keys and values of every running request, in fixed slots that this cache owns.
+
+A transformers ``Cache`` whose layers write to given (slot, position) places and hand the model the keys of those slots.
+The runner places each step's rows before the forward pass and masks what a row must not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of one forward pass live.
+
+    ``slots`` int64 [B]; ``positions`` int64 [B,T], where new keys are written (``max_length`` is the bin for padding);
+    ``length``: how many positions, from 0, the rows may look at.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    length: int
+    first: int
+    contiguous: bool
+
+    @classmethod
+    def of(cls, slots: list[int], positions: Tensor, length: int) -> Placement:
+        """Slots in a row are read in place; others are gathered."""
+        contiguous = slots == list(range(slots[0], slots[0] + len(slots)))
+        return cls(torch.tensor(slots, device=positions.device), positions, length, slots[0], contiguous)
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, each [slots, heads, max_length + 1, head size]; the last position is the bin."""
+
+    is_sliding = False
+
+    def __init__(self, slots: int, max_length: int) -> None:
+        super().__init__()
+        self.slots, self.max_length = slots, max_length
+        self.placement: Placement | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate on the first write, when heads, size, dtype and device are known. Zeros: a masked NaN would spread."""
+        self.keys = self._storage(key_states)
+        self.values = self._storage(value_states)
+        self.is_initialized = True
+
+    def _storage(self, like: Tensor) -> Tensor:
+        return like.new_zeros((self.slots, like.shape[1], self.max_length + 1, like.shape[3]))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write [B,H,T,D] to the rows' places; return keys and values [B,H,length,D] of the rows' slots."""
+        if self.placement is None:
+            raise RuntimeError("a slot cache is only written inside SlotCache.placed()")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._exchange(self.keys, key_states), self._exchange(self.values, value_states)
+
+    def _exchange(self, storage: Tensor | None, new: Tensor) -> Tensor:
+        assert storage is not None and self.placement is not None
+        at = self.placement
+        storage[at.slots[:, None], :, at.positions] = new.transpose(1, 2)
+        if at.contiguous:
+            return storage[at.first : at.first + len(at.slots), :, : at.length]
+        return storage[at.slots, :, : at.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The model builds no mask of its own: the runner's is complete."""
+        return (self.placement.length if self.placement else query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Rows differ in length and bring their positions, so there is no one answer; 0 keeps models from guessing."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Positions a slot has."""
+        return self.max_length
+
+
+class SlotCache(Cache):
+    """The layers' storages, placed together."""
+
+    def __init__(self, layers: int, slots: int, max_length: int) -> None:
+        self.slot_layers = [SlotLayer(slots, max_length) for _ in range(layers)]
+        super().__init__(layers=list(self.slot_layers))
+
+    @contextmanager
+    def placed(self, placement: Placement) -> Iterator[None]:
+        """For one forward pass, rows are where ``placement`` says. Does not nest."""
+        if any(layer.placement is not None for layer in self.slot_layers):
+            raise RuntimeError("SlotCache.placed() does not nest")
+        try:
+            for layer in self.slot_layers:
+                layer.placement = placement
+            yield
+        finally:
+            for layer in self.slot_layers:
+                layer.placement = None
+
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Zero a slot after a failed step, so that no NaN outlives its request."""
+        for layer in self.slot_layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys[slot].zero_()
+                layer.values[slot].zero_()
+
+    def bytes_allocated(self) -> int:
+        """Bytes of all keys and values; 0 before the first forward pass."""
+        held = [t for layer in self.slot_layers for t in (layer.keys, layer.values) if t is not None]
+        return sum(t.numel() * t.element_size() for t in held)

@@ -1,0 +1,122 @@
+"""Domain exceptions -> OpenAI-shaped errors, in this one place.
+
+Every refusal of the service is an ``ApiError`` or one of the exceptions translated below; clients see
+``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from server.engine.engine import EngineStopped
+from server.engine.scheduler import PromptTooLong, QueueFull
+from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule
+
+log = logging.getLogger("unbind.api")
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A refusal with its status; ``param`` names the field, ``code`` is for programs."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400 naming the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The error object as the official clients read it."""
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def translate(error: Exception) -> ApiError:
+    """Any exception as the refusal it means; what is not foreseen is a 500 that tells nothing of its inside."""
+    match error:
+        case ApiError():
+            return error
+        case UnknownModule():
+            return ApiError(400, str(error), param="unbind.modules", code="unknown_module")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+        case PromptTooLong():
+            return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+        case EngineStopped():
+            return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "10"})
+        case DataError() | InsufficientRows():
+            return ApiError(400, str(error), param="rows", code="bad_rows")
+        case UnbindError():
+            return ApiError(400, str(error))
+        case RequestValidationError():
+            return _validation(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case _:
+            log.error("unhandled error", exc_info=error)
+            return ApiError(500, "the server met an error it did not foresee; its log has the details", code="internal")
+
+
+def _validation(error: RequestValidationError) -> ApiError:
+    """The first thing wrong with a body, its field named by path; the offending value is not repeated."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    # a union reports one entry for each of its branches; the branch names are of no use to a caller
+    field = ".".join(part for part in path if (part.isidentifier() and part.islower()) or part.isdigit()) or None
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{field}: {message}" if field else message, param=field, code="invalid_value")
+
+
+def response(error: Exception) -> JSONResponse:
+    """The refusal as a response, with the hint whether trying again can help."""
+    refusal = translate(error)
+    headers = dict(refusal.headers)
+    if refusal.status not in (408, 429, 503):
+        headers["x-should-retry"] = "false"
+    return JSONResponse(
+        error_body(refusal.status, refusal.message, refusal.param, refusal.code), refusal.status, headers=headers
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Every exception of every route goes through ``response``."""
+
+    async def handle(_: Request, error: Exception) -> JSONResponse:
+        return response(error)
+
+    for kind in (
+        ApiError,
+        UnbindError,
+        QueueFull,
+        PromptTooLong,
+        EngineStopped,
+        RequestValidationError,
+        HTTPException,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)

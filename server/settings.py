@@ -1,0 +1,152 @@
+"""One frozen, strictly parsed settings object: flags over environment over file over defaults.
+
+First station of every process of the service; nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PREFIX = "UNBIND_"
+HERE = Path(__file__).resolve().parent
+DEMO = HERE / "demo"
+
+
+class SettingsError(Exception):
+    """A setting that is unknown or has a bad value; the message names its source, the key and the remedy."""
+
+
+class Settings(BaseModel):
+    """Every setting. Keys are the same in the file, in the environment (UNBIND_ and upper case) and as flags."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: Annotated[Path, Field(description="folder of the checkpoint to serve")] = DEMO / "base"
+    adapter: Annotated[Path | None, Field(description="folder of a LoRA adapter on it; the demo model has its own")] = (
+        None
+    )
+    model_name: Annotated[str, Field(description="name in /v1/models; the checkpoint folder's name where empty")] = ""
+    modules_dir: Annotated[Path, Field(description="module files that ship")] = HERE.parent / "modules"
+    data_dir: Annotated[Path, Field(description="database, admin key, job files and published modules")] = Path(
+        ".unbind"
+    )
+    retain: Annotated[Path, Field(description="JSONL of retain rows for fitting")] = (
+        DEMO / "rows" / "retain_train.jsonl"
+    )
+    retain_test: Annotated[Path | None, Field(description="JSONL of retain rows for the before/after table")] = (
+        DEMO / "rows" / "retain_test.jsonl"
+    )
+    retain_test_limit: Annotated[int, Field(ge=0, description="how many of them a takedown's verification reads")] = 60
+    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on")] = 8000
+    admin_key: Annotated[
+        str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
+    ] = ""
+    device: Annotated[str, Field(description="torch device")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"], Field(description="precision the model runs in")] = (
+        "float32"
+    )
+    max_slots: Annotated[int, Field(ge=1, le=1024, description="requests that run at the same time")] = 16
+    max_model_len: Annotated[int, Field(ge=16, description="prompt and answer tokens of one request")] = 2048
+    chunk_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one step")] = 512
+    queue_limit: Annotated[int, Field(ge=0, description="requests that wait before 429")] = 64
+    max_body_bytes: Annotated[int, Field(ge=1024, description="largest request body before 413")] = 16 * 1024 * 1024
+    threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
+    worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
+    worker_threads: Annotated[int, Field(ge=1, description="torch threads of the worker")] = 2
+    worker_nice: Annotated[int, Field(ge=0, le=19, description="how far the worker steps back from the server")] = 10
+    lease_seconds: Annotated[
+        float, Field(gt=0, description="a job whose worker is silent this long is taken up again")
+    ] = 15.0
+    max_attempts: Annotated[int, Field(ge=1, description="workers that may die on a job before it is failed")] = 3
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least severe log line")] = (
+        "info"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _demo_adapter(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The demo checkpoint comes with its adapter; a checkpoint of one's own comes as it is."""
+        if "model" not in values and "adapter" not in values:
+            return values | {"adapter": DEMO / "adapter"}
+        return values
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the demo world is served, whose rows may be shown to anybody."""
+        return self.model == DEMO / "base"
+
+    @property
+    def served_name(self) -> str:
+        """The name in /v1/models."""
+        return self.model_name or ("unbind-demo" if self.is_demo else self.model.resolve().name)
+
+    @property
+    def published_dir(self) -> Path:
+        """Where the worker publishes modules."""
+        return self.data_dir / "modules"
+
+    @property
+    def database(self) -> Path:
+        """The registry's SQLite file."""
+        return self.data_dir / "unbind.sqlite"
+
+    def to_environment(self) -> dict[str, str]:
+        """The settings as a child process reads them back; the admin key stays here."""
+        plain = self.model_dump(mode="json", exclude={"admin_key"})
+        made = {PREFIX + key.upper(): str(value) for key, value in plain.items() if value is not None}
+        return made | {PREFIX + key.upper(): "" for key in ("adapter", "retain_test") if plain[key] is None}
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
+) -> Settings:
+    """Settings from flags (None: not given), environment and a TOML file, in that order of precedence.
+
+    Raises SettingsError naming the source and the key.
+    """
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    from_environment = {
+        key.removeprefix(PREFIX).lower(): value for key, value in (environment or {}).items() if key.startswith(PREFIX)
+    }
+    config = from_environment.pop("config", None)
+    path = file or (Path(config) if config else None)
+    for origin, given in (
+        (f"file {path}", _read(path) if path else {}),
+        ("environment", {key: _text(key, value) for key, value in from_environment.items()}),
+        ("flags", {key: value for key, value in (flags or {}).items() if value is not None}),
+    ):
+        for key, value in given.items():
+            if key not in Settings.model_fields:
+                name = PREFIX + key.upper() if origin == "environment" else key
+                raise SettingsError(
+                    f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(Settings.model_fields))}"
+                )
+            values[key], source[key] = value, origin
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "settings"
+        shown = "" if key == "admin_key" else f" ({first.get('input')!r})"
+        raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {first['msg']}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"file {path}: not TOML ({error})") from None
+
+
+def _text(key: str, value: str) -> str | None:
+    """An empty variable means "none" where a setting can be none."""
+    return None if value == "" and key in ("adapter", "retain_test") else value

@@ -1,0 +1,70 @@
+"""A tiny random model, served in this process, and modules for it that visibly change its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from server.engine.engine import Engine
+from tests.core.conftest import save_checkpoint
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.module import PARTITIONS, UnbindModule
+
+MakeModule = Callable[..., UnbindModule]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 checkpoint on disk."""
+    return save_checkpoint("qwen2", tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def loaded(checkpoint: Path) -> LoadedModel:
+    """The checkpoint as the server loads it."""
+    return load_model(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    """Its tokenizer."""
+    made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
+    return made
+
+
+@pytest.fixture(scope="session")
+def make_module(loaded: LoadedModel) -> MakeModule:
+    """``make_module(name, layer=1, seed=0, kappa=30)``: a module whose gate opens often, so that its effect shows."""
+
+    def make(name: str, layer: int = 1, seed: int = 0, kappa: float = 30.0) -> UnbindModule:
+        generator = torch.Generator().manual_seed(seed)
+
+        def unit() -> Tensor:
+            vector = torch.randn(loaded.identity.hidden_size, generator=generator)
+            return vector / vector.norm()
+
+        return UnbindModule(
+            name=name, layer=layer, w=unit(), v=unit(), s_ref=-0.5, tau=0.1, kappa=kappa, quantile=0.5,
+            model=loaded.identity, forms=("plain",), partitions=dict.fromkeys(PARTITIONS, ()), budgets={}, measured={},
+            forget_digest="0" * 64, created_at="2026-01-01T00:00:00+00:00", versions={}, settings={},
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def engine(checkpoint: Path, make_module: MakeModule) -> Iterator[Engine]:
+    """A running engine with modules ``one`` and ``two``; four slots, small chunks so that long prompts take several."""
+    fresh = load_model(checkpoint)
+    running = Engine(fresh.model, fresh.tokenizer, max_slots=4, max_length=256, queue_limit=8, chunk_tokens=24)
+    running.start()
+    modules = [make_module("one"), replace(make_module("two", layer=2, seed=1))]
+    running.sync_modules([(module, module.digest) for module in modules]).result(10)
+    yield running
+    running.close()
