@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_P
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format lock clean
+.PHONY: help install serve test lint format lock docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -44,6 +44,9 @@ format: install  ## put every file in the project's format
 lock: install  ## rewrite requirements.lock from what is installed and pyproject.toml asks for
 	$(BIN)/python .ci/lock.py > requirements.lock.new
 	mv requirements.lock.new requirements.lock
+
+docs: install  ## rewrite the pages that are made from the code
+	$(BIN)/python .ci/settings_page.py > docs/settings.md
 
 clean:  ## remove the environment, caches and local state
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info .unbind

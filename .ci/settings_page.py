@@ -1,0 +1,40 @@
+"""Print docs/settings.md from the settings class, so that the page cannot say anything else than the code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from server.settings import HERE, PREFIX, Settings
+
+INTRODUCTION = f"""# Settings
+
+Every setting can be given as a flag of `unbind serve` (`--max-slots 32`), in the environment (`{PREFIX}MAX_SLOTS=32`) and in a TOML file
+(`max_slots = 32`) named by `{PREFIX}CONFIG`. A flag wins over the environment, the environment over the file. A name that does not exist or
+a value that makes no sense stops the start with a message that says which and where. This page is written by `make docs`.
+
+| setting | environment | default | meaning |
+|---|---|---|---|
+"""
+
+
+def shown(value: object) -> str:
+    """A default as the page shows it; folders of the installation by their place in it."""
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, Path) and value.is_absolute():
+        return f"`{value.relative_to(HERE.parent).as_posix()}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def main() -> None:
+    """Print the page."""
+    rows = [
+        f"| `{name}` | `{PREFIX}{name.upper()}` | {shown(field.default)} | {field.description} |"
+        for name, field in Settings.model_fields.items()
+    ]
+    sys.stdout.write(INTRODUCTION + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Documents say what is: targets, links, paths, settings, commands and imports that they name exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unbind_core
+from server.settings import PREFIX, Settings
+from tests.repository import FILES, ROOT, relative
+
+
+def test_make_knows_the_targets_that_documents_name() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in (path for path in FILES if path.suffix == ".md"):
+        named = set(re.findall(r"`make ([a-z]+)|^make ([a-z]+)", path.read_text(), re.MULTILINE))
+        assert {first or second for first, second in named} <= targets, relative(path)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.suffix == ".md"], ids=relative)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert not [link for link in links if not (path.parent / link).exists()]
+
+
+def test_paths_in_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    core, service = text.split("## `server`")
+    for section, base in ((core, "unbind_core"), (service, "server")):
+        for cell in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE):
+            names = [name for name in re.findall(r"`([\w/.]+)`", cell) if "/" in name or name.endswith(".py")]
+            assert all((ROOT / base / name).exists() for name in names), cell
+
+
+def test_every_setting_is_documented_as_it_is() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*\| (.*) \|$", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
+    described = [(name, PREFIX + name.upper(), field.description) for name, field in Settings.model_fields.items()]
+    assert rows == described
+
+
+def test_the_readme_s_python_compiles_and_imports_what_exists() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "unbind_core":
+                assert {alias.name for alias in node.names} <= set(unbind_core.__all__)
+
+
+def test_the_readme_s_commands_and_options_exist() -> None:
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^\.venv/bin/unbind (.*)$", text, re.MULTILINE)
+    assert {command.split()[0] for command in commands} >= {"fit", "show", "verify", "serve"}
+    for command in commands:
+        name, *rest = command.split()
+        shown = subprocess.run(
+            [sys.executable, "-m", "server", name, "--help"], cwd=ROOT, check=True, capture_output=True, text=True,
+            env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
+        ).stdout  # fmt: skip
+        assert all(option in shown for option in rest if option.startswith("--")), command

@@ -1,0 +1,69 @@
+"""What is installed: the lock, the declared dependencies, versions, sizes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.repository import FILES, ROOT, files_of, imports, relative
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def lock() -> dict[str, str]:
+    lines = [
+        line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and not line.startswith("#")
+    ]
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def test_the_lock_pins_exact_versions_of_every_dependency_and_what_they_need() -> None:
+    listed = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "lock.py"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert listed == (ROOT / "requirements.lock").read_text().splitlines(), "run `make lock`"
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in lock().values())
+
+
+def test_the_lock_lies_within_the_ranges_of_the_project() -> None:
+    declared = project()["project"]
+    groups = [declared["dependencies"], *declared["optional-dependencies"].values()]
+    for text in (text for group in groups for text in group):
+        requirement = Requirement(text)
+        assert requirement.specifier, f"{text} has no range"
+        assert requirement.specifier.contains(lock()[canonicalize_name(requirement.name)]), text
+
+
+def test_every_package_that_the_code_imports_is_declared() -> None:
+    declared = {canonicalize_name(Requirement(text).name) for text in project()["project"]["dependencies"]}
+    owners = importlib.metadata.packages_distributions()
+    undeclared = {
+        f"{relative(path)}: {top}"
+        for path in [*files_of("unbind_core"), *files_of("server")]
+        for name in imports(path)
+        if (top := name.split(".")[0]) not in sys.stdlib_module_names
+        and top not in ("unbind_core", "server")
+        and not {canonicalize_name(owner) for owner in owners.get(top, [])} & declared
+    }
+    assert not undeclared
+
+
+def test_the_version_is_the_changelog_s_and_the_images() -> None:
+    version = project()["project"]["version"]
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    for path in ("docker-compose.yml", "deploy/kubernetes/deployment.yaml"):
+        assert f"image: unbind-server:{version}" in (ROOT / path).read_text()
+
+
+def test_the_demo_world_stays_small_enough_to_clone() -> None:
+    weights = [path for path in FILES if path.suffix == ".safetensors" and relative(path).startswith("server/demo/")]
+    assert sum(path.stat().st_size for path in weights if "retrained" not in path.parts) <= 30 * 2**20
