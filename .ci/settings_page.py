@@ -9,9 +9,10 @@ from server.settings import HERE, PREFIX, Settings
 
 INTRODUCTION = f"""# Settings
 
-Every setting can be given as a flag of `unbind serve` (`--max-slots 32`), in the environment (`{PREFIX}MAX_SLOTS=32`) and in a TOML file
-(`max_slots = 32`) named by `{PREFIX}CONFIG`. A flag wins over the environment, the environment over the file. A name that does not exist or
-a value that makes no sense stops the start with a message that says which and where. This page is written by `make docs`.
+Every setting can be given as a flag of `unbind serve` (`--max-slots 32`), in the environment
+(`{PREFIX}MAX_SLOTS=32`) and in a TOML file (`max_slots = 32`) named by `{PREFIX}CONFIG`. A flag wins over the
+environment, the environment over the file. A name that does not exist or a value that makes no sense stops the start
+with a message that says which and where. This page is written by `make docs`.
 
 | setting | environment | default | meaning |
 |---|---|---|---|

@@ -1,0 +1,54 @@
+"""What the project claims of speed and effect, measured anew: thresholds with room for a busy machine (slow)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.repository import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def unbind(*arguments: str) -> Any:
+    """What ``unbind ... --json`` prints on its standard output."""
+    done = subprocess.run(
+        [ROOT / ".venv/bin/unbind", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=1200,
+        env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_one_pass_gradients_equal_one_call_a_target_and_cost_a_few_forward_passes() -> None:
+    measured = unbind("bench", "fit")
+    assert measured["max_relative_error"] <= 1e-5
+    assert measured["oracle_speedup"] >= 50
+    assert measured["forward_equivalents"] <= 6
+
+
+def test_one_pass_gradients_are_exact_in_double_precision() -> None:
+    assert unbind("bench", "fit", "--dtype", "float64")["max_relative_error"] <= 1e-10
+
+
+def test_the_cost_of_the_bank_is_reported_for_every_size_placement_and_phase() -> None:
+    cost = unbind("bench", "filter")["cost"]
+    assert {row["modules"] for row in cost} == {1, 8, 64, 512}
+    assert {row["phase"] for row in cost} == {"decode", "prefill"}
+    assert min(row["share"] for row in cost if row["modules"] == 1) < 0.25
+
+
+def test_the_shipped_module_suppresses_recital_and_leaves_the_rest() -> None:
+    measured = unbind("verify", "modules/demo-a.safetensors")
+    before, after = measured["before"], measured["after"]
+    assert before["all"]["f_bleu"] >= 0.5
+    assert after["all"]["f_bleu"] <= 0.5 * before["all"]["f_bleu"]
+    assert after["all"]["f_bleu_fim"] <= 0.6 * before["all"]["f_bleu_fim"]
+    assert after["all"]["spans_50"] <= 0.25 * before["all"]["spans_50"]
+    assert after["retain"]["ppl"] <= 1.03 * before["retain"]["ppl"]
+    assert after["retain"]["bleu"] >= before["retain"]["bleu"] - 0.02
+    assert {"fitted", "calibration", "validation"} <= set(after)
