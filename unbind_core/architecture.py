@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -265,21 +267,31 @@ def load_model(
             )
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+        model: Any
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
         )
+        if report["missing_keys"]:  # the library would go on with random weights in their place
+            raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")
         if dtype is torch.float64 and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped matrix product has no float64
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
     if adapter is not None:
         from peft import PeftModel  # only users of adapters pay for the import
 
         _folder(adapter, "adapter_config.json", "adapter")
         try:
-            model = PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                model = PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
             raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
     identity = identify(model, tokenizer, Path(path).resolve().name)
     if adapter is not None and merge:

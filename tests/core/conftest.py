@@ -5,7 +5,9 @@ Tests load them exactly as a user loads a downloaded checkpoint, so the loading 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ from transformers import (
 
 from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
 from unbind_core.module import UnbindModule
+
+with warnings.catch_warnings():  # the library compiles a part of this family with a deprecated function on import
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import_module("transformers.models.gpt_bigcode.modeling_gpt_bigcode")
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 BOS = "<s>"
