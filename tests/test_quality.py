@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 def unbind(*arguments: str) -> Any:
     """What ``unbind ... --json`` prints on its standard output."""
     done = subprocess.run(
-        [ROOT / ".venv/bin/unbind", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=1200,
+        [sys.executable, "-m", "server", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=1200,
         env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
