@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from server.engine.request import Flight
 from server.engine.scheduler import Chunk
@@ -30,8 +30,8 @@ class Runner:
     slot cache as without a cache (checked by running it, see ``self_test``).
     """
 
-    def __init__(self, model: nn.Module, bank: ModuleBank, slots: int, max_length: int) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any, bank: ModuleBank, slots: int, max_length: int) -> None:
+        self.model = model
         self.bank = bank
         self.max_length = max_length
         self._config: Any = self.model.config.get_text_config()
@@ -146,7 +146,7 @@ def _attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedArchitecture(
-            f"{name} has layers of kind {', '.join(sorted(unknown))}, which keep more than keys and values by position; "
+            f"{name} has layers of kind {', '.join(sorted(unknown))}, which keep more than keys and values; "
             "serve a model with full or sliding-window attention"
         )
     if not kinds:

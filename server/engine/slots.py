@@ -37,18 +37,18 @@ class Placement:
         return cls(torch.tensor(slots, device=positions.device), positions, length, slots[0], contiguous)
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values, each [slots, heads, max_length + 1, head size]; the last position is the bin."""
 
     is_sliding = False
 
     def __init__(self, slots: int, max_length: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.slots, self.max_length = slots, max_length
         self.placement: Placement | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate on the first write, when heads, size, dtype and device are known. Zeros: a masked NaN would spread."""
+        """Allocate on the first write, when shapes, dtype and device are known; zeros, as a masked NaN would spread."""
         self.keys = self._storage(key_states)
         self.values = self._storage(value_states)
         self.is_initialized = True
