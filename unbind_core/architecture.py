@@ -267,8 +267,7 @@ def load_model(
             )
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-        model: Any
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -276,6 +275,7 @@ def load_model(
             local_files_only=True,
             output_loading_info=True,
         )
+        model, report = loaded
         if report["missing_keys"]:  # the library would go on with random weights in their place
             raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")
         if dtype is torch.float64 and model._can_set_experts_implementation():

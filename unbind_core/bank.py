@@ -45,8 +45,9 @@ class _Counters:
         """The next free slot; the tables grow by doubling."""
         with self._lock:
             if self.used == self._open.shape[1]:
-                self._evaluated = functional.pad(self._evaluated, (0, self.used))
-                self._open = functional.pad(self._open, (0, self.used))
+                with torch.inference_mode(False):  # else these could not be counted in outside inference mode
+                    self._evaluated = functional.pad(self._evaluated, (0, self.used))
+                    self._open = functional.pad(self._open, (0, self.used))
             self.used += 1
             return self.used - 1
 
@@ -106,7 +107,7 @@ class _LayerEdit:
         a = activation(states, stack.w, stack.s_ref)
         if self._every_row_alike:
             gate = a >= self._tau[0]
-            b = a.mul_(gate)
+            b = torch.where(gate, a, 0.0)
         else:
             gate = a >= self._of_rows(self._tau, states, rows)
             b = torch.where(gate, a, 0.0).mul_(self._of_rows(self._scale, states, rows))
@@ -246,7 +247,8 @@ class ModuleBank:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-            selection = self._select(rows)
+            with torch.inference_mode(False):  # a selection made in inference mode must serve outside it too
+                selection = self._select(rows)
             self._cache[key] = selection
             if len(self._cache) > _CACHED_SELECTIONS:
                 self._cache.popitem(last=False)

@@ -279,3 +279,25 @@ def test_the_bank_may_change_while_another_thread_selects_and_edits() -> None:
         stop.set()
         thread.join()
     assert bank.counts()["a"]["prefill"][0] == 201 * 4
+
+
+def test_a_bank_filled_in_inference_mode_serves_outside_it() -> None:
+    bank = bank_of(module("a"))
+    with torch.inference_mode():
+        for i in range(80):
+            bank.add(module(f"m{i}", seed=i))
+        selection = select(bank, {"a": 1.0, "m79": 1.0}, {})
+        inside = selection.edit(1, states(2, 3))
+    assert torch.equal(selection.edit(1, states(2, 3).requires_grad_(True)), inside)
+    assert bank.counts()["m79"]["prefill"][0] == 6
+
+
+@pytest.mark.parametrize("rows", [[{"a": 1.0}], [{"a": 1.0}, {}]])
+def test_an_edit_can_be_differentiated(rows: list[dict[str, float]]) -> None:
+    one = module("a", w=axis(0), v=axis(1), tau=0.5, kappa=3.0)
+    h = torch.zeros(len(rows), 1, D)
+    h[0, 0, 0] = 2.0
+    h.requires_grad_(True)
+    select(bank_of(one), *rows).edit(1, h)[0, 0, 1].backward()
+    assert h.grad is not None
+    assert h.grad[0, 0, :3].tolist() == [-3.0, 1.0, 0.0]

@@ -1,0 +1,172 @@
+"""What modules cost at inference: the bank's edits against a plain forward pass, measured in the same run.
+
+Behind ``unbind bench filter``. Modules are random, which costs the same as fitted ones: the arithmetic is dense and
+does not depend on whether a gate opens.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unbind_core.architecture import LoadedModel, ModelIdentity
+from unbind_core.bank import ModuleBank, Selection
+from unbind_core.errors import UnbindError
+from unbind_core.hooks import Intervention
+from unbind_core.module import UnbindModule
+
+MODULES = (1, 8, 64, 512)
+DECODE_ROWS, DECODE_CACHE = 16, 256
+PREFILL_TOKENS = 512
+
+
+def random_module(identity: ModelIdentity, number: int, layer: int) -> UnbindModule:
+    """A module of random directions; its numbers are seeded by ``number``."""
+    generator = torch.Generator().manual_seed(number)
+    w, v = (torch.nn.functional.normalize(torch.randn(2, identity.hidden_size, generator=generator))).unbind()
+    return UnbindModule(
+        name=f"bench{number:04}",
+        layer=layer,
+        w=w.clone(),
+        v=v.clone(),
+        s_ref=0.0,
+        tau=0.5,
+        kappa=1.0,
+        quantile=None,
+        model=identity,
+        forms=("plain",),
+        partitions={},
+        budgets={},
+        measured={},
+        forget_digest="",
+        created_at="",
+        versions={},
+        settings={"random": True},
+    )
+
+
+def make_bank(identity: ModelIdentity, count: int, placement: str, device: torch.device) -> ModuleBank:
+    """``count`` random modules, all at the middle layer ("one layer") or dealt out over all of them ("spread")."""
+    bank = ModuleBank(device)
+    for number in range(count):
+        layer = number % identity.num_layers if placement == "spread" else identity.num_layers // 2
+        bank.add(random_module(identity, number, layer))
+    return bank
+
+
+class _Phase:
+    """One shape of forward pass, ready to be timed with and without a selection."""
+
+    def __init__(self, loaded: LoadedModel, phase: str) -> None:
+        self.name = phase
+        self._model = loaded.model
+        self.device = next(loaded.model.parameters()).device
+        self._dtype = next(loaded.model.parameters()).dtype
+        self.batch, self.length = (DECODE_ROWS, 1) if phase == "decode" else (1, PREFILL_TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        past = DECODE_CACHE if phase == "decode" else 0
+        ids = torch.randint(5, len(loaded.tokenizer), (self.batch, past + self.length), generator=generator)
+        ids = ids.to(self.device)
+        self._ids = ids[:, past:]
+        self._cache = self._model(ids[:, :past], use_cache=True).past_key_values if past else None
+        self._states = torch.randn(
+            self.batch, self.length, loaded.identity.hidden_size, generator=generator, dtype=torch.float32
+        ).to(self.device, self._dtype)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall-clock time of ``work``, the device's own work included."""
+        self._wait()
+        begun = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - begun
+
+    def forward_seconds(self, intervention: Intervention, selection: Selection | None) -> float:
+        """Time of one forward pass; a decode step works on its own copy of the cache."""
+        cache = copy.deepcopy(self._cache)
+        with intervention.step(selection, phase=self.name):
+            return self.seconds(lambda: self._model(self._ids, past_key_values=cache, use_cache=cache is not None))
+
+    def edit_seconds(self, selection: Selection) -> float:
+        """Time of the edits alone, at every layer of the selection."""
+
+        def edits() -> Tensor:
+            states = self._states
+            for layer in sorted(selection.layers):
+                states = selection.edit(layer, states, phase=self.name)
+            return states
+
+        return self.seconds(edits)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(
+    phase: _Phase, intervention: Intervention, bank: ModuleBank, rows: Sequence[Mapping[str, float]], repeats: int
+) -> dict[str, float]:
+    """Medians over interleaved repeats.
+
+    ``share``: time of the edits over time of the plain pass. ``end_to_end``: time of a pass with hooks and edits over
+    the plain pass beside it, less one; a small difference of large numbers, less exact. ``forward_ms``: the plain pass.
+    """
+    selection = bank.select(rows)
+    if selection is None:
+        raise UnbindError("rows: no row asks for a module; give at least one name")
+    for _ in range(2):
+        phase.forward_seconds(intervention, None)
+        phase.forward_seconds(intervention, selection)
+        phase.edit_seconds(selection)
+    plain, edited, edits = [], [], []
+    for _ in range(repeats):
+        plain.append(phase.forward_seconds(intervention, None))
+        edits.append(phase.edit_seconds(selection))
+        edited.append(phase.forward_seconds(intervention, selection))
+    pairs = [after / before - 1 for before, after in zip(plain, edited, strict=True)]
+    return {
+        "share": statistics.median(edits) / statistics.median(plain),
+        "end_to_end": statistics.median(pairs),
+        "forward_ms": 1e3 * statistics.median(plain),
+    }
+
+
+def run(loaded: LoadedModel, *, counts: Sequence[int] = MODULES, repeats: int = 15) -> dict[str, Any]:
+    """Cost of the bank by number of modules, placement and phase.
+
+    Decode is a step of 16 rows x 1 token on a cache of 256 tokens, prefill one row of 512 tokens. ``cost``: every row
+    uses every module. ``cost_one_module_a_row``: decode where the bank holds as many modules, but each row uses one.
+    """
+    cost: list[dict[str, Any]] = []
+    apart: list[dict[str, Any]] = []
+    with torch.inference_mode(), Intervention(loaded.model) as intervention:
+        for phase in (_Phase(loaded, "decode"), _Phase(loaded, "prefill")):
+            for placement in ("one layer", "spread"):
+                for count in counts:
+                    bank = make_bank(loaded.identity, count, placement, phase.device)
+                    where = {"modules": count, "placement": placement, "phase": phase.name}
+                    everything = dict.fromkeys(bank.names, 1.0)
+                    cost.append(where | measure(phase, intervention, bank, [everything], repeats))
+                    if phase.name == "decode":
+                        rows = [{bank.names[i * max(1, count // DECODE_ROWS) % count]: 1.0} for i in range(DECODE_ROWS)]
+                        apart.append(where | measure(phase, intervention, bank, rows, repeats))
+    parameters = sum(value.numel() for value in loaded.model.parameters())
+    return {
+        "cost": cost,
+        "cost_one_module_a_row": apart,
+        "model": {
+            "name": loaded.identity.name,
+            "parameters": parameters,
+            "hidden_size": loaded.identity.hidden_size,
+            "layers": loaded.identity.num_layers,
+            "dtype": str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
+        },
+        "device": str(next(loaded.model.parameters()).device),
+        "threads": torch.get_num_threads(),
+    }
