@@ -1,11 +1,16 @@
-"""What the project claims of speed and effect, measured anew: thresholds with room for a busy machine (slow)."""
+"""What the project claims of speed and effect, and what its README shows, done anew (slow).
+
+Thresholds leave room for a busy machine.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +18,15 @@ import pytest
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.slow
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "PYTHONPATH": str(ROOT)}
+README_PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def unbind(*arguments: str) -> Any:
     """What ``unbind ... --json`` prints on its standard output."""
     done = subprocess.run(
         [sys.executable, "-m", "server", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=1200,
-        env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+        env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
@@ -53,3 +60,45 @@ def test_the_shipped_module_suppresses_recital_and_leaves_the_rest() -> None:
     assert after["retain"]["ppl"] <= 1.03 * before["retain"]["ppl"]
     assert after["retain"]["bleu"] >= before["retain"]["bleu"] - 0.02
     assert {"fitted", "calibration", "validation"} <= set(after)
+
+
+def python(code: str, folder: Path) -> str:
+    """What ``code`` prints when it runs in ``folder``."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=1200, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_readme_s_fit_runs_and_its_module_keeps_the_model_off_the_text(tmp_path: Path) -> None:
+    (tmp_path / "server").symlink_to(ROOT / "server")
+    printed = python(next(block for block in README_PYTHON if "fit(" in block), tmp_path)
+    row = json.loads((ROOT / "server/demo/rows/forget_b.jsonl").read_text().splitlines()[0])
+    assert printed.startswith(row["prompt"])
+    assert row["continuation"].strip() not in printed
+    assert (tmp_path / "set-b.safetensors").is_file()
+
+
+def test_the_readme_s_client_is_answered_by_a_server(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "server",
+        "serve",
+        "--json",
+        "--no-worker",
+        "--port",
+        "0",
+        "--data-dir",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as server:
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            block = next(block for block in README_PYTHON if "OpenAI(" in block)
+            assert python(block.replace("http://127.0.0.1:8000", url), tmp_path).strip()
+        finally:
+            server.terminate()
+            server.wait(60)
