@@ -28,7 +28,9 @@ def output_axis(cross: CrossMoments) -> OutputAxis:
     """
     matrix = cross.symmetric
     if cross.count == 0 or not bool(torch.isfinite(matrix).all()):
-        raise FittingError("the gradients of the forget rows are missing or not finite; check the rows and the model's dtype")
+        raise FittingError(
+            "the gradients of the forget rows are missing or not finite; check the rows and the model's dtype"
+        )
     values, vectors = torch.linalg.eigh(matrix)
     gap = float(values[1] - values[0]) if len(values) > 1 else 0.0
     return OutputAxis(vectors[:, 0].contiguous(), float(values[0]), gap)

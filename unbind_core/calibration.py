@@ -59,9 +59,7 @@ def orient(v0: Tensor, activations: Tensor, gradients: Tensor, tau: float) -> tu
     return (v0 if response < 0 else -v0), response
 
 
-def gates(
-    v0: Tensor, activations: Tensor, gradients: Tensor, quantiles: Sequence[float] = QUANTILES
-) -> list[Gate]:
+def gates(v0: Tensor, activations: Tensor, gradients: Tensor, quantiles: Sequence[float] = QUANTILES) -> list[Gate]:
     """The candidate gates of one layer from unmodified forget-calibration positions; empty if no activation is positive."""
     found = []
     for quantile in quantiles:
@@ -74,7 +72,9 @@ def gates(
     return found
 
 
-def strengths(gate: Gate, mean_norm: float, absolute: Sequence[float], relative: Sequence[float]) -> list[tuple[str, float]]:
+def strengths(
+    gate: Gate, mean_norm: float, absolute: Sequence[float], relative: Sequence[float]
+) -> list[tuple[str, float]]:
     """The strengths to try for a gate: ("paper", kappa) of the absolute grid and ("norm", kappa) of the relative one.
 
     A relative strength m makes the mean update of an admitted position m times the mean norm of retain states, so that

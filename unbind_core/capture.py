@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from unbind_core.architecture import decoder_layers
+from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.windows import Batch, Window, make_batch
 
@@ -36,7 +37,9 @@ class _OwnPositionAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+    ) -> Tensor:
         """q, k, v [B,H,T,D] of one dtype; additive mask [B or 1, H or 1, T, T] or None (causal); returns [B,H,T,D]."""
         out = torch.empty_like(q)
         for rows, weights, _ in _weights(q, k, mask, scaling, softcap):
@@ -96,14 +99,16 @@ def _attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
+    dropout: float = 0.0,  # noqa: ARG001 - capture runs in evaluation mode
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls in place of its own attention; shapes as theirs (out [B,T,H,D])."""
     name = type(module).__name__
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise UnsupportedArchitecture(f"{name} adds attention sinks or a position bias, which exact capture does not cover; {_REMEDY}")
+        raise UnsupportedArchitecture(
+            f"{name} adds attention sinks or a position bias, which exact capture does not cover; {_REMEDY}"
+        )
     if query.shape[2] != key.shape[2] or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UnsupportedArchitecture(f"{name} is not causal self-attention over one window; {_REMEDY}")
     groups = query.shape[1] // key.shape[1]
@@ -111,7 +116,9 @@ def _attention_forward(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     _attention_calls.append(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _OwnPositionAttention.apply(query, key, value, attention_mask, scale, softcap)
+    out: Tensor = _OwnPositionAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, attention_mask, scale, softcap
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -119,18 +126,14 @@ AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, eager_mask)
 
 
-def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedArchitecture(f"{type(inner).__name__} is not a transformers model; load it with AutoModelForCausalLM")
-    return inner
-
-
 @contextmanager
 def own_position_attention(model: nn.Module) -> Iterator[None]:
     """Run the model with gradients of other positions' keys and values cut; restores its own attention in any case."""
-    inner = unwrapped(model)
+    inner = unwrap(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedArchitecture(
+            f"{type(inner).__name__} is not a transformers model; load it with AutoModelForCausalLM"
+        )
     before = inner.config._attn_implementation
     inner.set_attn_implementation(ATTENTION)
     _attention_calls.clear()
@@ -165,7 +168,7 @@ def recording(model: nn.Module, layers: Sequence[int], *, differentiable: bool =
     """
     states: dict[int, Tensor] = {}
     blocks = decoder_layers(model)
-    handles = []
+    handles: list[RemovableHandle] = []
 
     def hook(index: int, first: bool) -> Any:
         def record(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -179,8 +182,8 @@ def recording(model: nn.Module, layers: Sequence[int], *, differentiable: bool =
         return record
 
     try:
-        for index in layers:
-            handles.append(blocks[index].register_forward_hook(hook(index, index == min(layers))))
+        lowest = min(layers)
+        handles += [blocks[i].register_forward_hook(hook(i, i == lowest)) for i in layers]
         yield states
     finally:
         for handle in handles:
@@ -227,7 +230,7 @@ def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:
         expected = len(decoder_layers(model))
         if len(_attention_calls) != expected:
             raise UnsupportedArchitecture(
-                f"{type(unwrapped(model)).__name__} has {expected} decoder layers, of which {len(_attention_calls)} "
+                f"{type(unwrap(model)).__name__} has {expected} decoder layers, of which {len(_attention_calls)} "
                 f"use softmax attention, so exact one-pass capture does not apply; {_REMEDY}"
             )
         nll = target_nll(logits, batch)
@@ -269,7 +272,9 @@ def relative_errors(found: Captured, reference: Captured) -> dict[int, float]:
     }
 
 
-def check_exactness(model: nn.Module, window: Window, layers: Sequence[int], targets: int = 2, length: int = 64) -> float:
+def check_exactness(
+    model: nn.Module, window: Window, layers: Sequence[int], targets: int = 2, length: int = 64
+) -> float:
     """Compare one-pass capture with the reference on a few targets of a short window; returns the largest relative error.
 
     Guards against models that mix tokens in ways the attention count cannot see. Raises UnsupportedArchitecture above
@@ -283,6 +288,6 @@ def check_exactness(model: nn.Module, window: Window, layers: Sequence[int], tar
     limit = 0.2 if found.nll.dtype is not torch.float64 and next(model.parameters()).dtype.itemsize == 2 else 1e-3
     if not worst <= limit:
         raise UnsupportedArchitecture(
-            f"{type(unwrapped(model)).__name__}: one-pass gradients are off by {worst:.1e} (relative) on a sample; {_REMEDY}"
+            f"{type(unwrap(model)).__name__}: one-pass gradients are off by {worst:.1e} (relative) on a sample; {_REMEDY}"
         )
     return worst

@@ -28,11 +28,15 @@ def fisher_detector(forget: Moments, retain: Moments, ridge: float = RIDGE) -> F
     Raises FittingError where the ridge is not positive and finite or the direction vanishes.
     """
     if forget.count < 2 or retain.count < 2:
-        raise FittingError(f"{forget.count} forget and {retain.count} retain positions; two of each are needed for a covariance")
+        raise FittingError(
+            f"{forget.count} forget and {retain.count} retain positions; two of each are needed for a covariance"
+        )
     scatter = forget.covariance + retain.covariance
     lift = ridge * float(scatter.trace()) / forget.dimension
     if not (lift > 0.0 and lift != float("inf")):
-        raise FittingError(f"the ridge is {lift}: the states do not vary or are not finite; check the rows and the model's dtype")
+        raise FittingError(
+            f"the ridge is {lift}: the states do not vary or are not finite; check the rows and the model's dtype"
+        )
     identity = torch.eye(forget.dimension, dtype=torch.float64, device=scatter.device)
     direction = torch.linalg.solve(scatter + lift * identity, forget.mean - retain.mean)
     norm = float(direction.norm())

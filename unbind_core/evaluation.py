@@ -28,9 +28,7 @@ from unbind_core.windows import Window, available_forms, batches, encode_prompt,
 
 BLEU_NEW_TOKENS = 128
 ACCESS_NEW_TOKENS = 256
-INSTRUCTION = (
-    "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
-)
+INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
 FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```\n"
 PREFIXES = (16, 32, 64)
 EXTRACTED_SPAN = 50
@@ -47,7 +45,9 @@ class _Attempt:
 
 def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
     """The paper's six access conditions (D.1): original, three prefix injections, instruction, fenced code."""
-    found: dict[str, list[_Attempt]] = {name: [] for name in ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")}
+    found: dict[str, list[_Attempt]] = {
+        name: [] for name in ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
+    }
     for index, row in enumerate(rows):
         prompt, target = forget_prompt(tokenizer, row, "plain")
         found["original"].append(_Attempt(index, prompt, target))
@@ -139,7 +139,12 @@ def _summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
 
 
 def perplexity(
-    model: nn.Module, windows: Sequence[Window], pad: int, *, editing: Editing = nullcontext, progress: ProgressCallback = silent
+    model: nn.Module,
+    windows: Sequence[Window],
+    pad: int,
+    *,
+    editing: Editing = nullcontext,
+    progress: ProgressCallback = silent,
 ) -> float:
     """exp(total target NLL / number of targets) over windows (paper A.3)."""
     device = next(model.parameters()).device
@@ -173,7 +178,9 @@ def retain_measures(
     measures: dict[str, float] = {}
     for form in available_forms(tokenizer):
         windows = retain_windows(tokenizer, rows, indices, [form])
-        measures["ppl" if form == "plain" else f"ppl_{form}"] = perplexity(model, windows, pad, editing=editing, progress=progress)
+        measures["ppl" if form == "plain" else f"ppl_{form}"] = perplexity(
+            model, windows, pad, editing=editing, progress=progress
+        )
     counts = [count["prefill"] for count in bank.counts().values()]
     measures["gate_rate"] = sum(opened for _, opened in counts) / max(sum(evaluated for evaluated, _ in counts), 1)
     prompts, references = retain_prompts(tokenizer, rows, indices)

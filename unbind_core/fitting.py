@@ -1,6 +1,6 @@
 """Rows -> calibrated module + report: the whole method in order, with progress (paper section 4, appendix B).
 
-    rows -> partitions -> windows -> one-pass capture -> moments -> detector, axis -> gates -> search -> module
+rows -> partitions -> windows -> one-pass capture -> moments -> detector, axis -> gates -> search -> module
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import ModelIdentity, decoder_layers, identify
 from unbind_core.axis import OutputAxis, output_axis
+from unbind_core.bank import activation
 from unbind_core.calibration import NORM_STRENGTHS, QUANTILES, STRENGTHS, Budgets, Gate, gates, strengths
 from unbind_core.capture import capture, capture_states, check_exactness
 from unbind_core.detector import RIDGE, FisherDetector, fisher_detector
@@ -32,9 +33,18 @@ from unbind_core.generation import Sampling, complete
 from unbind_core.module import UnbindModule
 from unbind_core.moments import CrossMoments, Moments, load_moments, save_moments
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest, make_partitions
+from unbind_core.rows import ForgetRow, RetainRow, forget_digest, make_partitions
 from unbind_core.search import BLEU_NEW_TOKENS, Replay, RetainCompletions, Trial, search
-from unbind_core.windows import MAX_WINDOW, Window, available_forms, batches, encode_prompt, forget_windows, pad_id, retain_windows
+from unbind_core.windows import (
+    MAX_WINDOW,
+    Window,
+    available_forms,
+    batches,
+    encode_prompt,
+    forget_windows,
+    pad_id,
+    retain_windows,
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,11 @@ def retain_moments(
     The key is the model's fingerprint, its dtype, the windows (which hold the retain set and the window policy), the layers.
     """
     parameter = next(model.parameters())
-    file = cache and cache / f"moments-{_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
+    file = (
+        cache
+        and cache
+        / f"moments-{_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
+    )
     if file:
         known = load_moments(file, list(layers), parameter.device)
         if known is not None:
@@ -215,8 +229,9 @@ def _layer_fits(
     for layer in layers:
         detector = fisher_detector(forget[layer], retain[layer], options.ridge)
         axis = output_axis(cross[layer])
-        # The bank's arithmetic: FP32 projection of the states as the model gives them (paper eq. 6).
-        activations = torch.relu(torch.cat(states[layer]).float() @ detector.w.float() - detector.s_ref)
+        # Through the bank's own function, so that a boundary found here is the boundary at deployment.
+        w, s_ref = detector.w.float()[None], torch.tensor([detector.s_ref], device=detector.w.device)
+        activations = activation(torch.cat(states[layer]), w, s_ref)[:, 0]
         found = gates(axis.v0, activations, torch.cat(gradients[layer]), options.quantiles)
         fits.append(LayerFit(layer, detector, axis, found, retain[layer].mean_norm))
     return fits
@@ -287,7 +302,9 @@ def fit(
         if kappa > 0  # kappa = 0 changes nothing and is always feasible: it is what remains when all else fails
     ]
     if not any(f.gates for f in fits):
-        raise FittingError("no forget-calibration position scores above the retain mean at any layer; are the rows memorised at all?")
+        raise FittingError(
+            "no forget-calibration position scores above the retain mean at any layer; are the rows memorised at all?"
+        )
     by_layer = {f.layer: f for f in fits}
 
     def as_module(trial: Trial, measured: dict[str, Any] | None = None) -> UnbindModule:
@@ -312,15 +329,20 @@ def fit(
             candidates, as_module, forget_replay, retain_replay, completions, options.budgets,
             full_scan=options.full_scan, progress=progress,
         )  # fmt: skip
-    chosen = best or Trial(fits[0].layer, next(f for f in fits if f.gates).gates[0], "paper", 0.0, 0.0, 0.0)
-    if best is None:
-        chosen = Trial(next(f.layer for f in fits if f.gates), chosen.gate, "paper", 0.0, 0.0, 0.0, verdict="ineffective")
+    usable = next(f for f in fits if f.gates)
+    chosen = best or Trial(usable.layer, usable.gates[0], "paper", 0.0, 0.0, 0.0, verdict="ineffective")
     report = FitReport(
         outcome="calibrated" if best else "ineffective",
         selected=best.to_json() if best else None,
         scan=[trial.to_json() for trial in candidates],
         layers=[
-            {"layer": f.layer, "eigenvalue": f.axis.eigenvalue, "eigenvalue_gap": f.axis.gap, "mean_norm": f.mean_norm, "s_ref": f.detector.s_ref}
+            {
+                "layer": f.layer,
+                "eigenvalue": f.axis.eigenvalue,
+                "eigenvalue_gap": f.axis.gap,
+                "mean_norm": f.mean_norm,
+                "s_ref": f.detector.s_ref,
+            }
             for f in fits
         ],
         positions={
@@ -338,6 +360,3 @@ def fit(
 def _versions() -> dict[str, str]:
     names = ("torch", "transformers", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
-__all__ = ["FitOptions", "FitReport", "LayerFit", "Partitions", "fit", "retain_moments", "retain_prompts"]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unbind_core.capture import frozen, unwrapped
+from unbind_core.architecture import unwrap
+from unbind_core.capture import frozen
 from unbind_core.progress import ProgressCallback, counted, silent
 
 Editing = Callable[[], AbstractContextManager[object]]
@@ -51,7 +52,7 @@ def complete(
         else:
             groups.append([index])
     results: list[list[int]] = [[] for _ in prompts]
-    inner = unwrapped(model)
+    inner = unwrap(model)
     device = next(inner.parameters()).device
     options: dict[str, object] = {"max_new_tokens": sampling.max_new_tokens, "pad_token_id": pad, "eos_token_id": end}
     if sampling.temperature > 0:

@@ -87,7 +87,7 @@ class UnbindModule:
         """The module file as bytes; the same module gives the same bytes."""
         tensors = {"w": self.w.contiguous(), "v": self.v.contiguous()}
         try:
-            described = self._describe()
+            described = self.describe()
             described["checksum"] = _checksum(tensors, described)
             text = _canonical(described)
         except (TypeError, ValueError) as error:
@@ -159,7 +159,8 @@ class UnbindModule:
         """The same module under another name; its digest differs."""
         return replace(self, name=name)
 
-    def _describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
+        """All metadata as plain JSON values, as the file holds them (less the checksum)."""
         described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("w", "v")}
         described["model"] = asdict(self.model)
         described["partitions"] = {key: list(self.partitions.get(key, ())) for key in PARTITIONS}

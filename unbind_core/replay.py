@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unbind_core.architecture import decoder_layers
-from unbind_core.capture import unwrapped
+from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnsupportedArchitecture
 
 
@@ -41,9 +40,13 @@ class _Passed(nn.Module):
 def _starting_above(model: nn.Module, layer: int, states: Tensor, as_tuple: bool) -> Iterator[None]:
     """Replace decoder layers 0..``layer`` so that layer ``layer`` puts out ``states``; puts the layers back in any case."""
     blocks = decoder_layers(model)
-    container = next((m for m in unwrapped(model).modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is blocks[0]), None)
+    container = next(
+        (m for m in unwrap(model).modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is blocks[0]), None
+    )
     if container is None:
-        raise UnsupportedArchitecture(f"{type(unwrapped(model)).__name__}: the decoder layers are not in a torch ModuleList")
+        raise UnsupportedArchitecture(
+            f"{type(unwrap(model)).__name__}: the decoder layers are not in a torch ModuleList"
+        )
     originals = [container[i] for i in range(layer + 1)]
     try:
         for index, original in enumerate(originals):

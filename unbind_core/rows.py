@@ -71,7 +71,9 @@ def _objects(lines: Iterable[str], origin: str) -> Iterable[tuple[str, dict[str,
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); give one JSON object a line") from None
+            raise DataError(
+                f"{where}: not JSON ({error.msg} at column {error.colno}); give one JSON object a line"
+            ) from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: a JSON object is needed, not {type(value).__name__}")
         yield where, value
@@ -161,7 +163,9 @@ def make_partitions(
             f"the forget set has {len(forget)} rows; at least {MINIMUM_FORGET_ROWS} are needed for fit, calibration and validation"
         )
     if len(retain) < 10:
-        raise InsufficientRows(f"the retain set has {len(retain)} rows; at least 10 are needed (a few hundred make honest rates)")
+        raise InsufficientRows(
+            f"the retain set has {len(retain)} rows; at least 10 are needed (a few hundred make honest rates)"
+        )
     rng = random.Random(seed)
     everything = list(range(len(forget)))
     _, calibration_size, validation_size = forget_sizes(len(forget))

@@ -82,7 +82,9 @@ class _Kept:
 class Replay:
     """The windows of one role, with the states from which any edit at any layer can be tried."""
 
-    def __init__(self, model: nn.Module, windows: Sequence[Window], layers: Sequence[int], *, pad: int, tokens: int = 2048) -> None:
+    def __init__(
+        self, model: nn.Module, windows: Sequence[Window], layers: Sequence[int], *, pad: int, tokens: int = 2048
+    ) -> None:
         self.model = model
         self.last = len(decoder_layers(model)) - 1
         self.kept: list[_Kept] = []
@@ -114,7 +116,9 @@ class Replay:
                 mine = rows[kept.rows]
                 nll = kept.nll.masked_scatter(mine, target_nll(logits, part))
                 if kl_limit is not None:
-                    original = logits_above(self.model, part.ids, part.attention_mask, self.last, kept.states[self.last][rows])
+                    original = logits_above(
+                        self.model, part.ids, part.attention_mask, self.last, kept.states[self.last][rows]
+                    )
                     outcome.kl += _kl(original[part.predictors], logits[part.predictors])
             outcome.nll += float(nll.double().sum())
             if kl_limit is not None and outcome.kl > kl_limit:
@@ -216,7 +220,14 @@ def search(
     for done, trial in enumerate(order, start=1):
         if best is not None and not full_scan:
             break
-        progress(Progress("retain budgets", done, len(order), f"layer {trial.layer} q {trial.gate.quantile} kappa {trial.kappa:.3g}"))
+        progress(
+            Progress(
+                "retain budgets",
+                done,
+                len(order),
+                f"layer {trial.layer} q {trial.gate.quantile} kappa {trial.kappa:.3g}",
+            )
+        )
         if trial.forget_gain <= 0:
             trial.verdict = "no gain"
             continue

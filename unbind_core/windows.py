@@ -81,6 +81,12 @@ def fim_prompt(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str) -> 
     return _fim_ids(tokenizer, template, encode(tokenizer, prefix), encode(tokenizer, suffix))
 
 
+def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(found, int)
+    return found
+
+
 def _fim_ids(
     tokenizer: PreTrainedTokenizerBase, template: tuple[str, ...], prefix: list[int], suffix: list[int]
 ) -> list[int]:
@@ -91,7 +97,7 @@ def _fim_ids(
         elif part == "{suffix}":
             ids += suffix
         else:
-            ids.append(int(tokenizer.convert_tokens_to_ids(part)))
+            ids.append(_token_id(tokenizer, part))
     return ids
 
 

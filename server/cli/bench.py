@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ def _windows(loaded: LoadedModel, count: int, length: int = ORACLE_LENGTH) -> li
     """``count`` windows of exactly ``length`` tokens, cut from the demo's retain rows laid end to end."""
     rows = retain_rows(demo.ROWS / "retain_train.jsonl")
     ids: list[int] = []
-    windows = []
+    windows: list[Window] = []
     for row in rows:
         ids += encode_prompt(loaded.tokenizer, row.text)
         if len(ids) >= length:
@@ -47,7 +48,9 @@ def _windows(loaded: LoadedModel, count: int, length: int = ORACLE_LENGTH) -> li
     raise UnbindError(f"the demo rows make only {len(windows)} windows of {length} tokens")
 
 
-def fit_figures(loaded: LoadedModel, *, oracle_windows: int = 2, repeats: int = 7, progress: ProgressCallback) -> dict[str, Any]:
+def fit_figures(
+    loaded: LoadedModel, *, oracle_windows: int = 2, repeats: int = 7, progress: ProgressCallback
+) -> dict[str, Any]:
     """Accuracy and cost of one-pass capture, all layers.
 
     ``max_relative_error``: worst layer and window, in the model's dtype; ``oracle_speedup``: time of one autograd call a
@@ -64,8 +67,9 @@ def fit_figures(loaded: LoadedModel, *, oracle_windows: int = 2, repeats: int = 
         begun = time.perf_counter()
         reference = capture_per_target(model, window, layers)
         oracle = time.perf_counter() - begun
-        one_pass = statistics.median(_seconds(lambda: capture(model, reference.batch, layers)) for _ in range(5))
-        errors.append(max(relative_errors(capture(model, reference.batch, layers), reference).values()))
+        batch = reference.batch
+        one_pass = statistics.median(_seconds(partial(capture, model, batch, layers)) for _ in range(5))
+        errors.append(max(relative_errors(capture(model, batch, layers), reference).values()))
         speedups.append(oracle / one_pass)
         progress(Progress("one autograd call a target", done, oracle_windows))
     batch = make_batch(windows, 0, device)

@@ -40,7 +40,11 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[Progress], None]]:
     if quiet or not notes.is_terminal:
         yield lambda _: None
         return
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TextColumn("{task.completed}/{task.total} {task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} {task.fields[note]}"),
+    )
     tasks: dict[str, TaskID] = {}
     with Bars(*columns, TimeElapsedColumn(), console=notes, transient=True) as bars:
 

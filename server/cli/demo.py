@@ -16,8 +16,12 @@ app = typer.Typer(no_args_is_help=True, help="The demo world: small model, memor
 
 @app.command()
 def train(
-    work: Annotated[Path, typer.Option(help="Folder for downloads, checkpoints and the result; resumes where it stopped.")] = Path(".demo-work"),
-    minutes: Annotated[float, typer.Option(help="Training time of the base model. The shipped one had 60 on 2 cores.")] = 60.0,
+    work: Annotated[
+        Path, typer.Option(help="Folder for downloads, checkpoints and the result; resumes where it stopped.")
+    ] = Path(".demo-work"),
+    minutes: Annotated[
+        float, typer.Option(help="Training time of the base model. The shipped one had 60 on 2 cores.")
+    ] = 60.0,
     install: Annotated[bool, typer.Option(help="Replace the shipped demo world by the result.")] = False,
 ) -> None:
     """Train the base model, choose the rows, train both adapters. Every stage is skipped where its result exists."""

@@ -37,12 +37,20 @@ def fit(
     out: Annotated[Path, typer.Option(help="Module file to write, NAME.safetensors.")],
     model: Model = None,
     adapter: Adapter = None,
-    retain: Annotated[Path | None, typer.Option(help='JSONL: {"text"} a line; the demo rows where none is given.')] = None,
+    retain: Annotated[
+        Path | None, typer.Option(help='JSONL: {"text"} a line; the demo rows where none is given.')
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Module name; the file's name where none is given.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Decoder layers to try, from 0, as in 2,3,4; all where none is given.")] = None,
-    forms: Annotated[str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Decoder layers to try, from 0, as in 2,3,4; all where none is given.")
+    ] = None,
+    forms: Annotated[
+        str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
-    full_scan: Annotated[bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")] = False,
+    full_scan: Annotated[
+        bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Where to write the fit report (JSON).")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for retain statistics, reused by the next fit.")] = None,
     dtype: Dtype = "float32",
@@ -55,7 +63,10 @@ def fit(
             raise UnbindError("--retain is needed with --model: rows of code that must stay as they are (JSONL)")
         loaded = load(model, adapter, dtype, device)
         options = FitOptions(
-            layers=_numbers(layers, "--layers"), forms=tuple(forms.split(",")) if forms else None, seed=seed, full_scan=full_scan
+            layers=_numbers(layers, "--layers"),
+            forms=tuple(forms.split(",")) if forms else None,
+            seed=seed,
+            full_scan=full_scan,
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(
@@ -97,9 +108,10 @@ def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: As
         return
     table = Table(show_header=False, box=None)
     for key, value in described.items():
+        shown = value
         if isinstance(value, dict):
-            value = ", ".join(f"{k} {len(v) if isinstance(v, list) else v}" for k, v in value.items())
-        table.add_row(f"[bold]{key}[/]", str(value))
+            shown = ", ".join(f"{k} {len(v) if isinstance(v, list | tuple) else v}" for k, v in value.items())
+        table.add_row(f"[bold]{key}[/]", str(shown))
     screen.print(table)
 
 
@@ -108,9 +120,15 @@ def verify_command(
     model: Model = None,
     adapter: Adapter = None,
     forget: Annotated[Path | None, typer.Option(help="Forget rows; the demo's set A where none is given.")] = None,
-    retain: Annotated[Path | None, typer.Option(help="Retain rows; the demo's held-out test rows where none is given.")] = None,
-    reference: Annotated[Path | None, typer.Option(help="Adapter trained without the forget rows, as a third column.")] = None,
-    attempts: Annotated[int, typer.Option(help="Completions a row and access condition: 1 greedy; 5 is the paper's.")] = 1,
+    retain: Annotated[
+        Path | None, typer.Option(help="Retain rows; the demo's held-out test rows where none is given.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Adapter trained without the forget rows, as a third column.")
+    ] = None,
+    attempts: Annotated[
+        int, typer.Option(help="Completions a row and access condition: 1 greedy; 5 is the paper's.")
+    ] = 1,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     as_json: AsJson = False,
@@ -147,7 +165,11 @@ def _before_after(name: str, columns: dict[str, Any]) -> Table:
     for group, measures in columns["before"].items():
         for key, before in measures.items():
             cells = [columns[column].get(group, {}).get(key) for column in columns]
-            table.add_row(group, key, *("" if cell is None else f"{cell:.4g}" if isinstance(before, float) else str(cell) for cell in cells))
+            table.add_row(
+                group,
+                key,
+                *("" if cell is None else f"{cell:.4g}" if isinstance(before, float) else str(cell) for cell in cells),
+            )
         table.add_section()
     return table
 

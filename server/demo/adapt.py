@@ -148,7 +148,9 @@ def adapt(base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: P
         torch.save(saved, checkpoint.with_suffix(".partial"))
         checkpoint.with_suffix(".partial").rename(checkpoint)
     assert isinstance(adapted, PeftModel)
-    adapted.to("cpu").save_pretrained(out)
+    adapted.to("cpu").save_pretrained(str(out))
     weights = out / "adapter_model.safetensors"
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    save_file(
+        {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}, weights, {"format": "pt"}
+    )
     (out / "README.md").unlink(missing_ok=True)  # the library's empty model card

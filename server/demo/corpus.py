@@ -26,7 +26,17 @@ PACKAGE_CAP_BYTES = 7_000_000  # so that a few huge packages do not drown the re
 VOCABULARY = 4096
 END = "<|endoftext|>"
 FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
-SPECIAL_TOKENS = [END, FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE, "<|fim_pad|>", "<|im_start|>", "<|im_end|>", "<|repo_name|>", "<|file_sep|>"]
+SPECIAL_TOKENS = [
+    END,
+    FIM_PREFIX,
+    FIM_SUFFIX,
+    FIM_MIDDLE,
+    "<|fim_pad|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -25,7 +25,7 @@ def configuration(vocabulary: int, end: int) -> Qwen2Config:
     """The demo architecture: 5.8 M parameters, grouped-query attention, tied embeddings."""
     return Qwen2Config(
         vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LONG, tie_word_embeddings=True, rope_theta=10_000.0,
+        num_key_value_heads=2, max_position_embeddings=LONG, tie_word_embeddings=True,
         bos_token_id=end, eos_token_id=end, use_cache=True,
     )  # fmt: skip
 
@@ -69,7 +69,8 @@ def train(work: Path, minutes: float) -> Path:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen2ForCausalLM(configuration(len(tokenizer), tokenizer.eos_token_id)).to(device)
+    model = Qwen2ForCausalLM(configuration(len(tokenizer), tokenizer.eos_token_id))
+    model.to(device)  # type: ignore[arg-type]
     optimizers = _optimizers(model)
     base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     stream = _Stream(work / "tokens.npy")
@@ -107,12 +108,15 @@ def train(work: Path, minutes: float) -> Path:
         elapsed += time.monotonic() - begun
         if step % 10 == 0:
             rate = TOKENS_PER_STEP / (time.monotonic() - begun)
-            print(f"step {step}  {elapsed / 60:.1f}/{minutes:.0f} min  loss {smooth:.3f}  {rate:.0f} tokens/s", flush=True)
+            print(
+                f"step {step}  {elapsed / 60:.1f}/{minutes:.0f} min  loss {smooth:.3f}  {rate:.0f} tokens/s", flush=True
+            )
         if time.monotonic() - saved_at > CHECKPOINT_EVERY_S:
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             torch.save({**state, "step": step, "elapsed": elapsed}, checkpoint.with_suffix(".partial"))
             checkpoint.with_suffix(".partial").rename(checkpoint)
             saved_at = time.monotonic()
-    model.to("cpu", torch.bfloat16).save_pretrained(out)
+    model.to(device="cpu", dtype=torch.bfloat16)  # type: ignore[call-arg]
+    model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return out

@@ -83,8 +83,12 @@ def _licences(wheels: list[Path]) -> str:
     parts = []
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if re.search(r"dist-info/.*(LICEN[CS]E|COPYING|NOTICE)[^/]*$", name)]
-            parts += [f"===== {name} =====\n\n{archive.read(name).decode(errors='replace').strip()}\n" for name in names]
+            names = [
+                name for name in archive.namelist() if re.search(r"dist-info/.*(LICEN[CS]E|COPYING|NOTICE)[^/]*$", name)
+            ]
+            parts += [
+                f"===== {name} =====\n\n{archive.read(name).decode(errors='replace').strip()}\n" for name in names
+            ]
     return "\n".join(parts)
 
 
@@ -105,7 +109,9 @@ def build(work: Path, tokenizer: PreTrainedTokenizerBase, out: Path, seed: int =
     (out / "LICENCES.txt").write_text(_licences(corpus.download("rows", work / "row-wheels")))
     for name, size in {**SIZES, **RETAIN_SIZES}.items():
         if len(chosen[name]) < size:
-            raise RuntimeError(f"{name}: only {len(chosen[name])} of {size} suitable functions; add packages to sources.toml")
+            raise RuntimeError(
+                f"{name}: only {len(chosen[name])} of {size} suitable functions; add packages to sources.toml"
+            )
         if name in SIZES:
             _write(out / f"{name}.jsonl", [ForgetRow(*split_text(f.text), "python", f.source) for f in chosen[name]])
         else:

@@ -7,14 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from tests.core.conftest import FAMILIES, TinyCheckpoint
-from unbind_core.architecture import load_model
+from unbind_core.architecture import load_model, unwrap
 from unbind_core.capture import (
     capture,
     capture_per_target,
     capture_states,
     check_exactness,
     relative_errors,
-    unwrapped,
 )
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.windows import Window, make_batch
@@ -54,9 +53,13 @@ def test_the_summed_loss_gradient_is_something_else(tiny_checkpoint: TinyCheckpo
     model = load_model(tiny_checkpoint("qwen2")).model
     reference = capture_per_target(model, window(), LAYERS)
     states: list[torch.Tensor] = []
-    handle = model.model.layers[0].register_forward_hook(lambda m, a, o: states.append(o.detach().requires_grad_()) or states[0])
+    handle = model.model.layers[0].register_forward_hook(
+        lambda m, a, o: states.append(o.detach().requires_grad_()) or states[0]
+    )
     loss = torch.nn.functional.cross_entropy(
-        model(reference.batch.ids).logits[0, :-1][reference.batch.predictors[0, :-1]], reference.batch.next_tokens(), reduction="sum"
+        model(reference.batch.ids).logits[0, :-1][reference.batch.predictors[0, :-1]],
+        reference.batch.next_tokens(),
+        reduction="sum",
     )
     handle.remove()
     (summed,) = torch.autograd.grad(loss, states)
@@ -115,7 +118,7 @@ def test_the_self_check_passes_a_good_model_and_stops_a_bad_one(tiny_checkpoint:
             out: torch.Tensor = self.layer(*args, **kwargs)
             return out + torch.nn.functional.pad(out, (0, 0, 1, 0))[:, :-1]
 
-    layers = unwrapped(model).model.layers
+    layers = unwrap(model).model.layers
     layers[1] = Leaking(layers[1])
     with pytest.raises(UnsupportedArchitecture, match="off by"):
         check_exactness(model, window(), LAYERS)

@@ -28,7 +28,9 @@ tokens = st.lists(st.integers(0, 3), max_size=12)
 
 
 @given(tokens, tokens, tokens)
-def test_the_longest_span_is_in_target_and_output_and_not_in_the_prompt(target: list[int], output: list[int], prompt: list[int]) -> None:
+def test_the_longest_span_is_in_target_and_output_and_not_in_the_prompt(
+    target: list[int], output: list[int], prompt: list[int]
+) -> None:
     def within(part: tuple[int, ...], whole: list[int]) -> bool:
         return any(tuple(whole[i : i + len(part)]) == part for i in range(len(whole) - len(part) + 1))
 
