@@ -96,7 +96,11 @@ def test_the_readme_s_client_is_answered_by_a_server(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as server:
         try:
             assert server.stdout is not None
-            announced = "".join(iter(server.stdout.readline, "}\n")) + "}"
+            announced = ""
+            for line in server.stdout:
+                announced += line
+                if line == "}\n":
+                    break
             url = json.loads(announced)["url"]
             block = next(block for block in README_PYTHON if "OpenAI(" in block)
             assert python(block.replace("http://127.0.0.1:8000", url), tmp_path).strip()
