@@ -29,6 +29,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_BRANCHES = ("str", "int", "float", "bool")
 
 
 class ApiError(Exception):
@@ -82,10 +83,10 @@ def translate(error: Exception) -> ApiError:
 
 def _validation(error: RequestValidationError) -> ApiError:
     """The first thing wrong with a body, its field named by path; the offending value is not repeated."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    # a union reports one entry for each of its branches; the branch names are of no use to a caller
-    field = ".".join(part for part in path if (part.isidentifier() and part.islower()) or part.isdigit()) or None
+    # a union reports an error for each of its branches, with the branch's name in the path: the deepest says most
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    path = [str(part) for part in first["loc"][1:]]
+    field = ".".join(part for part in path if part not in _BRANCHES and "[" not in part) or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     message = first["msg"].removeprefix("Value error, ")

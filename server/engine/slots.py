@@ -37,7 +37,7 @@ class Placement:
         return cls(torch.tensor(slots, device=positions.device), positions, length, slots[0], contiguous)
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, each [slots, heads, max_length + 1, head size]; the last position is the bin."""
 
     is_sliding = False

@@ -6,7 +6,7 @@ The admin API creates and cancels; the worker claims, reports and finishes under
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class Claim:
     owner: str
     fence: int
     attempt: int
+    forget_digest: str
     stages: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -73,11 +74,12 @@ class Registry:
         options: dict[str, Any],
         request_digest: str,
         idempotency_key: str | None,
+        existing: Collection[str] = (),
         now: float,
     ) -> tuple[dict[str, Any], bool]:
         """Record a takedown and queue its job; (job, whether it is new). The same key and body give the same job.
 
-        Raises KeyReused, NameTaken.
+        ``existing``: modules that are there already. Raises KeyReused, NameTaken.
         """
         with Session(self._engine) as session, session.begin():
             if idempotency_key is not None:
@@ -89,6 +91,8 @@ class Registry:
             busy = session.scalar(
                 select(Job).where(Job.module == name, Job.state.in_([JobState.QUEUED, JobState.RUNNING]))
             )
+            if name in existing:
+                raise NameTaken(f"name: a module '{name}' is loaded already; choose another name")
             if busy is not None:
                 raise NameTaken(
                     f"name: job {busy.id} is making module '{name}' already; wait for it or choose another name"
@@ -168,9 +172,16 @@ class Registry:
                     job.started_at = job.started_at or now
                     takedown = session.get_one(Takedown, job.takedown_id)
                     return Claim(
-                        job.id, job.takedown_id, job.module, owner, job.fence, job.attempt,
-                        dict(job.stages), dict(takedown.options),
-                    )  # fmt: skip
+                        job_id=job.id,
+                        takedown_id=takedown.id,
+                        module=job.module,
+                        owner=owner,
+                        fence=job.fence,
+                        attempt=job.attempt,
+                        forget_digest=takedown.forget_digest,
+                        stages=dict(job.stages),
+                        options=dict(takedown.options),
+                    )
         return None
 
     def report(self, claim: Claim, now: float, lease: float, **changes: Any) -> None:
@@ -216,7 +227,7 @@ class Registry:
                         takedown_id=job.takedown_id,
                         file=published["file"],
                         created_at=now,
-                    )  # fmt: skip
+                    )
                 )
             _audit(session, now, claim.owner, f"job.{state}", job.id, {"error": error, **(published or {})})
 
@@ -243,7 +254,7 @@ def _audit(session: Session, now: float, actor: str, action: str, subject: str, 
 
 
 def job_view(job: Job, now: float) -> dict[str, Any]:
-    """A job as the API shows it. ``eta_seconds`` extrapolates the time so far; None before there is anything to go by."""
+    """A job as the API shows it. ``eta_seconds`` extrapolates the time so far; None while there is nothing to go by."""
     elapsed = (job.finished_at or now) - job.started_at if job.started_at else 0.0
     running = job.state == JobState.RUNNING
     eta = elapsed * (1 - job.progress) / job.progress if running and job.progress > 0.02 else None

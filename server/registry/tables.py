@@ -97,7 +97,7 @@ Index("jobs_claim", Job.state, Job.created_at)
 
 
 def open_database(path: Path) -> Engine:
-    """The database at ``path``, made where it is missing, readable by its owner alone; write-ahead log, 10 s lock wait."""
+    """The database at ``path``, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 10})
 

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from server.registry.files import job_dir, load_forget, save_json
 from server.settings import Settings
-from server.worker.files import job_dir, load_forget, save_json
 from unbind_core.architecture import LoadedModel
 from unbind_core.errors import DataError
 from unbind_core.evaluation import extractable, verify

@@ -166,9 +166,14 @@ class Worker:
     def _stages(self, claim: Claim, holding: Holding) -> None:
         holding.begin("check")
         context = StageContext(
-            self.settings, self._model(), claim.job_id, claim.module, claim.options["forget_digest"],
-            dict(claim.options), holding.progress,
-        )  # fmt: skip
+            settings=self.settings,
+            loaded=self._model(),
+            job_id=claim.job_id,
+            name=claim.module,
+            forget_digest=claim.forget_digest,
+            options=dict(claim.options),
+            progress=holding.progress,
+        )
         results: dict[str, Any] = {stage: done["result"] for stage, done in claim.stages.items()}
         outcome = ACTIVE
         for stage, run in RUN.items():

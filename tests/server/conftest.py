@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from server.engine.engine import Engine
 from tests.core.conftest import save_checkpoint
-from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
 from unbind_core.module import PARTITIONS, UnbindModule
 
 MakeModule = Callable[..., UnbindModule]
@@ -38,24 +38,27 @@ def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     return made
 
 
+def build_module(
+    identity: ModelIdentity, name: str, layer: int = 1, seed: int = 0, kappa: float = 30.0
+) -> UnbindModule:
+    """A module whose gate opens often, so that its effect shows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def unit() -> Tensor:
+        vector = torch.randn(identity.hidden_size, generator=generator)
+        return vector / vector.norm()
+
+    return UnbindModule(
+        name=name, layer=layer, w=unit(), v=unit(), s_ref=-0.5, tau=0.1, kappa=kappa, quantile=0.5,
+        model=identity, forms=("plain",), partitions=dict.fromkeys(PARTITIONS, ()), budgets={}, measured={},
+        forget_digest="0" * 64, created_at="2026-01-01T00:00:00+00:00", versions={}, settings={},
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def make_module(loaded: LoadedModel) -> MakeModule:
-    """``make_module(name, layer=1, seed=0, kappa=30)``: a module whose gate opens often, so that its effect shows."""
-
-    def make(name: str, layer: int = 1, seed: int = 0, kappa: float = 30.0) -> UnbindModule:
-        generator = torch.Generator().manual_seed(seed)
-
-        def unit() -> Tensor:
-            vector = torch.randn(loaded.identity.hidden_size, generator=generator)
-            return vector / vector.norm()
-
-        return UnbindModule(
-            name=name, layer=layer, w=unit(), v=unit(), s_ref=-0.5, tau=0.1, kappa=kappa, quantile=0.5,
-            model=loaded.identity, forms=("plain",), partitions=dict.fromkeys(PARTITIONS, ()), budgets={}, measured={},
-            forget_digest="0" * 64, created_at="2026-01-01T00:00:00+00:00", versions={}, settings={},
-        )  # fmt: skip
-
-    return make
+    """``build_module`` for the checkpoint of these tests."""
+    return partial(build_module, loaded.identity)
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def engine(checkpoint: Path, make_module: MakeModule) -> Iterator[Engine]:
     fresh = load_model(checkpoint)
     running = Engine(fresh.model, fresh.tokenizer, max_slots=4, max_length=256, queue_limit=8, chunk_tokens=24)
     running.start()
-    modules = [make_module("one"), replace(make_module("two", layer=2, seed=1))]
+    modules = [make_module("one"), make_module("two", layer=2, seed=1)]
     running.sync_modules([(module, module.digest) for module in modules]).result(10)
     yield running
     running.close()

@@ -1,0 +1,36 @@
+"""``create_app``: routes, middleware and error translation put together; the lifespan owns everything that runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from server import errors
+from server.api import admin, chat, completions, console, health, models
+from server.api.middleware import BodyLimit, RequestLog
+from server.service import Service
+from server.settings import Settings
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application; the model is loaded when it starts, and everything is put away when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = await Service.load(settings)
+        app.state.service = service
+        try:
+            await service.start()
+            yield
+        finally:
+            await service.stop()
+
+    app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors.install(app)
+    for part in (completions, chat, models, admin, health, console):
+        app.include_router(part.router)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(RequestLog, owner=app)
+    return app

@@ -1,0 +1,32 @@
+"""The command line ``unbind``: a file for each group of commands, each with a ``register`` that adds them here."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+import typer
+
+GROUPS = ("serve", "fit", "bench", "demo")
+
+app = typer.Typer(
+    name="unbind",
+    help="An inference server for code models with built-in unlearning filters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of ``unbind``."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the server starts processes after tokenizing
+    build()()
+
+
+def build() -> typer.Typer:
+    """The application with every command."""
+    if not app.registered_commands:
+        for group in GROUPS:
+            import_module(f"server.cli.{group}").register(app)
+    return app

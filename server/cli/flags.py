@@ -1,0 +1,63 @@
+"""Every setting as a flag, made from the settings class, so that no flag is forgotten or says something else."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from server.cli.console import notes
+from server.settings import Settings, SettingsError, load_settings
+
+Parameters = list[inspect.Parameter]
+
+
+def setting_flags() -> Parameters:
+    """One option for each setting, None where it is not given; the settings class checks the value."""
+    flags = [
+        _option("config", Path | None, typer.Option(None, "--config", help="TOML file of settings", show_default=False))
+    ]
+    for name, field in Settings.model_fields.items():
+        option = name.replace("_", "-")
+        if field.annotation is bool:
+            given = typer.Option(None, f"--{option}/--no-{option}", help=field.description, show_default=False)
+            flags.append(_option(name, bool | None, given))
+        else:
+            metavar = "NUMBER" if field.annotation in (int, float) else "VALUE"
+            given = typer.Option(None, f"--{option}", help=field.description, show_default=False, metavar=metavar)
+            flags.append(_option(name, str | None, given))
+    return flags
+
+
+def _option(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def with_settings(own: Parameters) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate ``command(settings, **own)``: the options on the command line are all settings and those of ``own``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            kept = {parameter.name: given.pop(parameter.name) for parameter in own}
+            command(settings_from(given.pop("config"), **given), **kept)
+
+        parameters = [*setting_flags(), *own]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def settings_from(config: Path | None, **flags: Any) -> Settings:
+    """Settings from flags, environment and file; ends the command with code 2 where one is wrong."""
+    try:
+        return load_settings(flags, os.environ, config)
+    except SettingsError as error:
+        notes.print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None

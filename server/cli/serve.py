@@ -1,0 +1,136 @@
+"""``unbind serve`` and ``unbind worker``: start the processes, and say what to try."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from typing import Any
+
+import typer
+import uvicorn
+from fastapi import FastAPI
+from rich.panel import Panel
+from rich.syntax import Syntax
+
+from server.cli.console import notes, screen, write_json
+from server.cli.flags import with_settings
+from server.cli.tour import tour
+from server.service import Service
+from server.settings import Settings
+
+_JSON = inspect.Parameter(
+    "as_json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=typer.Option(False, "--json", help="announce address and modules as one JSON document"),
+    annotation=bool,
+)
+_PARENT = inspect.Parameter(
+    "with_parent",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=typer.Option(None, "--with-parent", help="end when this process ends", hidden=True),
+    annotation=int | None,
+)
+
+
+def set_up_logging(level: str) -> None:
+    """One line an event, on standard error."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
+    )
+    if level != "debug":
+        for chatty in ("uvicorn.error", "httpx", "asyncio"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+class AnnouncingServer(uvicorn.Server):
+    """uvicorn, which says what to try once it listens."""
+
+    def __init__(self, application: FastAPI, settings: Settings, as_json: bool) -> None:
+        super().__init__(
+            uvicorn.Config(
+                application,
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=10,
+            )
+        )
+        self._application, self._settings, self._as_json = application, settings, as_json
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, then tell."""
+        await super().startup(sockets)
+        if not self.started:
+            return
+        service: Service = self._application.state.service
+        port = self.servers[0].sockets[0].getsockname()[1]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)  # noqa: S104
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if self._as_json:
+            modules = [entry.label for entry in service.engine.modules.current.values()]
+            write_json({"url": url, "model": self._settings.served_name, "modules": modules, "pid": os.getpid()})
+        else:
+            announce(self._settings, url, service)
+        sys.stdout.flush()
+
+
+@with_settings([_JSON])
+def serve(settings: Settings, as_json: bool) -> None:
+    """Serve the model with its modules, and a worker for takedowns beside it."""
+    from server.app import create_app
+
+    set_up_logging(settings.log_level)
+    if not as_json:
+        adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
+        screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
+    server = AnnouncingServer(create_app(settings), settings, as_json)
+    try:
+        server.run()
+    except KeyboardInterrupt:  # uvicorn raises it again once everything is put away
+        return
+    if not server.started:
+        raise typer.Exit(3)
+
+
+@with_settings([_PARENT])
+def worker(settings: Settings, with_parent: int | None) -> None:
+    """Run a takedown worker alone, against the same data folder as a server."""
+    from server.worker.process import main
+
+    set_up_logging(settings.log_level)
+    main(settings, with_parent)
+
+
+def announce(settings: Settings, url: str, service: Service) -> None:
+    """Where it listens, and commands to copy that show what it does."""
+    modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
+    key = "as set" if settings.admin_key else f"{service.admin_key}   (kept in {settings.data_dir / 'admin.key'})"
+    screen.print(
+        Panel(
+            f"{settings.served_name} at {url}\nconsole   {url}/\nmetrics   {url}/metrics\n"
+            f"modules   {modules}\nadmin key {key}",
+            title="Unbind is serving",
+            border_style="green",
+            expand=False,
+        ),
+        highlight=False,
+        soft_wrap=True,
+    )
+    for file, reason in service.scan.problems.items():
+        notes.print(f"[yellow]module file skipped:[/] {file}: {reason}", highlight=False, soft_wrap=True)
+    for title, command in tour(settings, url, service):
+        screen.print(f"\n[bold]{title}[/]")
+        if screen.is_terminal:
+            screen.print(Syntax(command, "bash", background_color="default"), soft_wrap=True)
+        else:
+            screen.out(command, highlight=False)
+    screen.print("\nCtrl-C ends the server and its worker.", highlight=False)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("serve")(serve)
+    app.command("worker")(worker)

@@ -1,0 +1,1 @@
+"""The web page at ``/``: one file, no build step, nothing loaded from elsewhere."""

@@ -1,0 +1,129 @@
+"""What one server process holds: model, engine, modules, registry, telemetry, worker.
+
+Routes reach it through the dependency ``service``. Built and torn down by the lifespan in ``app.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from fastapi import Request
+
+from server.engine.engine import Engine, EngineStopped
+from server.registry.registry import Registry
+from server.registry.store import ModuleStore, Scan, StoredModule
+from server.registry.tables import open_database
+from server.settings import Settings
+from server.telemetry import Telemetry
+from server.worker.process import Supervisor
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.files import write_whole
+
+log = logging.getLogger("unbind.service")
+REFRESH_SECONDS = 1.0
+
+
+class Service:
+    """The parts of a running server."""
+
+    def __init__(self, settings: Settings, loaded: LoadedModel) -> None:
+        self.settings = settings
+        self.loaded = loaded
+        self.telemetry = Telemetry()
+        self.registry = Registry(open_database(settings.database))
+        self.admin_key = settings.admin_key or kept_admin_key(settings)
+        self.engine = Engine(
+            loaded.model,
+            loaded.tokenizer,
+            max_slots=settings.max_slots,
+            max_length=settings.max_model_len,
+            queue_limit=settings.queue_limit,
+            chunk_tokens=settings.chunk_tokens,
+        )
+        self.store = ModuleStore([settings.modules_dir, settings.published_dir], loaded.identity)
+        self.scan = Scan({}, {})
+        self.supervisor = Supervisor(settings)
+        self.ready = False
+        self._refreshing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def load(cls, settings: Settings) -> Service:
+        """Read the model from disk, off the event loop."""
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        loaded = await asyncio.to_thread(
+            load_model,
+            settings.model,
+            settings.adapter,
+            dtype=getattr(torch, settings.dtype),
+            device=settings.device,
+        )
+        return cls(settings, replace(loaded, identity=replace(loaded.identity, name=settings.served_name)))
+
+    async def start(self) -> None:
+        """Begin to serve: check the model on the engine, load the modules, start the worker."""
+        await asyncio.to_thread(self.engine.start)
+        await self.refresh_modules()
+        self._tasks.append(asyncio.create_task(self._watch_modules(), name="unbind-module-watch"))
+        if self.settings.worker:
+            await self.supervisor.start()
+        self.ready = True
+
+    async def stop(self) -> None:
+        """End the worker, the engine and the connections, in that order."""
+        self.ready = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.supervisor.stop()
+        await asyncio.to_thread(self.engine.close)
+        self.registry.close()
+
+    async def refresh_modules(self) -> None:
+        """Bring the engine's modules in line with the folders."""
+        async with self._refreshing:
+            scan = await asyncio.to_thread(self.store.scan)
+            if {name: m.digest for name, m in scan.modules.items()} != {
+                name: entry.digest for name, entry in self.engine.modules.current.items()
+            }:
+                wanted: list[StoredModule] = list(scan.modules.values())
+                await asyncio.wrap_future(self.engine.sync_modules([(m.module, m.digest) for m in wanted]))
+                log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
+            self.scan = scan
+
+    async def _watch_modules(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                await self.refresh_modules()
+            except EngineStopped:
+                return
+            except Exception:
+                log.exception("the module folders could not be read; trying again")
+
+
+def kept_admin_key(settings: Settings) -> str:
+    """The admin key in the data directory, made on first use and readable by its owner alone."""
+    path = settings.data_dir / "admin.key"
+    if path.is_file() and (kept := path.read_text(encoding="utf-8").strip()):
+        return kept
+    key = f"ubk_{secrets.token_urlsafe(24)}"
+
+    def write(temporary: Path) -> None:
+        temporary.chmod(0o600)
+        temporary.write_text(key + "\n", encoding="utf-8")
+
+    write_whole(path, write)
+    return key
+
+
+def service(request: Request) -> Service:
+    """The service of the application that a request came to, for routes to depend on."""
+    found: Service = request.app.state.service
+    return found

@@ -1,0 +1,153 @@
+"""Whole processes: a real ``unbind serve`` over a tiny checkpoint, on loopback, ended by its process id."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from tests.core.conftest import CORPUS, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+ADMIN_KEY = "test-admin-key"
+
+
+class ServerProcess:
+    """A running server and how to talk to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], announced: dict[str, Any], data_dir: Path, log: list[str]
+    ) -> None:
+        self.process, self.url, self.data_dir, self.log = process, announced["url"], data_dir, log
+
+    def call(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+    ) -> Any:
+        """Status, parsed body and headers of one JSON call."""
+        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        request = Request(
+            self.url + path, data=data, method=method, headers={"Content-Type": "application/json", **(headers or {})}
+        )
+        try:
+            with urlopen(request, timeout=60) as answer:
+                return answer.status, _parsed(answer.read()), dict(answer.headers)
+        except HTTPError as error:
+            with error:
+                return error.code, _parsed(error.read()), dict(error.headers)
+
+    def admin(
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+    ) -> Any:
+        """Status and parsed body of an admin call."""
+        key = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        status, answer, _ = self.call("/admin/v1" + path, body, {**key, **(headers or {})}, method)
+        return status, answer
+
+    def complete(self, prompt: str, **fields: Any) -> str:
+        """Greedy text of one completion."""
+        status, answer, _ = self.call("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
+        assert status == 200, answer
+        return str(answer["choices"][0]["text"])
+
+    def wait_for_job(self, job_id: str, seconds: float = 120) -> dict[str, Any]:
+        """The job when it has ended."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            _, job = self.admin(f"/jobs/{job_id}")
+            if job["state"] in ("succeeded", "failed", "cancelled"):
+                return dict(job)
+            time.sleep(0.2)
+        raise AssertionError(f"job {job_id} did not end in {seconds} s: {job}\n{''.join(self.log[-40:])}")
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the server's own children."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        found = {int(pid) for task in tasks for pid in (task / "children").read_text().split()} | {
+            int(c) for c in children
+        }
+        return sorted(found)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+@contextmanager
+def serving(model: Path, folder: Path, **settings: Any) -> Iterator[ServerProcess]:
+    """``unbind serve`` with its own data folder; ended, worker included, on leaving."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("UNBIND_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UNBIND_ADMIN_KEY": ADMIN_KEY}
+    (folder / "modules").mkdir(parents=True, exist_ok=True)
+    flags: dict[str, Any] = {
+        "model": model,
+        "port": 0,
+        "data_dir": folder / "data",
+        "modules_dir": folder / "modules",
+        "worker_nice": 0,
+        "worker_threads": 1,
+        "max_model_len": 512,
+        **settings,
+    }
+    command = [sys.executable, "-m", "server", "serve", "--json"]
+    for key, value in flags.items():
+        option = key.replace("_", "-")
+        command += (
+            [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
+        )
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    log: list[str] = []
+    assert process.stdout is not None and process.stderr is not None
+    reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        text = ""
+        while not text.endswith("}\n"):
+            line = process.stdout.readline()
+            assert line, f"the server did not start:\n{''.join(log)}"
+            text += line
+        yield ServerProcess(process, json.loads(text), folder / "data", log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(5)
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 checkpoint."""
+    return save_checkpoint("qwen2", tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def retain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Retain rows enough for a fit."""
+    path = tmp_path_factory.mktemp("rows") / "retain.jsonl"
+    rows = [
+        {"text": text.replace("first", f"value_{i}").replace("index", f"i{i}")} for i in range(8) for text in CORPUS
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
