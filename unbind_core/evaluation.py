@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.bank import ModuleBank
 from unbind_core.capture import frozen, target_nll
-from unbind_core.fitting import retain_prompts
 from unbind_core.generation import Editing, Sampling, complete
 from unbind_core.hooks import attach
 from unbind_core.metrics import longest_span, sentence_bleu
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.retained import retain_prompts
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
 from unbind_core.windows import Window, available_forms, batches, encode_prompt, forget_prompt, pad_id, retain_windows
 

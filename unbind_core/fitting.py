@@ -5,7 +5,6 @@ rows -> partitions -> windows -> one-pass capture -> moments -> detector, axis -
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
@@ -25,22 +24,20 @@ from unbind_core.architecture import ModelIdentity, decoder_layers, identify
 from unbind_core.axis import OutputAxis, output_axis
 from unbind_core.bank import activation
 from unbind_core.calibration import NORM_STRENGTHS, QUANTILES, STRENGTHS, Budgets, Gate, gates, strengths
-from unbind_core.capture import capture, capture_states, check_exactness
+from unbind_core.capture import capture, check_exactness
 from unbind_core.detector import RIDGE, FisherDetector, fisher_detector
 from unbind_core.errors import DataError, FittingError
-from unbind_core.files import write_whole
-from unbind_core.generation import Sampling, complete
 from unbind_core.module import UnbindModule
-from unbind_core.moments import CrossMoments, Moments, load_moments, save_moments
+from unbind_core.moments import CrossMoments, Moments
 from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.retained import retain_completions, retain_moments
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest, make_partitions
-from unbind_core.search import BLEU_NEW_TOKENS, Replay, RetainCompletions, Trial, search
+from unbind_core.search import Replay, Trial, search
 from unbind_core.windows import (
     MAX_WINDOW,
     Window,
     available_forms,
     batches,
-    encode_prompt,
     forget_windows,
     pad_id,
     retain_windows,
@@ -113,84 +110,6 @@ class _Clock:
             yield
         finally:
             self.seconds[name] = round(time.monotonic() - begun, 3)
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
-
-
-def retain_moments(
-    model: nn.Module,
-    windows: Sequence[Window],
-    layers: Sequence[int],
-    *,
-    pad: int,
-    cache: Path | None = None,
-    fingerprint: str = "",
-    progress: ProgressCallback = silent,
-) -> dict[int, Moments]:
-    """Moments of the retain states of every layer by one forward pass a window; kept in ``cache`` if given.
-
-    The key is the model's fingerprint, its dtype, the windows (which hold the retain set and the window policy), the layers.
-    """
-    parameter = next(model.parameters())
-    file = (
-        cache
-        and cache
-        / f"moments-{_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
-    )
-    if file:
-        known = load_moments(file, list(layers), parameter.device)
-        if known is not None:
-            return known
-    found: dict[int, Moments] = {}
-    every = list(batches(windows, pad, device=parameter.device))
-    for batch in counted(every, len(every), "retain states", progress):
-        for layer, states in capture_states(model, batch, layers).states.items():
-            found.setdefault(layer, Moments(states.shape[1], parameter.device)).add(states)
-    if file:
-        save_moments(file, found)
-    return found
-
-
-def retain_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow], indices: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and references for R-BLEU: the latest boundary with a full target of min(128, n - 32) and 32 prefix tokens.
-
-    Rows of 32 tokens or fewer are left out; prompts keep their last 2,048 less target tokens.
-    """
-    prompts, references = [], []
-    for index in indices:
-        ids = encode_prompt(tokenizer, rows[index].text)
-        target = min(BLEU_NEW_TOKENS, len(ids) - 32)
-        if target > 0:
-            prompts.append(ids[:-target][-(MAX_WINDOW - target) :])
-            references.append(ids[-target:])
-    return prompts, references
-
-
-def _retain_completions(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[RetainRow],
-    indices: Sequence[int],
-    layers: Sequence[int],
-    cache: Path | None,
-    fingerprint: str,
-    progress: ProgressCallback,
-) -> RetainCompletions:
-    pad, end = pad_id(tokenizer), tokenizer.eos_token_id
-    prompts, references = retain_prompts(tokenizer, rows, indices)
-    file = cache and cache / f"completions-{_key(fingerprint, next(model.parameters()).dtype, prompts)}.json"
-    if file and file.exists():
-        outputs = json.loads(file.read_text())
-    else:
-        sampling = Sampling(BLEU_NEW_TOKENS)
-        outputs = complete(model, prompts, sampling, pad=pad, end=end, stage="retain completions", progress=progress)
-        if file:
-            write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
-    return RetainCompletions(model, prompts, references, outputs, layers, pad=pad, end=end)
 
 
 def _forget_statistics(
@@ -321,7 +240,7 @@ def fit(
         forget_replay = Replay(model, forget_part(parts.forget_validation), layers, pad=pad)
         retain_replay = Replay(model, retain_part(parts.retain_calibration), layers, pad=pad)
     with clock.stage("retain completions"):
-        completions = _retain_completions(
+        completions = retain_completions(
             model, tokenizer, retain, parts.retain_calibration, layers, cache, identity.fingerprint, progress
         )
     with clock.stage("search"):

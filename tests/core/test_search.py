@@ -39,7 +39,9 @@ def gated_module(model: torch.nn.Module, identity: object, layer: int, kappa: fl
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_running_the_upper_layers_alone_gives_the_models_own_logits(family: str, tiny_checkpoint: TinyCheckpoint) -> None:
+def test_running_the_upper_layers_alone_gives_the_models_own_logits(
+    family: str, tiny_checkpoint: TinyCheckpoint
+) -> None:
     model = load_model(tiny_checkpoint(family)).model
     replay = Replay(model, windows(3), [0, 1, 2], pad=0)
     kept = replay.kept[0]
@@ -101,7 +103,9 @@ def test_the_bleu_drop_equals_generating_everything_again(tiny_checkpoint: TinyC
 
 
 @pytest.fixture
-def world(tiny_checkpoint: TinyCheckpoint) -> tuple[list[Trial], dict[int, UnbindModule], Replay, Replay, RetainCompletions]:
+def world(
+    tiny_checkpoint: TinyCheckpoint,
+) -> tuple[list[Trial], dict[int, UnbindModule], Replay, Replay, RetainCompletions]:
     loaded = load_model(tiny_checkpoint("qwen2"))
     modules: dict[int, UnbindModule] = {}
     trials = []
@@ -121,12 +125,16 @@ def world(tiny_checkpoint: TinyCheckpoint) -> tuple[list[Trial], dict[int, Unbin
 
 
 @pytest.mark.parametrize("kl", [1e-9, 1e-3, 1e-2, 10.0])
-def test_the_lazy_search_finds_what_the_full_scan_finds(kl: float, world: tuple[list[Trial], dict[int, UnbindModule], Replay, Replay, RetainCompletions]) -> None:
+def test_the_lazy_search_finds_what_the_full_scan_finds(
+    kl: float, world: tuple[list[Trial], dict[int, UnbindModule], Replay, Replay, RetainCompletions]
+) -> None:
     trials, modules, forget, retain, completions = world
     budgets = Budgets(kl=kl, nll=10.0, bleu=10.0)
     found = []
     for full_scan in (False, True):
-        best = search(trials, lambda t: modules[id(t)], forget, retain, completions, budgets, full_scan=full_scan, progress=silent)
+        best = search(
+            trials, lambda t: modules[id(t)], forget, retain, completions, budgets, full_scan=full_scan, progress=silent
+        )
         found.append((best.layer, best.kappa) if best else None)
     assert found[0] == found[1]
     feasible = [t for t in trials if t.forget_gain > 0 and t.retain_kl is not None and t.retain_kl <= kl]

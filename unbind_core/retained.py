@@ -1,0 +1,107 @@
+"""What a fit needs of the retain rows alone: computed once per model and retain set, kept on disk, reused by every takedown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.capture import capture_states
+from unbind_core.files import write_whole
+from unbind_core.generation import Sampling, complete
+from unbind_core.moments import Moments, load_moments, save_moments
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.rows import RetainRow
+from unbind_core.search import BLEU_NEW_TOKENS, RetainCompletions
+from unbind_core.windows import MAX_WINDOW, Window, batches, encode_prompt, pad_id
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+
+
+def retain_moments(
+    model: nn.Module,
+    windows: Sequence[Window],
+    layers: Sequence[int],
+    *,
+    pad: int,
+    cache: Path | None = None,
+    fingerprint: str = "",
+    progress: ProgressCallback = silent,
+) -> dict[int, Moments]:
+    """Moments of the retain states of every layer by one forward pass a window; kept in ``cache`` if given.
+
+    The key is the model's fingerprint, its dtype, the windows (which hold the retain set and the window policy), the layers.
+    """
+    parameter = next(model.parameters())
+    file = (
+        cache
+        and cache
+        / f"moments-{_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
+    )
+    if file:
+        known = load_moments(file, list(layers), parameter.device)
+        if known is not None:
+            return known
+    found: dict[int, Moments] = {}
+    every = list(batches(windows, pad, device=parameter.device))
+    for batch in counted(every, len(every), "retain states", progress):
+        for layer, states in capture_states(model, batch, layers).states.items():
+            found.setdefault(layer, Moments(states.shape[1], parameter.device)).add(states)
+    if file:
+        save_moments(file, found)
+    return found
+
+
+def retain_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow], indices: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and references for R-BLEU: the latest boundary with a full target of min(128, n - 32) and 32 prefix tokens.
+
+    Rows of 32 tokens or fewer are left out; prompts keep their last 2,048 less target tokens.
+    """
+    prompts, references = [], []
+    for index in indices:
+        ids = encode_prompt(tokenizer, rows[index].text)
+        target = min(BLEU_NEW_TOKENS, len(ids) - 32)
+        if target > 0:
+            prompts.append(ids[:-target][-(MAX_WINDOW - target) :])
+            references.append(ids[-target:])
+    return prompts, references
+
+
+def retain_completions(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[RetainRow],
+    indices: Sequence[int],
+    layers: Sequence[int],
+    cache: Path | None,
+    fingerprint: str,
+    progress: ProgressCallback,
+) -> RetainCompletions:
+    """The unedited greedy completions of retain rows, from ``cache`` where they are known."""
+    pad, end = pad_id(tokenizer), tokenizer.eos_token_id
+    prompts, references = retain_prompts(tokenizer, rows, indices)
+    file = cache and cache / f"completions-{_key(fingerprint, next(model.parameters()).dtype, prompts)}.json"
+    outputs = _known(file) if file else None
+    if outputs is None:
+        sampling = Sampling(BLEU_NEW_TOKENS)
+        outputs = complete(model, prompts, sampling, pad=pad, end=end, stage="retain completions", progress=progress)
+        if file:
+            write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
+    return RetainCompletions(model, prompts, references, outputs, layers, pad=pad, end=end)
+
+
+def _known(file: Path) -> list[list[int]] | None:
+    """What a cache file holds; None where there is none or it is damaged."""
+    try:
+        known: list[list[int]] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return known
