@@ -1,0 +1,66 @@
+"""Who computes what when: integers and deques, no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.engine.request import Flight, GenerationRequest, Status
+from server.engine.scheduler import PromptTooLong, QueueFull, Scheduler
+
+
+def _flight(tokens: int) -> Flight:
+    text: Any = None  # the scheduler never looks at it
+    return Flight(GenerationRequest(tuple(range(tokens))), text, lambda _: None, lambda: 0.0)
+
+
+def _scheduler(**changes: int) -> Scheduler:
+    return Scheduler(**{"slots": 2, "max_length": 100, "queue_limit": 3, "chunk_tokens": 10, **changes})
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
+    scheduler = _scheduler()
+    short, long = _flight(4), _flight(25)
+    scheduler.waiting.extend([short, long])
+    plan = scheduler.schedule()
+    assert [(c.flight, c.start, c.count) for c in plan.prefill] == [(short, 0, 4), (long, 0, 6)]
+    scheduler.computed(plan)
+    assert (short.status, long.status) == (Status.RUNNING, Status.PREFILLING)
+    for start, count in ((6, 10), (16, 9)):
+        plan = scheduler.schedule()
+        assert plan.decode == (short,) and [(c.start, c.count) for c in plan.prefill] == [(start, count)]
+        scheduler.computed(plan)
+    assert long.status is Status.RUNNING and scheduler.schedule().decode == (short, long)
+
+
+def test_first_come_first_served_and_a_finished_request_makes_room() -> None:
+    scheduler = _scheduler()
+    flights = [_flight(3) for _ in range(4)]
+    scheduler.waiting.extend(flights)
+    scheduler.computed(scheduler.schedule())
+    assert [f.status for f in flights] == [Status.RUNNING, Status.RUNNING, Status.WAITING, Status.WAITING]
+    scheduler.finish(flights[0])
+    scheduler.finish(flights[2])  # still waiting
+    scheduler.schedule()
+    assert flights[3].slot == 0 and list(scheduler.waiting) == []
+    assert not scheduler.idle
+
+
+def test_the_queue_holds_what_fits_the_free_slots_and_the_limit() -> None:
+    scheduler = _scheduler()
+    for arriving in range(5):
+        scheduler.check_room(arriving)
+    with pytest.raises(QueueFull):
+        scheduler.check_room(5)
+    scheduler.waiting.extend([_flight(1), _flight(1)])
+    scheduler.schedule()
+    scheduler.check_room(2)
+    with pytest.raises(QueueFull):
+        scheduler.check_room(3)
+
+
+def test_what_does_not_fit_is_told_by_how_many_tokens() -> None:
+    _scheduler().check_fits(60, 40)
+    with pytest.raises(PromptTooLong, match="by 1;"):
+        _scheduler().check_fits(60, 41)

@@ -1,0 +1,57 @@
+"""Settings: flags over environment over file over defaults, and errors that name source and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from server.settings import DEMO, Settings, SettingsError, load_settings
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "unbind.toml"
+    file.write_text('port = 1\nmax_slots = 2\nqueue_limit = 3\nhost = "127.0.0.2"\n')
+    environment = {"UNBIND_CONFIG": str(file), "UNBIND_PORT": "11", "UNBIND_MAX_SLOTS": "12", "OTHER": "x"}
+    made = load_settings({"port": "21", "host": None}, environment)
+    assert (made.port, made.max_slots, made.queue_limit, made.host) == (21, 12, 3, "127.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "text", "says"),
+    [
+        ({}, {"UNBIND_PROT": "1"}, "", "environment: unknown setting 'UNBIND_PROT'"),
+        ({}, {}, "prot = 1", "unknown setting 'prot'"),
+        ({"port": "many"}, {}, "", r"flags: port \('many'\)"),
+        ({}, {"UNBIND_DTYPE": "int3"}, "", r"environment: dtype \('int3'\)"),
+        ({}, {}, "max_slots = 0", r"max_slots \(0\)"),
+        ({}, {}, "port = ", "not TOML"),
+        ({}, {"UNBIND_WORKER": "perhaps"}, "", "environment: worker"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_source(
+    tmp_path: Path, flags: dict[str, str], environment: dict[str, str], text: str, says: str
+) -> None:
+    file = tmp_path / "unbind.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=says):
+        load_settings(flags, environment, file)
+
+
+def test_the_demo_model_comes_with_its_adapter_and_another_without() -> None:
+    assert Settings().adapter == DEMO / "adapter" and Settings().is_demo
+    assert Settings(model=Path("mine")).adapter is None
+    assert Settings(model=Path("/models/mine")).served_name == "mine"
+
+
+def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> None:
+    made = Settings(model=Path("mine"), admin_key="secret", worker=False, retain_test=None, port=5)
+    environment = made.to_environment()
+    assert "secret" not in environment.values() and "secret" not in repr(made)
+    assert load_settings({}, environment) == made.model_copy(update={"admin_key": ""})
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        Settings().port = 1

@@ -1,0 +1,159 @@
+"""A takedown from POST to the next request, by real processes on a model that has really memorised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.conftest import ServerProcess, serving
+from tests.system.memorising import forget_rows, retain_rows, train, write_rows
+
+ROWS = forget_rows()
+UNKNOWN = [
+    {"prompt": f"class Unseen{i}:\n", "continuation": f"    zz_{i * 37} = 'never trained' + qq({i})\n" * 3}
+    for i in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that gives ``ROWS`` back."""
+    return train(tmp_path_factory.mktemp("memorised") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(memorised: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server and its worker, with a short lease."""
+    folder = tmp_path_factory.mktemp("takedowns")
+    retain = write_rows(folder / "retain.jsonl", retain_rows())
+    test = write_rows(folder / "test.jsonl", retain_rows(6))
+    with serving(memorised, folder, retain=retain, retain_test=test, lease_seconds=3) as running:
+        yield running
+
+
+def _submit(server: ServerProcess, name: str, rows: Any = ROWS, **fields: Any) -> str:
+    status, answer = server.admin("/takedowns", {"name": name, "rows": rows, **fields})
+    assert status == 202, answer
+    return str(answer["job_id"])
+
+
+def _wait_until_running(server: ServerProcess, job_id: str, stage: str = "check") -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        job = server.admin(f"/jobs/{job_id}")[1]
+        assert job["state"] in ("queued", "running"), job
+        if job["state"] == "running" and job["stage"] == stage:
+            return
+        time.sleep(0.05)
+    raise AssertionError(job)
+
+
+def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server: ServerProcess) -> None:
+    prompt, protected = ROWS[0]["prompt"], ROWS[0]["continuation"]
+    assert server.complete(prompt, max_tokens=90).startswith(protected)
+    body = {"name": "set-t", "rows": ROWS, "notice": {"claimant": "a test"}}
+    status, first = server.admin("/takedowns", body, {"Idempotency-Key": "once"})
+    assert status == 202 and first["created"]
+    assert server.admin("/takedowns", body, {"Idempotency-Key": "once"})[1]["job_id"] == first["job_id"]
+    assert server.admin("/takedowns", {**body, "name": "other"}, {"Idempotency-Key": "once"})[0] == 409
+    assert server.admin("/takedowns", body)[1]["error"]["code"] == "name_taken"
+    seen = []
+    while (job := server.admin(f"/jobs/{first['job_id']}")[1])["state"] in ("queued", "running"):
+        seen.append((job["stage"], job["progress"]))
+        time.sleep(0.1)
+    assert (job["state"], job["outcome"], job["progress"]) == ("succeeded", "active", 1.0), job
+    assert {"check", "fit", "verify"} <= {stage for stage, _ in seen} and seen == sorted(seen, key=lambda s: s[1])
+    assert set(job["timings"]) == {"check", "fit", "verify"}
+    table = job["result"]["verify"]
+    assert table["after"]["all"]["f_bleu"] < 0.5 * table["before"]["all"]["f_bleu"]
+    # the very next request
+    status, answer, headers = server.call(
+        "/v1/completions", {"prompt": prompt, "max_tokens": 90, "temperature": 0, "unbind": {"modules": ["set-t"]}}
+    )
+    assert status == 200 and headers["X-Unbind-Modules"].startswith("set-t@")
+    assert protected not in answer["choices"][0]["text"]
+    assert server.complete(prompt, max_tokens=90).startswith(protected)  # nobody asked, nothing changed
+    (module,) = (m for m in server.admin("/modules")[1]["data"] if m["name"] == "set-t")
+    assert module["job_id"] == first["job_id"] and module["measured"]["after"]["all"]["rows"] == len(ROWS)
+    assert server.admin("/takedowns", {**body, "notice": {}})[0] == 409
+    for path in (server.data_dir / "forget").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not any(protected[:40] in line for line in server.log)
+
+
+def test_rows_that_were_never_memorised_end_as_nothing_to_remove(server: ServerProcess) -> None:
+    job = server.wait_for_job(_submit(server, "unknown", UNKNOWN))
+    assert (job["state"], job["outcome"]) == ("succeeded", "nothing_to_remove")
+    assert job["result"]["check"]["extracted"] == 0
+    assert "unknown" not in [module["name"] for module in server.admin("/modules")[1]["data"]]
+
+
+def test_a_job_is_cancelled_while_it_runs(server: ServerProcess) -> None:
+    job_id = _submit(server, "cancelled")
+    _wait_until_running(server, job_id, "fit")
+    assert server.admin(f"/jobs/{job_id}/cancel", method="POST")[0] == 200
+    job = server.wait_for_job(job_id, 20)
+    assert job["state"] == "cancelled"
+    assert server.admin("/jobs/none/cancel", method="POST")[0] == 404
+
+
+def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerProcess) -> None:
+    job_id = _submit(server, "survivor")
+    _wait_until_running(server, job_id, "fit")
+    (pid,) = server.worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    assert server.complete("def alpha0(", max_tokens=4) is not None  # serving goes on
+    job = server.wait_for_job(job_id)
+    assert (job["state"], job["outcome"], job["attempt"]) == ("succeeded", "active", 2), job
+    published = list((server.data_dir / "modules").iterdir())
+    assert sorted(path.name for path in published).count("survivor.safetensors") == 1
+    assert not [path for path in published if path.suffix != ".safetensors"]
+    assert server.worker_pids() != [pid]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"name": "x", "rows": []}, "rows", "at least 1"),
+        ({"name": "x", "rows": ROWS[:2]}, "rows", "at least 3"),
+        ({"name": "x", "rows": [*ROWS[:3], {"prompt": "a"}]}, "rows", "rows.3: field 'continuation'"),
+        ({"name": "x", "rows": [*ROWS[:3], {"text": 5}]}, "rows", "rows.3: field 'text'"),
+        ({"name": "../x", "rows": ROWS}, "name", "name"),
+        ({"name": "x", "rows": "all"}, "rows", "list"),
+        ({"name": "x", "rows": ROWS, "option": {}}, "option", "Extra"),
+        ({"name": "x", "rows": ROWS, "options": {"layers": [99]}}, "options.layers", "layers 0 to 2"),
+        ({"rows": ROWS}, "name", "required"),
+    ],
+)
+def test_a_bad_takedown_is_refused_by_the_name_of_its_field(
+    server: ServerProcess, body: Any, param: str, says: str
+) -> None:
+    status, answer = server.admin("/takedowns", body)
+    assert status == 400, answer
+    assert answer["error"]["param"] == param and says in answer["error"]["message"]
+
+
+def test_a_worker_ends_when_its_server_is_killed(memorised: Path, tmp_path: Path) -> None:
+    with serving(memorised, tmp_path) as server:
+        deadline = time.monotonic() + 30
+        while not server.worker_pids() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        (pid,) = server.worker_pids()
+        server.process.kill()
+        server.process.wait()
+        while time.monotonic() < deadline + 60:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return
+            if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                return  # it has ended; whoever adopted it has not looked yet
+            time.sleep(0.2)
+    raise AssertionError("the worker lives on")
