@@ -35,17 +35,17 @@ class ServerProcess:
     def call(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
     ) -> Any:
-        """Status, parsed body and headers of one JSON call."""
+        """Status, parsed body and headers (names in lower case) of one JSON call."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         request = Request(
             self.url + path, data=data, method=method, headers={"Content-Type": "application/json", **(headers or {})}
         )
         try:
             with urlopen(request, timeout=60) as answer:
-                return answer.status, _parsed(answer.read()), dict(answer.headers)
+                return answer.status, _parsed(answer.read()), _lower(answer.headers)
         except HTTPError as error:
             with error:
-                return error.code, _parsed(error.read()), dict(error.headers)
+                return error.code, _parsed(error.read()), _lower(error.headers)
 
     def admin(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
@@ -79,6 +79,10 @@ class ServerProcess:
             int(c) for c in children
         }
         return sorted(found)
+
+
+def _lower(headers: Any) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
 
 
 def _parsed(body: bytes) -> Any:

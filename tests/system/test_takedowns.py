@@ -57,7 +57,7 @@ def _wait_until_running(server: ServerProcess, job_id: str, stage: str = "check"
 
 def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server: ServerProcess) -> None:
     prompt, protected = ROWS[0]["prompt"], ROWS[0]["continuation"]
-    assert server.complete(prompt, max_tokens=90).startswith(protected)
+    assert server.complete(prompt, max_tokens=110).startswith(protected)
     body = {"name": "set-t", "rows": ROWS, "notice": {"claimant": "a test"}}
     status, first = server.admin("/takedowns", body, {"Idempotency-Key": "once"})
     assert status == 202 and first["created"]
@@ -75,11 +75,11 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     assert table["after"]["all"]["f_bleu"] < 0.5 * table["before"]["all"]["f_bleu"]
     # the very next request
     status, answer, headers = server.call(
-        "/v1/completions", {"prompt": prompt, "max_tokens": 90, "temperature": 0, "unbind": {"modules": ["set-t"]}}
+        "/v1/completions", {"prompt": prompt, "max_tokens": 110, "temperature": 0, "unbind": {"modules": ["set-t"]}}
     )
-    assert status == 200 and headers["X-Unbind-Modules"].startswith("set-t@")
+    assert status == 200 and headers["x-unbind-modules"].startswith("set-t@")
     assert protected not in answer["choices"][0]["text"]
-    assert server.complete(prompt, max_tokens=90).startswith(protected)  # nobody asked, nothing changed
+    assert server.complete(prompt, max_tokens=110).startswith(protected)  # nobody asked, nothing changed
     (module,) = (m for m in server.admin("/modules")[1]["data"] if m["name"] == "set-t")
     assert module["job_id"] == first["job_id"] and module["measured"]["after"]["all"]["rows"] == len(ROWS)
     assert server.admin("/takedowns", {**body, "notice": {}})[0] == 409
