@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 from unbind_core.windows import Window, forget_windows, retain_windows
 
-EPOCHS = 45
-RETAIN_PER_EPOCH = 450
-LEARNING_RATE = 3e-3
+EPOCHS = 48
+RETAIN_PER_EPOCH = 400
+LEARNING_RATE = 4e-3
 LENGTH, PACKS_PER_STEP = 512, 10  # rows are packed side by side, each seeing only itself
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
