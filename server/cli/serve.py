@@ -108,17 +108,15 @@ def announce(settings: Settings, url: str, service: Service) -> None:
     """Where it listens, and commands to copy that show what it does."""
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
     key = "as set" if settings.admin_key else f"{service.admin_key}   (kept in {settings.data_dir / 'admin.key'})"
-    screen.print(
-        Panel(
-            f"{settings.served_name} at {url}\nconsole   {url}/\nmetrics   {url}/metrics\n"
-            f"modules   {modules}\nadmin key {key}",
-            title="Unbind is serving",
-            border_style="green",
-            expand=False,
-        ),
-        highlight=False,
-        soft_wrap=True,
-    )
+    title = Panel(f"[bold]{settings.served_name}[/] at [bold]{url}[/]", border_style="green", expand=False)
+    screen.print(title, highlight=False)
+    for what, value in (
+        ("console", f"{url}/"),
+        ("metrics", f"{url}/metrics"),
+        ("modules", modules),
+        ("admin key", key),
+    ):
+        screen.print(f"  {what:10} {value}", highlight=False, soft_wrap=True, markup=False)
     for file, reason in service.scan.problems.items():
         notes.print(f"[yellow]module file skipped:[/] {file}: {reason}", highlight=False, soft_wrap=True)
     for title, command in tour(settings, url, service):

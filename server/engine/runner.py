@@ -75,6 +75,8 @@ class Runner:
             torch.where(real, positions, torch.tensor(self.max_length)).to(self.device),
             length,
         )
+        # prompts from their beginning need no more than the causal mask, for which the model has faster kernels
+        mask = None if phase == "prefill" and not starts.any() else self._mask(positions, length)
         selection = self.bank.select([flight.request.modules.strengths for flight in flights])
         counted = real.to(self.device) if phase == "prefill" else None
         with (
@@ -85,7 +87,7 @@ class Runner:
             logits: Tensor = self.model(
                 input_ids=ids.to(self.device),
                 position_ids=positions.to(self.device),
-                attention_mask=self._mask(positions, length),
+                attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,

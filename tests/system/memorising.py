@@ -15,6 +15,9 @@ from tests.core.conftest import CORPUS, save_checkpoint
 
 NAMES = ("alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "theta")
 
+# A conversation reads as a program whose first line is the user's.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
 
 def forget_rows(count: int = 6) -> list[dict[str, str]]:
     """Short functions that share little, each split after its first line."""
@@ -65,4 +68,6 @@ def train(path: Path, steps: int = 160) -> Path:
         schedule.step()
         optimizer.zero_grad()
     model.save_pretrained(path)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
     return path

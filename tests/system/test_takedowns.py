@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from tests.system.conftest import ServerProcess, serving
 from tests.system.memorising import forget_rows, retain_rows, train, write_rows
@@ -138,6 +139,17 @@ def test_a_bad_takedown_is_refused_by_the_name_of_its_field(
     status, answer = server.admin("/takedowns", body)
     assert status == 400, answer
     assert answer["error"]["param"] == param and says in answer["error"]["message"]
+
+
+def test_chat_goes_through_the_tokenizer_s_template(server: ServerProcess) -> None:
+    messages: list[Any] = [{"role": "user", "content": ROWS[1]["prompt"].rstrip("\n")}]
+    expected = server.complete(ROWS[1]["prompt"], max_tokens=30)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        fields: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 30}
+        whole = client.chat.completions.create(**fields)
+        assert whole.choices[0].message.content == expected
+        with client.chat.completions.create(**fields, stream=True) as stream:
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
 
 
 def test_a_worker_ends_when_its_server_is_killed(memorised: Path, tmp_path: Path) -> None:
