@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,16 +11,18 @@ from fastapi import FastAPI
 from server import errors
 from server.api import admin, chat, completions, console, health, models
 from server.api.middleware import BodyLimit, RequestLog
-from server.service import Service
+from server.service import Service, load_served
 from server.settings import Settings
+from unbind_core.architecture import LoadedModel
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The application; the model is loaded when it starts, and everything is put away when it ends."""
+def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI:
+    """The application; the model is loaded when it starts unless given, and everything is put away when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = await Service.load(settings)
+        model = loaded if loaded is not None else await asyncio.to_thread(load_served, settings)
+        service = Service(settings, model)
         app.state.service = service
         try:
             await service.start()

@@ -52,20 +52,6 @@ class Service:
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
-    @classmethod
-    async def load(cls, settings: Settings) -> Service:
-        """Read the model from disk, off the event loop."""
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        loaded = await asyncio.to_thread(
-            load_model,
-            settings.model,
-            settings.adapter,
-            dtype=getattr(torch, settings.dtype),
-            device=settings.device,
-        )
-        return cls(settings, replace(loaded, identity=replace(loaded.identity, name=settings.served_name)))
-
     async def start(self) -> None:
         """Begin to serve: check the model on the engine, load the modules, start the worker."""
         await asyncio.to_thread(self.engine.start)
@@ -106,6 +92,14 @@ class Service:
                 return
             except Exception:
                 log.exception("the module folders could not be read; trying again")
+
+
+def load_served(settings: Settings) -> LoadedModel:
+    """The model that the settings name, under the name it is served by. Raises UnbindError saying what is missing."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    loaded = load_model(settings.model, settings.adapter, dtype=getattr(torch, settings.dtype), device=settings.device)
+    return replace(loaded, identity=replace(loaded.identity, name=settings.served_name))
 
 
 def kept_admin_key(settings: Settings) -> str:

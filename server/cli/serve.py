@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from rich.panel import Panel
 from rich.syntax import Syntax
 
-from server.cli.console import notes, screen, write_json
+from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
 from server.cli.tour import tour
-from server.service import Service
+from server.service import Service, load_served
 from server.settings import Settings
 
 _JSON = inspect.Parameter(
@@ -86,7 +86,9 @@ def serve(settings: Settings, as_json: bool) -> None:
     if not as_json:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
-    server = AnnouncingServer(create_app(settings), settings, as_json)
+    with clear_errors():
+        loaded = load_served(settings)
+    server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
     try:
         server.run()
     except KeyboardInterrupt:  # uvicorn raises it again once everything is put away
@@ -108,8 +110,8 @@ def announce(settings: Settings, url: str, service: Service) -> None:
     """Where it listens, and commands to copy that show what it does."""
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
     key = "as set" if settings.admin_key else f"{service.admin_key}   (kept in {settings.data_dir / 'admin.key'})"
-    title = Panel(f"[bold]{settings.served_name}[/] at [bold]{url}[/]", border_style="green", expand=False)
-    screen.print(title, highlight=False)
+    heading = Panel(f"[bold]{settings.served_name}[/] at [bold]{url}[/]", border_style="green", expand=False)
+    screen.print(heading, highlight=False)
     for what, value in (
         ("console", f"{url}/"),
         ("metrics", f"{url}/metrics"),
