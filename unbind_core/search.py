@@ -1,14 +1,17 @@
 """The (layer, quantile, strength) search: which candidate forgets most within the retain budgets (paper eq. 11, B.3).
 
-Exact and lazy. Every candidate's forget-validation NLL is measured first, which is cheap; then candidates meet the retain
-budgets in the order of that NLL, so that the first feasible one is the paper's argmax over all of them and the rest need
-not be measured. KL is never negative, so a candidate whose running KL sum is over budget is dropped at once.
+Lazy. Every candidate's forget-validation NLL is measured first, which is cheap; then candidates meet the retain budgets in
+the order of that NLL, so that the first feasible one is the paper's argmax over all of them and the rest need not be
+measured. KL is never negative, so a candidate whose running KL sum is over budget is dropped at once. Most candidates are
+far too strong: per gate, a bisection over strengths on one small batch of retain windows finds where KL passes three times
+the budget, and what lies above is not measured in full (KL grows with strength). ``full_scan`` measures everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,9 +27,12 @@ from unbind_core.metrics import sentence_bleu
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_core.replay import logits_above
-from unbind_core.windows import Batch, Window, batches
+from unbind_core.windows import Batch, Window, batches, make_batch
 
 BLEU_NEW_TOKENS = 128
+SCREEN_TOKENS = 1024
+SCREEN_FACTOR = 3.0
+SCREENED = "over KL budget (screened)"
 
 
 @dataclass
@@ -85,16 +91,18 @@ class Replay:
     def __init__(
         self, model: nn.Module, windows: Sequence[Window], layers: Sequence[int], *, pad: int, tokens: int = 2048
     ) -> None:
-        self.model = model
+        self.model, self.pad = model, pad
         self.last = len(decoder_layers(model)) - 1
-        self.kept: list[_Kept] = []
-        device = next(model.parameters()).device
-        for batch in batches(windows, pad, tokens=tokens, device=device):
-            with torch.no_grad(), frozen(model), recording(model, sorted({*layers, self.last})) as states:
-                logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            self.kept.append(_Kept(batch, states, target_nll(logits, batch)))
+        self.layers = sorted({*layers, self.last})
+        self.device = next(model.parameters()).device
+        self.kept = [self._keep(batch) for batch in batches(windows, pad, tokens=tokens, device=self.device)]
         self.count = sum(len(kept.nll) for kept in self.kept)
         self.base_nll = float(sum(kept.nll.double().sum() for kept in self.kept))
+
+    def _keep(self, batch: Batch) -> _Kept:
+        with torch.no_grad(), frozen(self.model), recording(self.model, self.layers) as states:
+            logits = self.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        return _Kept(batch, states, target_nll(logits, batch))
 
     def touched(self, kept: _Kept, selection: Selection, layer: int) -> tuple[Tensor, Tensor]:
         """Edited states [B,T,d] of a batch at ``layer`` and which of its rows the edit changed (bool [B])."""
@@ -103,6 +111,30 @@ class Replay:
         edited = selection.edit(layer, states, rows, "prefill", kept.batch.attention_mask.bool())
         changed = (edited != states).any(-1) & kept.batch.attention_mask.bool()
         return edited, changed.any(-1)
+
+    def screen_kl(self, selection: Selection, layer: int) -> float:
+        """Mean KL of an edit over one small batch: what the bisection over strengths looks at."""
+        kept = self._screen
+        edited, rows = self.touched(kept, selection, layer)
+        if not bool(rows.any()):
+            return 0.0
+        logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, layer, edited)
+        return _kl(self._screen_logits, logits[kept.batch.predictors]) / len(kept.nll)
+
+    @cached_property
+    def _screen(self) -> _Kept:
+        """Windows spread over all lengths, up to SCREEN_TOKENS, as one batch of kept states."""
+        order = [window for kept in self.kept for window in kept.batch.windows]
+        mean = sum(len(window.ids) for window in order) / len(order)
+        step = max(1, round(len(order) * mean / SCREEN_TOKENS))
+        batch = make_batch(order[min(step // 2, len(order) - 1) :: step], self.pad, self.device)
+        return self._keep(batch)
+
+    @cached_property
+    def _screen_logits(self) -> Tensor:
+        kept = self._screen
+        logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, self.last, kept.states[self.last])
+        return logits[kept.batch.predictors]
 
     def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_limit: float | None = None) -> Outcome:
         """Measure an edit. With ``kl_limit`` (a sum over tokens) KL is measured too, and the run ends where it is exceeded."""
@@ -214,6 +246,8 @@ def search(
         trial.forget_nll = forget.run(bank, selection, trial.layer).nll / forget.count
         trial.forget_gain = trial.forget_nll - base
         progress(Progress("forget scan", done, len(candidates)))
+    if not full_scan:
+        _screen(candidates, as_module, retain, budgets, progress)
     best: Trial | None = None
     order = sorted(candidates, key=lambda t: (-t.forget_nll, t.kappa, -t.gate.quantile, t.layer))
     limit = budgets.kl * retain.count
@@ -228,6 +262,8 @@ def search(
                 f"layer {trial.layer} q {trial.gate.quantile} kappa {trial.kappa:.3g}",
             )
         )
+        if trial.verdict == SCREENED:
+            continue
         if trial.forget_gain <= 0:
             trial.verdict = "no gain"
             continue
@@ -251,3 +287,29 @@ def search(
         else:
             trial.verdict = "within likelihood budgets"
     return best
+
+
+def _screen(
+    candidates: Sequence[Trial],
+    as_module: Callable[[Trial], UnbindModule],
+    retain: Replay,
+    budgets: Budgets,
+    progress: ProgressCallback,
+) -> None:
+    """Mark, per gate, the strengths above the largest whose screened KL is within SCREEN_FACTOR times the budget."""
+    gates: dict[tuple[int, float], list[Trial]] = {}
+    for trial in candidates:
+        gates.setdefault((trial.layer, trial.gate.quantile), []).append(trial)
+    for done, trials in enumerate(gates.values(), start=1):
+        trials.sort(key=lambda t: t.kappa)
+        low, high = 0, len(trials)  # all below ``low`` pass, all from ``high`` on fail
+        while low < high:
+            middle = (low + high) // 2
+            _, selection = _edit(as_module(trials[middle]), retain.device)
+            if retain.screen_kl(selection, trials[middle].layer) > SCREEN_FACTOR * budgets.kl:
+                high = middle
+            else:
+                low = middle + 1
+        for trial in trials[low:]:
+            trial.verdict = SCREENED
+        progress(Progress("screening", done, len(gates)))
