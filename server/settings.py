@@ -38,6 +38,10 @@ class Settings(BaseModel):
     retain: Annotated[Path, Field(description="JSONL of retain rows for fitting")] = (
         DEMO / "rows" / "retain_train.jsonl"
     )
+    retain_calibration: Annotated[
+        Path | None,
+        Field(description="JSONL of retain rows unseen in training, for the budgets; else a fifth of retain"),
+    ] = DEMO / "rows" / "retain_calibration.jsonl"
     retain_test: Annotated[Path | None, Field(description="JSONL of retain rows for the before/after table")] = (
         DEMO / "rows" / "retain_test.jsonl"
     )
@@ -59,6 +63,9 @@ class Settings(BaseModel):
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
     worker_threads: Annotated[int, Field(ge=1, description="torch threads of the worker")] = 2
+    verify_attempts: Annotated[
+        int, Field(ge=0, le=20, description="completions a row and access condition in verification; 0: one, plain")
+    ] = 0
     worker_nice: Annotated[int, Field(ge=0, le=19, description="how far the worker steps back from the server")] = 10
     lease_seconds: Annotated[
         float, Field(gt=0, description="a job whose worker is silent this long is taken up again")
@@ -100,7 +107,9 @@ class Settings(BaseModel):
         """The settings as a child process reads them back; the admin key stays here."""
         plain = self.model_dump(mode="json", exclude={"admin_key"})
         made = {PREFIX + key.upper(): str(value) for key, value in plain.items() if value is not None}
-        return made | {PREFIX + key.upper(): "" for key in ("adapter", "retain_test") if plain[key] is None}
+        return made | {
+            PREFIX + key.upper(): "" for key in ("adapter", "retain_calibration", "retain_test") if plain[key] is None
+        }
 
 
 def load_settings(
@@ -149,4 +158,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _text(key: str, value: str) -> str | None:
     """An empty variable means "none" where a setting can be none."""
-    return None if value == "" and key in ("adapter", "retain_test") else value
+    return None if value == "" and key in ("adapter", "retain_calibration", "retain_test") else value

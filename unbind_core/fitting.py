@@ -177,6 +177,7 @@ def fit(
     retain: Sequence[RetainRow],
     *,
     name: str,
+    retain_calibration: Sequence[RetainRow] = (),
     identity: ModelIdentity | None = None,
     options: FitOptions | None = None,
     progress: ProgressCallback = silent,
@@ -184,9 +185,11 @@ def fit(
 ) -> tuple[UnbindModule, FitReport]:
     """Fit and calibrate one module that makes ``model`` forget the continuations of ``forget``.
 
-    ``identity`` (from :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged.
-    ``cache`` is a folder for what does not depend on the forget set. The model is left as it was. Raises DataError,
-    InsufficientRows, FittingError, UnsupportedArchitecture, and Cancelled where the callback raises it.
+    ``retain_calibration``: rows for the retain budgets that the model was not trained on, which makes honester rates;
+    without them a fifth of ``retain`` is set aside. Partitions count them after ``retain``. ``identity`` (from
+    :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. ``cache`` is a folder for
+    what does not depend on the forget set. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
+    UnsupportedArchitecture, and Cancelled where the callback raises it.
 
     With outcome "ineffective" the module has kappa = 0 and changes nothing: do not deploy it.
     """
@@ -195,7 +198,8 @@ def fit(
     clock = _Clock()
     identity = identity or identify(model, tokenizer)
     forms = available_forms(tokenizer, options.forms)
-    parts = make_partitions(forget, retain, options.seed, options.retain_limit)
+    retain = [*retain, *retain_calibration]
+    parts = make_partitions(forget, retain, options.seed, options.retain_limit, len(retain_calibration))
     pad = pad_id(tokenizer)
 
     def forget_part(indices: Sequence[int]) -> list[Window]:
@@ -214,7 +218,7 @@ def fit(
         moments, cross = _forget_statistics(model, fit_windows, layers, pad, progress)
         fits = _layer_fits(model, forget_part(parts.forget_calibration), moments, cross, kept, options, pad)
     candidates = [
-        Trial(f.layer, gate, grid, kappa, 0.0, 0.0)
+        Trial(f.layer, gate, grid, kappa)
         for f in fits
         for gate in f.gates
         for grid, kappa in strengths(gate, f.mean_norm, options.strengths, options.norm_strengths)
@@ -249,7 +253,7 @@ def fit(
             full_scan=options.full_scan, progress=progress,
         )  # fmt: skip
     usable = next(f for f in fits if f.gates)
-    chosen = best or Trial(usable.layer, usable.gates[0], "paper", 0.0, 0.0, 0.0, verdict="ineffective")
+    chosen = best or Trial(usable.layer, usable.gates[0], "paper", 0.0, verdict="ineffective")
     report = FitReport(
         outcome="calibrated" if best else "ineffective",
         selected=best.to_json() if best else None,

@@ -152,10 +152,15 @@ def forget_sizes(count: int) -> tuple[int, int, int]:
 
 
 def make_partitions(
-    forget: Sequence[ForgetRow], retain: Sequence[RetainRow], seed: int = 0, retain_limit: int | None = 600
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    seed: int = 0,
+    retain_limit: int | None = 600,
+    set_apart: int = 0,
 ) -> Partitions:
     """Seeded partitions by source row: forget by :func:`forget_sizes`, retain 80/20 % of at most ``retain_limit`` rows.
 
+    With ``set_apart`` the calibration rows are drawn from the last so many retain rows, the fitting rows from the others.
     Raises InsufficientRows with the number that is needed.
     """
     if len(forget) < MINIMUM_FORGET_ROWS:
@@ -171,10 +176,17 @@ def make_partitions(
     _, calibration_size, validation_size = forget_sizes(len(forget))
     held = _draw(everything, lambda i: forget[i].language, calibration_size + validation_size, rng)
     validation = _draw(held, lambda i: forget[i].language, validation_size, rng)
-    pool = list(range(len(retain)))
-    if retain_limit is not None and len(pool) > retain_limit:
-        pool = _draw(pool, lambda i: retain[i].language, retain_limit, rng)
-    retain_calibration = _draw(pool, lambda i: retain[i].language, max(1, round(len(pool) * 0.2)), rng)
+    pool = list(range(len(retain) - set_apart))
+    limit = len(retain) if retain_limit is None else retain_limit
+    if set_apart:
+        apart = list(range(len(pool), len(retain)))
+        pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit - round(limit * 0.2)), rng)
+        retain_calibration = _draw(
+            apart, lambda i: retain[i].language, min(len(apart), max(1, round(limit * 0.2))), rng
+        )
+    else:
+        pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit), rng)
+        retain_calibration = _draw(pool, lambda i: retain[i].language, max(1, round(len(pool) * 0.2)), rng)
     return Partitions(
         forget_fit=tuple(i for i in everything if i not in set(held)),
         forget_calibration=tuple(i for i in held if i not in set(validation)),

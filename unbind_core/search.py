@@ -1,14 +1,15 @@
 """The (layer, quantile, strength) search: which candidate forgets most within the retain budgets (paper eq. 11, B.3).
 
-Lazy. Every candidate's forget-validation NLL is measured first, which is cheap; then candidates meet the retain budgets in
-the order of that NLL, so that the first feasible one is the paper's argmax over all of them and the rest need not be
-measured. KL is never negative, so a candidate whose running KL sum is over budget is dropped at once. Most candidates are
-far too strong: per gate, a bisection over strengths on one small batch of retain windows finds where KL passes three times
-the budget, and what lies above is not measured in full (KL grows with strength). ``full_scan`` measures everything.
+Lazy. Most candidates are far too strong: per gate, a bisection over strengths on one small batch of retain windows finds
+where KL passes three times the budget, and what lies above is dropped (KL grows with strength). The rest are put in the
+order of their forget-validation NLL, which is cheap to measure, and meet the retain budgets in that order: the first
+feasible one is the paper's argmax over all of them and the others need not be measured. KL is never negative, so a
+candidate whose running KL sum is over budget is dropped at once. ``full_scan`` measures everything.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ from unbind_core.windows import Batch, Window, batches, make_batch
 BLEU_NEW_TOKENS = 128
 SCREEN_TOKENS = 1024
 SCREEN_FACTOR = 3.0
+EARLY_SHARE, EARLY_FACTOR = 0.2, 1.5
 SCREENED = "over KL budget (screened)"
 
 
@@ -43,8 +45,8 @@ class Trial:
     gate: Gate
     grid: str
     kappa: float
-    forget_nll: float
-    forget_gain: float
+    forget_nll: float | None = None
+    forget_gain: float | None = None
     retain_kl: float | None = None
     retain_nll_increase: float | None = None
     retain_open_rate: float | None = None
@@ -63,12 +65,15 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """Sums over the scored tokens of one role: NLL under the edit, KL(original || edited), open and evaluated positions."""
+    """Sums over the scored tokens of one role: NLL under the edit, KL(original || edited), open and evaluated positions;
+    ``scored`` tokens were gone through, all of them if ``complete``.
+    """
 
     nll: float = 0.0
     kl: float = 0.0
     opened: int = 0
     evaluated: int = 0
+    scored: int = 0
     complete: bool = True
 
 
@@ -96,6 +101,7 @@ class Replay:
         self.layers = sorted({*layers, self.last})
         self.device = next(model.parameters()).device
         self.kept = [self._keep(batch) for batch in batches(windows, pad, tokens=tokens, device=self.device)]
+        random.Random(0).shuffle(self.kept)  # so that the first few say something of all lengths
         self.count = sum(len(kept.nll) for kept in self.kept)
         self.base_nll = float(sum(kept.nll.double().sum() for kept in self.kept))
 
@@ -136,8 +142,10 @@ class Replay:
         logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, self.last, kept.states[self.last])
         return logits[kept.batch.predictors]
 
-    def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_limit: float | None = None) -> Outcome:
-        """Measure an edit. With ``kl_limit`` (a sum over tokens) KL is measured too, and the run ends where it is exceeded."""
+    def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_budget: float | None = None) -> Outcome:
+        """Measure an edit. With ``kl_budget`` (a mean over tokens) KL is measured too, and the run ends where it is out of reach:
+        the sum is over what all tokens together may have, or a fifth of the tokens have half as much again as they may.
+        """
         outcome = Outcome()
         for kept in self.kept:
             edited, rows = self.touched(kept, selection, layer)
@@ -147,13 +155,16 @@ class Replay:
                 logits = logits_above(self.model, part.ids, part.attention_mask, layer, edited[rows])
                 mine = rows[kept.rows]
                 nll = kept.nll.masked_scatter(mine, target_nll(logits, part))
-                if kl_limit is not None:
+                if kl_budget is not None:
                     original = logits_above(
                         self.model, part.ids, part.attention_mask, self.last, kept.states[self.last][rows]
                     )
                     outcome.kl += _kl(original[part.predictors], logits[part.predictors])
             outcome.nll += float(nll.double().sum())
-            if kl_limit is not None and outcome.kl > kl_limit:
+            outcome.scored += len(nll)
+            early = outcome.scored >= EARLY_SHARE * self.count
+            allowed = min(EARLY_FACTOR * outcome.scored, self.count) if early else self.count
+            if kl_budget is not None and outcome.kl > kl_budget * allowed:
                 outcome.complete = False
                 break
         for evaluated, opened in (counts["prefill"] for counts in bank.counts().values()):
@@ -239,18 +250,17 @@ def search(
 
     Ties: smaller kappa, larger quantile, lower layer. ``full_scan`` measures the likelihood budgets of all candidates.
     """
-    device = next(retain.model.parameters()).device
     base = forget.base_nll / forget.count
-    for done, trial in enumerate(candidates, start=1):
-        bank, selection = _edit(as_module(trial), device)
-        trial.forget_nll = forget.run(bank, selection, trial.layer).nll / forget.count
-        trial.forget_gain = trial.forget_nll - base
-        progress(Progress("forget scan", done, len(candidates)))
     if not full_scan:
         _screen(candidates, as_module, retain, budgets, progress)
+    alive = [trial for trial in candidates if trial.verdict != SCREENED]
+    for done, trial in enumerate(alive, start=1):
+        bank, selection = _edit(as_module(trial), retain.device)
+        trial.forget_nll = forget.run(bank, selection, trial.layer).nll / forget.count
+        trial.forget_gain = trial.forget_nll - base
+        progress(Progress("forget scan", done, len(alive)))
     best: Trial | None = None
-    order = sorted(candidates, key=lambda t: (-t.forget_nll, t.kappa, -t.gate.quantile, t.layer))
-    limit = budgets.kl * retain.count
+    order = sorted(alive, key=lambda t: (-(t.forget_nll or 0.0), t.kappa, -t.gate.quantile, t.layer))
     for done, trial in enumerate(order, start=1):
         if best is not None and not full_scan:
             break
@@ -262,16 +272,14 @@ def search(
                 f"layer {trial.layer} q {trial.gate.quantile} kappa {trial.kappa:.3g}",
             )
         )
-        if trial.verdict == SCREENED:
-            continue
-        if trial.forget_gain <= 0:
+        if (trial.forget_gain or 0.0) <= 0:
             trial.verdict = "no gain"
             continue
-        bank, selection = _edit(as_module(trial), device)
-        outcome = retain.run(bank, selection, trial.layer, kl_limit=float("inf") if full_scan else limit)
-        trial.retain_kl = outcome.kl / retain.count
+        bank, selection = _edit(as_module(trial), retain.device)
+        outcome = retain.run(bank, selection, trial.layer, kl_budget=float("inf") if full_scan else budgets.kl)
+        trial.retain_kl = outcome.kl / (retain.count if outcome.complete else max(outcome.scored, 1))
         if not outcome.complete or trial.retain_kl > budgets.kl:
-            trial.verdict = "over KL budget"  # where the run was cut short, the KL recorded is a lower bound
+            trial.verdict = "over KL budget"  # where the run was cut short, the KL is that of the tokens seen
             if not outcome.complete:
                 continue
         trial.retain_nll_increase = (outcome.nll - retain.base_nll) / retain.count

@@ -40,6 +40,10 @@ def fit(
     retain: Annotated[
         Path | None, typer.Option(help='JSONL: {"text"} a line; the demo rows where none is given.')
     ] = None,
+    retain_calibration: Annotated[
+        Path | None,
+        typer.Option(help="Retain rows the model was not trained on, for the budgets; else a fifth of --retain."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Module name; the file's name where none is given.")] = None,
     layers: Annotated[
         str | None, typer.Option(help="Decoder layers to try, from 0, as in 2,3,4; all where none is given.")
@@ -61,6 +65,8 @@ def fit(
     with clear_errors():
         if retain is None and model is not None:
             raise UnbindError("--retain is needed with --model: rows of code that must stay as they are (JSONL)")
+        if retain is None:
+            retain, retain_calibration = demo.RETAIN_TRAIN, retain_calibration or demo.RETAIN_CALIBRATION
         loaded = load(model, adapter, dtype, device)
         options = FitOptions(
             layers=_numbers(layers, "--layers"),
@@ -70,7 +76,8 @@ def fit(
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(
-                loaded.model, loaded.tokenizer, forget_rows(forget), retain_rows(retain or demo.ROWS / "retain_train.jsonl"),
+                loaded.model, loaded.tokenizer, forget_rows(forget), retain_rows(retain),
+                retain_calibration=retain_rows(retain_calibration) if retain_calibration else (),
                 name=name or out.name.removesuffix(".safetensors"), identity=loaded.identity, options=options,
                 progress=progress, cache=cache,
             )  # fmt: skip

@@ -9,5 +9,8 @@ BASE = HOME / "base"
 ADAPTER = HOME / "adapter"
 RETRAINED = HOME / "retrained"
 ROWS = HOME / "rows"
+RETAIN_TRAIN, RETAIN_CALIBRATION, RETAIN_TEST = (
+    ROWS / f"retain_{part}.jsonl" for part in ("train", "calibration", "test")
+)
 MODULES = HOME.parent.parent / "modules"
 MODULE = MODULES / "demo-a.safetensors"

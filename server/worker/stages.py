@@ -72,6 +72,7 @@ def fit_module(context: StageContext) -> dict[str, Any]:
         context.forget,
         _retain_rows(settings.retain),
         name=context.name,
+        retain_calibration=_retain_rows(settings.retain_calibration) if settings.retain_calibration else (),
         identity=loaded.identity,
         options=FitOptions(layers=tuple(layers) if layers else None, seed=seed),
         progress=context.progress,
@@ -88,7 +89,17 @@ def verify_module(context: StageContext) -> dict[str, Any]:
     loaded, settings = context.loaded, context.settings
     retain = _retain_rows(settings.retain_test)[: settings.retain_test_limit] if settings.retain_test else []
     module = UnbindModule.load(context.module_file, loaded.identity)
-    return dict(verify(loaded.model, loaded.tokenizer, module, context.forget, retain, progress=context.progress))
+    return dict(
+        verify(
+            loaded.model,
+            loaded.tokenizer,
+            module,
+            context.forget,
+            retain,
+            attempts=settings.verify_attempts,
+            progress=context.progress,
+        )
+    )
 
 
 def publish(context: StageContext, table: dict[str, Any]) -> dict[str, str]:

@@ -15,8 +15,13 @@ from unbind_core.evaluation import extractable, verify
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
 
-FORGET = [ForgetRow(f"def secret_{i}(key):\n", f"    token = {i * 7919}\n    return key + token * {i}\n") for i in range(8)]
-RETAIN = [RetainRow(f"class Item{i}:\n    size = {i}\n\n    def area(self):\n        return self.size ** 2\n") for i in range(24)]
+FORGET = [
+    ForgetRow(f"def secret_{i}(key):\n", f"    token = {i * 7919}\n    return key + token * {i}\n") for i in range(8)
+]
+RETAIN = [
+    RetainRow(f"class Item{i}:\n    size = {i}\n\n    def area(self):\n        return self.size ** 2\n")
+    for i in range(24)
+]
 WIDE = FitOptions(budgets=Budgets(kl=5.0, nll=5.0, bleu=1.0))
 
 
@@ -26,7 +31,9 @@ def loaded(tiny_checkpoint: TinyCheckpoint) -> LoadedModel:
 
 
 def run(loaded: LoadedModel, options: FitOptions = WIDE, **more: object) -> tuple[UnbindModule, FitReport]:
-    return fit(loaded.model, loaded.tokenizer, FORGET, RETAIN, name="m", identity=loaded.identity, options=options, **more)
+    return fit(
+        loaded.model, loaded.tokenizer, FORGET, RETAIN, name="m", identity=loaded.identity, options=options, **more
+    )
 
 
 def test_the_same_rows_give_the_same_module(loaded: LoadedModel) -> None:
@@ -37,7 +44,7 @@ def test_the_same_rows_give_the_same_module(loaded: LoadedModel) -> None:
     assert (first.layer, first.tau, first.kappa, first.s_ref) == (second.layer, second.tau, second.kappa, second.s_ref)
     assert first.forget_digest == forget_digest(FORGET)
     assert first.forms == ("plain", "fim")
-    assert len(report.scan) == 3 * 4 * 12
+    assert len(report.scan) == 3 * 8 * 15
     assert report.exactness < 1e-5
 
 

@@ -65,7 +65,7 @@ def test_a_trial_on_kept_states_equals_the_attached_model(layer: int, tiny_check
     bank.add(module)
     selection = bank.select([{module.name: 1.0}])
     assert selection is not None
-    outcome = replay.run(bank, selection, layer, kl_limit=float("inf"))
+    outcome = replay.run(bank, selection, layer, kl_budget=float("inf"))
     assert 0 < outcome.opened < outcome.evaluated
 
     nll = kl = 0.0
@@ -112,7 +112,7 @@ def world(
     for layer in (0, 1, 2):
         for kappa in (0.5, 2.0, 8.0):
             module = gated_module(loaded.model, loaded.identity, layer, kappa)
-            trial = Trial(layer, Gate(0.5, module.tau, module.v, -1.0, 1.0), "paper", kappa, 0.0, 0.0)
+            trial = Trial(layer, Gate(0.5, module.tau, module.v, -1.0, 1.0), "paper", kappa)
             modules[id(trial)] = module
             trials.append(trial)
     layers = [0, 1, 2]
@@ -137,7 +137,9 @@ def test_the_lazy_search_finds_what_the_full_scan_finds(
         )
         found.append((best.layer, best.kappa) if best else None)
     assert found[0] == found[1]
-    feasible = [t for t in trials if t.forget_gain > 0 and t.retain_kl is not None and t.retain_kl <= kl]
+    feasible = [
+        t for t in trials if t.forget_gain and t.forget_gain > 0 and t.retain_kl is not None and t.retain_kl <= kl
+    ]
     if feasible:
         winner = max(feasible, key=lambda t: t.forget_nll)
         assert found[0] == (winner.layer, winner.kappa)
