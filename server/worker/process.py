@@ -72,7 +72,9 @@ class Supervisor:
 async def spawn(settings: Settings) -> asyncio.subprocess.Process:
     """Start a worker with these settings that ends when this process does."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-    environment |= settings.to_environment() | {"OMP_NUM_THREADS": str(settings.worker_threads)}
+    # Threads that spin while they wait for each other lose their time slices to the server, and then everything waits.
+    threads = {"OMP_NUM_THREADS": str(settings.worker_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= settings.to_environment() | threads
     command = [sys.executable, "-m", "server", "worker", "--with-parent", str(os.getpid())]
     return await asyncio.create_subprocess_exec(*command, env=environment, stdin=asyncio.subprocess.DEVNULL)
 
