@@ -13,6 +13,7 @@ from server import demo
 from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
 from unbind_core import FitOptions, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
+from unbind_core.calibration import Budgets
 from unbind_core.evaluation import measure, verify
 from unbind_core.files import write_whole
 
@@ -52,6 +53,9 @@ def fit(
         str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
+    kl_budget: Annotated[float, typer.Option(help="Mean KL(original || edited) allowed on retain rows, nats.")] = 0.01,
+    nll_budget: Annotated[float, typer.Option(help="Mean rise of the NLL allowed on retain rows, nats.")] = 0.01,
+    bleu_budget: Annotated[float, typer.Option(help="Fall of retain BLEU allowed, absolute.")] = 0.01,
     full_scan: Annotated[
         bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")
     ] = False,
@@ -73,6 +77,7 @@ def fit(
             forms=tuple(forms.split(",")) if forms else None,
             seed=seed,
             full_scan=full_scan,
+            budgets=Budgets(kl_budget, nll_budget, bleu_budget),
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(
