@@ -77,10 +77,12 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _demo_adapter(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The demo checkpoint comes with its adapter; a checkpoint of one's own comes as it is."""
+    def _demo_belongs_together(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The demo checkpoint comes with its adapter, its retain rows with calibration rows; one's own come alone."""
         if "model" not in values and "adapter" not in values:
-            return values | {"adapter": DEMO / "adapter"}
+            values = values | {"adapter": DEMO / "adapter"}
+        if "retain" in values and "retain_calibration" not in values:
+            values = values | {"retain_calibration": None}
         return values
 
     @property

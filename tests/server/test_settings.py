@@ -45,6 +45,12 @@ def test_the_demo_model_comes_with_its_adapter_and_another_without() -> None:
     assert Settings(model=Path("/models/mine")).served_name == "mine"
 
 
+def test_retain_rows_of_one_s_own_are_not_calibrated_on_the_demo_s() -> None:
+    assert Settings().retain_calibration is not None
+    assert Settings(retain=Path("mine.jsonl")).retain_calibration is None
+    assert Settings(retain=Path("mine.jsonl"), retain_calibration=Path("more.jsonl")).retain_calibration is not None
+
+
 def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> None:
     made = Settings(model=Path("mine"), admin_key="secret", worker=False, retain_test=None, port=5)
     environment = made.to_environment()
