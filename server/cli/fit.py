@@ -13,7 +13,7 @@ from server import demo
 from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
 from unbind_core import FitOptions, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
-from unbind_core.calibration import Budgets
+from unbind_core.calibration import QUANTILES, Budgets
 from unbind_core.evaluation import measure, verify
 from unbind_core.files import write_whole
 
@@ -31,6 +31,15 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UnbindError(f"{option}: '{text}' is not a list of integers such as 2,3,4") from None
+
+
+def _shares(text: str | None, option: str) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UnbindError(f"{option}: '{text}' is not a list of numbers such as 0.9,0.95") from None
 
 
 def fit(
@@ -53,6 +62,9 @@ def fit(
         str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
+    quantiles: Annotated[
+        str | None, typer.Option(help="Gate quantiles to try, as in 0.9,0.95; the default grid where none is given.")
+    ] = None,
     kl_budget: Annotated[float, typer.Option(help="Mean KL(original || edited) allowed on retain rows, nats.")] = 0.01,
     nll_budget: Annotated[float, typer.Option(help="Mean rise of the NLL allowed on retain rows, nats.")] = 0.01,
     bleu_budget: Annotated[float, typer.Option(help="Fall of retain BLEU allowed, absolute.")] = 0.01,
@@ -76,6 +88,7 @@ def fit(
             layers=_numbers(layers, "--layers"),
             forms=tuple(forms.split(",")) if forms else None,
             seed=seed,
+            quantiles=_shares(quantiles, "--quantiles") or QUANTILES,
             full_scan=full_scan,
             budgets=Budgets(kl_budget, nll_budget, bleu_budget),
         )
