@@ -1,7 +1,7 @@
 """The (layer, quantile, strength) search: which candidate forgets most within the retain budgets (paper eq. 11, B.3).
 
 Lazy. Most candidates are far too strong: per gate, a bisection over strengths on one small batch of retain windows finds
-where KL passes three times the budget, and what lies above is dropped (KL grows with strength). The rest are put in the
+where KL passes twice the budget, and what lies above is dropped (KL grows with strength). The rest are put in the
 order of their forget-validation NLL, which is cheap to measure, and meet the retain budgets in that order: the first
 feasible one is the paper's argmax over all of them and the others need not be measured. KL is never negative, so a
 candidate whose running KL sum is over budget is dropped at once. ``full_scan`` measures everything.
@@ -32,8 +32,8 @@ from unbind_core.windows import Batch, Window, batches, make_batch
 
 BLEU_NEW_TOKENS = 128
 SCREEN_TOKENS = 1024
-SCREEN_FACTOR = 3.0
-EARLY_SHARE, EARLY_FACTOR = 0.2, 1.5
+SCREEN_FACTOR = 2.0
+EARLY_SHARE, EARLY_FACTOR = 0.1, 1.5
 SCREENED = "over KL budget (screened)"
 
 
@@ -144,7 +144,7 @@ class Replay:
 
     def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_budget: float | None = None) -> Outcome:
         """Measure an edit. With ``kl_budget`` (a mean over tokens) KL is measured too, and the run ends where it is out of reach:
-        the sum is over what all tokens together may have, or a fifth of the tokens have half as much again as they may.
+        the sum is over what all tokens together may have, or a tenth of the tokens have half as much again as they may.
         """
         outcome = Outcome()
         for kept in self.kept:
