@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -17,6 +18,7 @@ from unbind_core.calibration import QUANTILES, Budgets
 from unbind_core.evaluation import measure, verify
 from unbind_core.files import write_whole
 
+N = TypeVar("N", int, float)
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
@@ -24,22 +26,13 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64:
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
-def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
+def _list(text: str | None, kind: Callable[[str], N], option: str, example: str) -> tuple[N, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise UnbindError(f"{option}: '{text}' is not a list of integers such as 2,3,4") from None
-
-
-def _shares(text: str | None, option: str) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UnbindError(f"{option}: '{text}' is not a list of numbers such as 0.9,0.95") from None
+        raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
 
 
 def fit(
@@ -85,10 +78,10 @@ def fit(
             retain, retain_calibration = demo.RETAIN_TRAIN, retain_calibration or demo.RETAIN_CALIBRATION
         loaded = load(model, adapter, dtype, device)
         options = FitOptions(
-            layers=_numbers(layers, "--layers"),
+            layers=_list(layers, int, "--layers", "2,3,4"),
             forms=tuple(forms.split(",")) if forms else None,
             seed=seed,
-            quantiles=_shares(quantiles, "--quantiles") or QUANTILES,
+            quantiles=_list(quantiles, float, "--quantiles", "0.9,0.95") or QUANTILES,
             full_scan=full_scan,
             budgets=Budgets(kl_budget, nll_budget, bleu_budget),
         )
