@@ -176,6 +176,9 @@ def make_partitions(
     _, calibration_size, validation_size = forget_sizes(len(forget))
     held = _draw(everything, lambda i: forget[i].language, calibration_size + validation_size, rng)
     validation = _draw(held, lambda i: forget[i].language, validation_size, rng)
+    rng = random.Random(
+        f"{seed}:retain"
+    )  # on its own, so that what is cached of the retain rows serves every forget set
     pool = list(range(len(retain) - set_apart))
     limit = len(retain) if retain_limit is None else retain_limit
     if set_apart:

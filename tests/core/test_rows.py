@@ -103,6 +103,13 @@ def test_retain_rows_are_limited_and_split_80_20_in_proportion_to_language() -> 
     assert Counter(kept[i].language for i in parts.retain_calibration) == {"go": 30, "python": 90}
 
 
+def test_the_retain_rows_drawn_do_not_depend_on_the_forget_set() -> None:
+    kept = retain(100)
+    first, second = (make_partitions(rows(count), kept, 0, 50) for count in (5, 40))
+    assert first.retain_fit == second.retain_fit
+    assert first.retain_calibration == second.retain_calibration
+
+
 def test_a_forget_set_too_small_says_how_many_rows_are_needed() -> None:
     with pytest.raises(InsufficientRows, match="2 rows; at least 3"):
         make_partitions(rows(2), retain(30))
