@@ -19,6 +19,7 @@ from unbind_core.architecture import decoder_layers
 from unbind_core.bank import ModuleBank
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.hooks import Intervention
+from unbind_core.memory import GateMemory, Places
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 
@@ -38,6 +39,7 @@ class Runner:
         self._full, self._window = _attention_kinds(self._config, type(model).__name__)
         self.cache = SlotCache(len(decoder_layers(model)), slots, max_length)
         self.device = next(model.parameters()).device
+        self.gate_memory = GateMemory(slots, max_length, self.device)
         self.dtype = next(model.parameters()).dtype
         self.intervention = Intervention(model).__enter__()  # for the engine's life; close() takes it off
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
@@ -79,10 +81,15 @@ class Runner:
         mask = None if phase == "prefill" and not starts.any() else self._mask(positions, length)
         selection = self.bank.select([flight.request.modules.strengths for flight in flights])
         counted = real.to(self.device) if phase == "prefill" else None
+        places = (
+            Places(self.gate_memory, placement.slots, placement.positions, starts.to(self.device))
+            if selection is not None and selection.remembers
+            else None
+        )
         with (
             torch.inference_mode(),
             self.cache.placed(placement),
-            self.intervention.step(selection, phase=phase, counted=counted),
+            self.intervention.step(selection, phase=phase, counted=counted, places=places),
         ):
             logits: Tensor = self.model(
                 input_ids=ids.to(self.device),
