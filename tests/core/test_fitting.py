@@ -120,7 +120,7 @@ def test_a_bad_option_is_named(loaded: LoadedModel, options: FitOptions, message
 
 def test_too_few_rows_are_refused_with_the_number_needed(loaded: LoadedModel) -> None:
     with pytest.raises(InsufficientRows, match="at least 3"):
-        fit(loaded.model, loaded.tokenizer, FORGET[:2], RETAIN, name="m", identity=loaded.identity)
+        fit(loaded.model, loaded.tokenizer, FORGET[:2], RETAIN, name="m", identity=loaded.identity, options=WIDE)
 
 
 def test_verify_reports_rows_apart_by_what_the_fit_did_with_them(loaded: LoadedModel, tmp_path: Path) -> None:
