@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from fastapi import Request
 
 from server.engine.engine import Engine, EngineStopped
+from server.ratelimit import RateLimiter
+from server.registry.access import SERVER_SCOPE, Access
 from server.registry.registry import Registry
 from server.registry.store import ModuleStore, Scan, StoredModule
 from server.registry.tables import open_database
@@ -23,6 +26,7 @@ from server.telemetry import Telemetry
 from server.worker.process import Supervisor
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.files import write_whole
+from unbind_core.windows import fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0
@@ -35,7 +39,10 @@ class Service:
         self.settings = settings
         self.loaded = loaded
         self.telemetry = Telemetry()
-        self.registry = Registry(open_database(settings.database))
+        database = open_database(settings.database)
+        self.registry = Registry(database)
+        self.access = Access(database)
+        self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
         self.engine = Engine(
             loaded.model,
@@ -47,8 +54,15 @@ class Service:
         )
         self.store = ModuleStore([settings.modules_dir, settings.published_dir], loaded.identity)
         self.scan = Scan({}, {})
+        self.fim = (
+            parse_fim_template(loaded.tokenizer, settings.fim_template)
+            if settings.fim_template
+            else fim_template(loaded.tokenizer)
+        )
+        self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.supervisor = Supervisor(settings)
         self.ready = False
+        self.created = int(time.time())
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,15 +97,22 @@ class Service:
                 log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
             self.scan = scan
 
+    @property
+    def missing_modules(self) -> list[str]:
+        """Modules that every request must run under and that are not loaded."""
+        demanded = {*self.settings.enforced, *self.access.current.of(SERVER_SCOPE).enforced}
+        return sorted(demanded - self.engine.modules.current.keys())
+
     async def _watch_modules(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
                 await self.refresh_modules()
+                await asyncio.to_thread(self.access.refresh)
             except EngineStopped:
                 return
             except Exception:
-                log.exception("the module folders could not be read; trying again")
+                log.exception("the module folders or the access rules could not be read; trying again")
 
 
 def load_served(settings: Settings) -> LoadedModel:

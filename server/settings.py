@@ -5,12 +5,15 @@ First station of every process of the service; nothing else reads the environmen
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from server.rules import ProfileName, Rules, Strengths, from_json
 
 PREFIX = "UNBIND_"
 HERE = Path(__file__).resolve().parent
@@ -19,6 +22,11 @@ DEMO = HERE / "demo"
 
 class SettingsError(Exception):
     """A setting that is unknown or has a bad value; the message names its source, the key and the remedy."""
+
+
+def _parts(value: Any) -> Any:
+    """Text with commas as its parts."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 class Settings(BaseModel):
@@ -75,6 +83,29 @@ class Settings(BaseModel):
         "info"
     )
 
+    log_format: Annotated[Literal["text", "json"], Field(description="log lines for people, or a JSON object each")] = (
+        "text"
+    )
+    insecure: Annotated[bool, Field(description="listen beyond loopback although no key exists")] = False
+    enforced: Annotated[Strengths, Field(description="modules that apply to every request, with their strengths")] = {}
+    profiles: Annotated[
+        dict[ProfileName, Rules],
+        BeforeValidator(from_json),
+        Field(description="named sets of modules, as the admin API takes them"),
+    ] = {}
+    fim_template: Annotated[
+        str,
+        Field(
+            description="fill-in-the-middle order, like <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where empty"
+        ),
+    ] = ""
+    cors_origins: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_parts),
+        Field(description="origins whose pages may ask, with commas between; * for any"),
+    ] = ()
+    request_timeout: Annotated[float, Field(gt=0, description="seconds until a request is given up with 504")] = 600.0
+
     @model_validator(mode="before")
     @classmethod
     def _demo_belongs_together(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +139,11 @@ class Settings(BaseModel):
     def to_environment(self) -> dict[str, str]:
         """The settings as a child process reads them back; the admin key stays here."""
         plain = self.model_dump(mode="json", exclude={"admin_key"})
-        made = {PREFIX + key.upper(): str(value) for key, value in plain.items() if value is not None}
+        made = {
+            PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
+            for key, value in plain.items()
+            if value is not None
+        }
         return made | {
             PREFIX + key.upper(): "" for key in ("adapter", "retain_calibration", "retain_test") if plain[key] is None
         }
@@ -156,6 +191,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"file {path}: not TOML ({error})") from None
+
+
+def _written(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def _text(key: str, value: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import sys
 from typing import Any
@@ -17,6 +16,7 @@ from rich.syntax import Syntax
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
 from server.cli.tour import tour
+from server.logs import set_up_logging
 from server.service import Service, load_served
 from server.settings import Settings
 
@@ -32,16 +32,6 @@ _PARENT = inspect.Parameter(
     default=typer.Option(None, "--with-parent", help="end when this process ends", hidden=True),
     annotation=int | None,
 )
-
-
-def set_up_logging(level: str) -> None:
-    """One line an event, on standard error."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
-    )
-    if level != "debug":
-        for chatty in ("uvicorn.error", "httpx", "asyncio"):
-            logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 class AnnouncingServer(uvicorn.Server):
@@ -81,12 +71,14 @@ class AnnouncingServer(uvicorn.Server):
 def serve(settings: Settings, as_json: bool) -> None:
     """Serve the model with its modules, and a worker for takedowns beside it."""
     from server.app import create_app
+    from server.exposure import check_exposure
 
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     if not as_json:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
+        check_exposure(settings)
         loaded = load_served(settings)
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
     try:
@@ -102,7 +94,7 @@ def worker(settings: Settings, with_parent: int | None) -> None:
     """Run a takedown worker alone, against the same data folder as a server."""
     from server.worker.process import main
 
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     main(settings, with_parent)
 
 
