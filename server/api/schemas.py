@@ -8,7 +8,17 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from server.engine.request import Sampling
 from server.rules import MAX_MODULES, MAX_STRENGTH
@@ -28,7 +38,9 @@ def drop_nulls(cls: type[BaseModel], body: Any) -> Any:
     """The body without its nulls; fields that nothing reads are logged, each once."""
     if not isinstance(body, dict):
         return body
-    for name in body.keys() - cls.model_fields.keys():
+    aliases = (field.validation_alias for field in cls.model_fields.values())
+    known = {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
+    for name in body.keys() - cls.model_fields.keys() - known:
         seen = (cls.__name__, str(name)[:64])
         if seen not in _noticed and len(_noticed) < 256:
             _noticed.add(seen)

@@ -21,7 +21,7 @@ Served = Annotated[Service, Depends(service)]
 class TokenizeBody(BaseModel):
     """``content`` or ``prompt``, whichever the client says; or ``messages``, as the chat template writes them."""
 
-    content: Annotated[Text, Field(validation_alias=AliasChoices("content", "prompt"))] | None = None
+    content: Annotated[Text | None, Field(validation_alias=AliasChoices("content", "prompt"))] = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     add_special: Annotated[
         StrictBool,

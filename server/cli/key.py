@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import settings_from
@@ -76,7 +76,7 @@ def list_keys(config: Config = None, data_dir: DataDir = None, as_json: AsJson =
     if as_json:
         write_json([_view(key) for key in keys])
         return
-    table = Table("id", "name", "scopes", "profile", "a minute", "expires", "state")
+    table = Table(Column("id", no_wrap=True), "name", "scopes", "profile", "a minute", "expires", "state")
     now = time.time()
     for key in keys:
         state = "revoked" if key.revoked_at is not None else "usable" if key.usable(now) else "expired"

@@ -74,11 +74,12 @@ def serve(settings: Settings, as_json: bool) -> None:
     from server.exposure import check_exposure
 
     set_up_logging(settings.log_level, settings.log_format)
+    with clear_errors():
+        check_exposure(settings)
     if not as_json:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
-        check_exposure(settings)
         loaded = load_served(settings)
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
     try:
