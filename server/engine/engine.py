@@ -197,11 +197,8 @@ class Engine:
     def step(self) -> None:
         """Admit, run, sample, publish."""
         self._drop_cancelled()
-        plan = self.scheduler.schedule()
-        if plan.decode:
-            self._advance(Plan((), plan.decode))
-        if plan.prefill:
-            self._advance(Plan(plan.prefill, ()))
+        for plan in self.scheduler.schedule().passes():
+            self._advance(plan)
         self.modules.collect()
         self._steps += 1
 

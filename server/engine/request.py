@@ -105,6 +105,7 @@ class Flight:
     draw: Callable[[], float]  # uniform [0, 1) from the request's own generator
     status: Status = Status.WAITING
     slot: int = -1
+    admitted: int = -1  # on the scheduler's clock
     computed: int = 0
     cached_tokens: int = 0
     output: list[int] = field(default_factory=list)
