@@ -109,6 +109,7 @@ class Flight:
     computed: int = 0
     cached_tokens: int = 0
     output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cancelled: bool = False
 
     @property

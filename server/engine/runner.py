@@ -151,6 +151,11 @@ class Runner:
                 "(relative), so this family needs its own kind of cache; serve another model, or use unbind_core.attach"
             )
 
+    def recover(self) -> None:
+        """After a failed pass: give the device its unused memory back, so that the next one finds some."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Take the hooks off the model."""
         self.intervention.__exit__(None, None, None)
