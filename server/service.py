@@ -16,6 +16,7 @@ import torch
 from fastapi import Request
 
 from server.engine.engine import Engine, EngineStopped
+from server.engine.memory import plan_memory
 from server.ratelimit import RateLimiter
 from server.registry.access import SERVER_SCOPE, Access
 from server.registry.registry import Registry
@@ -36,6 +37,8 @@ class Service:
     """The parts of a running server."""
 
     def __init__(self, settings: Settings, loaded: LoadedModel) -> None:
+        self.memory = plan_memory(loaded.model, settings.max_slots, settings.max_model_len)
+        settings = settings.model_copy(update={"max_slots": self.memory.slots, "max_model_len": self.memory.length})
         self.settings = settings
         self.loaded = loaded
         self.telemetry = Telemetry()
@@ -47,8 +50,8 @@ class Service:
         self.engine = Engine(
             loaded.model,
             loaded.tokenizer,
-            max_slots=settings.max_slots,
-            max_length=settings.max_model_len,
+            max_slots=self.memory.slots,
+            max_length=self.memory.length,
             queue_limit=settings.queue_limit,
             chunk_tokens=settings.chunk_tokens,
         )
@@ -75,13 +78,20 @@ class Service:
             await self.supervisor.start()
         self.ready = True
 
-    async def stop(self) -> None:
-        """End the worker, the engine and the connections, in that order."""
+    async def drain(self) -> None:
+        """End the worker, admit nothing more and give running requests ``drain_timeout`` seconds to end."""
         self.ready = False
+        timeout = self.settings.drain_timeout
+        drained, _ = await asyncio.gather(asyncio.to_thread(self.engine.drain, timeout), self.supervisor.stop())
+        if not drained:
+            log.warning("requests still ran after %g s (drain_timeout); they are cut", timeout)
+
+    async def stop(self) -> None:
+        """Drain, then end the engine and the connections, in that order."""
+        await self.drain()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.supervisor.stop()
         await asyncio.to_thread(self.engine.close)
         self.registry.close()
 

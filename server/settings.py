@@ -63,10 +63,17 @@ class Settings(BaseModel):
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], Field(description="precision the model runs in")] = (
         "float32"
     )
-    max_slots: Annotated[int, Field(ge=1, le=1024, description="requests that run at the same time")] = 16
-    max_model_len: Annotated[int, Field(ge=16, description="prompt and answer tokens of one request")] = 2048
+    max_slots: Annotated[
+        int, Field(ge=0, le=1024, description="requests that run at the same time; 0: as free memory allows")
+    ] = 0
+    max_model_len: Annotated[
+        int, Field(ge=0, description="prompt and answer tokens of one request; 0: as model and free memory allow")
+    ] = 0
     chunk_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one step")] = 512
     queue_limit: Annotated[int, Field(ge=0, description="requests that wait before 429")] = 64
+    drain_timeout: Annotated[
+        float, Field(ge=0, le=3600, description="seconds that running requests get to end when the server is stopped")
+    ] = 30.0
     max_body_bytes: Annotated[int, Field(ge=1024, description="largest request body before 413")] = 16 * 1024 * 1024
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True

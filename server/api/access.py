@@ -12,7 +12,7 @@ from server.api.caller import administrator
 from server.api.profiles import PREFIX, profile_names, profile_rules
 from server.errors import ApiError
 from server.registry.access import SERVER_SCOPE, Key, NoSuchKey, Scope
-from server.rules import ProfileName, Rules, Strengths
+from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths
 from server.service import Service, service
 
 router = APIRouter(prefix="/admin/v1", tags=["access"], dependencies=[Depends(administrator)])
@@ -26,8 +26,8 @@ class KeyBody(BaseModel):
     name: Annotated[StrictStr, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
     scopes: Annotated[list[Scope], Field(min_length=1, max_length=3)] = ["inference"]
     enforced: Strengths = {}
-    allowed: Annotated[list[StrictStr], Field(max_length=4096)] | None = None
-    shadow: Annotated[list[StrictStr], Field(max_length=4096)] = []
+    allowed: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] | None = None
+    shadow: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] = []
     profile: ProfileName | None = None
     expires_at: Annotated[float, Field(gt=0, lt=1e11, description="seconds since the epoch, UTC")] | None = None
     expires_in: Annotated[float, Field(gt=0, lt=1e10, description="seconds from now")] | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import sys
+from types import FrameType
 from typing import Any
 
 import typer
@@ -16,6 +18,7 @@ from rich.syntax import Syntax
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
 from server.cli.tour import tour
+from server.engine.memory import plan_memory
 from server.logs import set_up_logging
 from server.service import Service, load_served
 from server.settings import Settings
@@ -49,12 +52,15 @@ class AnnouncingServer(uvicorn.Server):
             )
         )
         self._application, self._settings, self._as_json = application, settings, as_json
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen, then tell."""
         await super().startup(sockets)
         if not self.started:
             return
+        self._loop = asyncio.get_running_loop()
         service: Service = self._application.state.service
         port = self.servers[0].sockets[0].getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)  # noqa: S104
@@ -65,6 +71,22 @@ class AnnouncingServer(uvicorn.Server):
         else:
             announce(self._settings, url, service)
         sys.stdout.flush()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once."""
+        if self._loop is None or self._drain is not None:
+            super().handle_exit(sig, frame)
+            return
+        service: Service = self._application.state.service
+
+        async def drain() -> None:
+            await service.drain()
+            super(AnnouncingServer, self).handle_exit(sig, frame)
+
+        def begin() -> None:
+            self._drain = asyncio.ensure_future(drain())
+
+        self._loop.call_soon_threadsafe(begin)
 
 
 @with_settings([_JSON])
@@ -81,6 +103,7 @@ def serve(settings: Settings, as_json: bool) -> None:
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
         loaded = load_served(settings)
+        plan_memory(loaded.model, settings.max_slots, settings.max_model_len)  # refuses here, before anything starts
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
     try:
         server.run()
@@ -108,6 +131,7 @@ def announce(settings: Settings, url: str, service: Service) -> None:
     for what, value in (
         ("console", f"{url}/"),
         ("metrics", f"{url}/metrics"),
+        ("memory", str(service.memory)),
         ("modules", modules),
         ("admin key", key),
     ):

@@ -25,7 +25,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ({}, {}, "prot = 1", "unknown setting 'prot'"),
         ({"port": "many"}, {}, "", r"flags: port \('many'\)"),
         ({}, {"UNBIND_DTYPE": "int3"}, "", r"environment: dtype \('int3'\)"),
-        ({}, {}, "max_slots = 0", r"max_slots \(0\)"),
+        ({}, {}, "max_slots = -1", r"max_slots \(-1\)"),
         ({}, {}, "port = ", "not TOML"),
         ({}, {"UNBIND_WORKER": "perhaps"}, "", "environment: worker"),
     ],
