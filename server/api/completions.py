@@ -57,7 +57,9 @@ def _logprobs(
 ) -> dict[str, list[Any]] | None:
     if body.logprobs is None:
         return None
-    return LegacyLogprobs(generation.served.loaded.tokenizer).of(result.logprobs, choice.prompt.ids[0])
+    return LegacyLogprobs(generation.served.loaded.tokenizer).of(
+        result.logprobs, choice.prompt.ids if body.echo else ()
+    )
 
 
 async def _events(generation: Generation, body: CompletionBody, frame: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -68,7 +70,8 @@ async def _events(generation: Generation, body: CompletionBody, frame: dict[str,
         entries = [*delta.prompt_logprobs, *delta.logprobs] if body.logprobs is not None else []
         if not (delta.text or delta.finish_reason or entries or delta.activations):
             continue
-        logprobs = written[choice.index].of(entries, choice.prompt.ids[0]) if entries else None
+        prompt = choice.prompt.ids if delta.prompt_logprobs else ()
+        logprobs = written[choice.index].of(entries, prompt) if entries else None
         shaped = _choice(choice, delta.text, logprobs, delta.finish_reason)
         yield {**frame, "choices": [{**shaped, **Report.part(choice.report, delta)}], **usage}
     if body.include_usage:

@@ -110,7 +110,7 @@ class Generation:
         while True:
             delta = await choice.deltas.get()
             if delta.error is not None:
-                raise ApiError(500, delta.error, code="engine_error")
+                raise self._failed(delta.error)
             choice.last_at = time.perf_counter()
             if choice.first_at is None and (delta.tokens or delta.finish_reason):
                 choice.first_at = choice.last_at
@@ -124,6 +124,12 @@ class Generation:
             lead = ""
             if delta.finish_reason is not None:
                 return
+
+    def _failed(self, reason: str) -> ApiError:
+        """The engine dropped a request: worth trying elsewhere where that is because the server ends."""
+        if self.served.ready:
+            return ApiError(500, reason, code="engine_error")
+        return ApiError(503, reason, code="shutting_down", headers={"Retry-After": "10"})
 
     async def merged(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """The deltas of all choices as they come, each with its choice."""

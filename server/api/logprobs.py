@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,12 +25,18 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+@lru_cache(maxsize=4)
+def _added(tokenizer: PreTrainedTokenizerBase) -> dict[int, bool]:
+    """Tokens that stand for themselves, and whether texts leave them out. The library makes the table anew each time."""
+    return {token: bool(added.special) for token, added in tokenizer.added_tokens_decoder.items()}
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The bytes that a token stands for, alone; a part of a character too."""
     written = tokenizer.convert_ids_to_tokens(token)
     if not isinstance(written, str):
         return b""
-    if token in tokenizer.added_tokens_decoder:
+    if token in _added(tokenizer):
         return written.encode()
     if found := _BYTE.fullmatch(written):
         return bytes([int(found[1], 16)])
@@ -63,18 +69,32 @@ class LegacyLogprobs:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, entries: Sequence[TokenLogprob | None], first: int | None = None) -> dict[str, list[Any]]:
-        """Parallel lists. ``first`` is the token of an entry that nothing predicts: the echoed prompt's first."""
+    def of(self, entries: Sequence[TokenLogprob | None], prompt: Sequence[int] = ()) -> dict[str, list[Any]]:
+        """Parallel lists. The first entries are those of the echoed ``prompt``; nothing predicts its first token."""
         shaped: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            token = entry.token if entry is not None else first
-            raw = token_bytes(self._tokenizer, token) if token is not None else b""
+        for index, entry in enumerate(entries):
+            token = entry.token if entry is not None else prompt[0]
+            raw = token_bytes(self._tokenizer, token)
             shaped["tokens"].append(token_text(raw))
             shaped["token_logprobs"].append(_finite(entry.logprob) if entry is not None else None)
             shaped["top_logprobs"].append(self._top(entry) if entry is not None else None)
-            shaped["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.decode(raw))
+            shaped["text_offset"].append(self._place(raw if self._shown(token, index < len(prompt)) else b""))
         return shaped
+
+    def _shown(self, token: int, prompted: bool) -> bool:
+        """Special tokens are in the text only where the prompt spelt them, which it does not with the beginning's."""
+        if prompted:
+            return bool(token != self._tokenizer.bos_token_id)
+        return not _added(self._tokenizer).get(token, False)
+
+    def _place(self, raw: bytes) -> int:
+        """Where a token begins in the text; what was half a character before it and stays so stands in front."""
+        decoded = self._decoder.decode(raw)
+        self._offset += len(decoded)
+        try:
+            return self._offset - len(raw.decode())
+        except UnicodeDecodeError:
+            return self._offset - len(decoded)
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """Text -> log-probability; the likelier of two tokens that read alike, and the chosen one always."""

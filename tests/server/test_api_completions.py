@@ -189,13 +189,54 @@ def test_tokens_go_there_and_back(server: Live) -> None:
         assert (refused.status, refused.error["param"]) == (400, param), refused.raw
 
 
+def test_log_probabilities_come_in_the_shape_of_their_route(server: Live) -> None:
+    made = server.complete(logprobs=3, echo=True, ignore_eos=True).body
+    (choice,) = made["choices"]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == made["usage"]["total_tokens"]
+    assert logprobs["token_logprobs"][0] is None and all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    for token, value, top in list(
+        zip(*(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+    )[1:]:
+        assert top[token] == value and len(top) <= 4
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+    parts = [
+        event["choices"][0]["logprobs"]
+        for event in server.complete(logprobs=3, echo=True, ignore_eos=True, stream=True).events[:-1]
+    ]
+    for field, whole in logprobs.items():
+        joined = [item for part in parts if part for item in part[field]]
+        assert joined == whole if field in ("tokens", "text_offset") else len(joined) == len(whole)
+    scored = server.complete(logprobs=0, echo=True, max_tokens=0).body["choices"][0]
+    assert scored["text"] == PROMPT and scored["logprobs"]["tokens"] == logprobs["tokens"][:-12]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    content = server.call("/v1/chat/completions", body).body["choices"][0]["logprobs"]["content"]
+    assert 0 < len(content) <= 4 and all(len(token["top_logprobs"]) == 2 for token in content)
+    assert all(token["logprob"] <= 0 and isinstance(token["bytes"], list) for token in content)
+    assert server.call("/v1/chat/completions", {**body, "logprobs": False}).error["message"].startswith("top_logprobs")
+
+
+def test_sampling_parameters_reach_the_sampler(server: Live) -> None:
+    greedy = server.complete().text
+    hot = {"temperature": 5.0, "seed": 3}
+    assert server.complete(**hot).text == server.complete(**hot).text != greedy
+    assert server.complete(**hot, top_k=1).text == server.complete(**hot, min_p=1).text == greedy
+    first = server.complete(logprobs=1, max_tokens=1, ignore_eos=True)
+    ids = server.call("/tokenize", {"content": first.text}).body["tokens"]
+    if len(ids) == 1:
+        assert server.complete(max_tokens=1, ignore_eos=True, logit_bias={str(ids[0]): -100}).text != first.text
+    assert server.complete(repetition_penalty=5.0).text != greedy or server.complete(presence_penalty=2).text != greedy
+    refused = server.complete(logit_bias={"999999": 1})
+    assert (refused.status, refused.error["param"]) == (400, "logit_bias")
+
+
 def test_log_probabilities_in_the_legacy_shape_know_their_place() -> None:
     ids = encode(TOKENIZER, "a = '€'")
     writer = LegacyLogprobs(TOKENIZER)
     entries = [None, *(TokenLogprob(token, -1.0, ((token, -1.0), (9, -2.0))) for token in ids[1:])]
-    shaped = writer.of(entries, first=ids[0])
-    text = "".join(part for part in shaped["tokens"] if not part.startswith("bytes:"))
-    assert text + "€" in ("a = ''€", "a = '€'") or text == "a = ''"
+    shaped = writer.of(entries, ids)
+    assert "".join(part for part in shaped["tokens"] if not part.startswith("bytes:")) in ("a = '€'", "a = ''")
     assert shaped["token_logprobs"][0] is None and shaped["top_logprobs"][0] is None
     assert shaped["token_logprobs"][1:] == [-1.0] * (len(ids) - 1)
     assert shaped["text_offset"][0] == 0 and shaped["text_offset"][-1] == len("a = '€")

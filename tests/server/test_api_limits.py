@@ -8,12 +8,22 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from server.logs import JsonFormatter
 from tests.server.live import Live, live
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Until it is so, or fail."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_request_that_takes_too_long_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
@@ -28,10 +38,7 @@ def test_a_request_that_takes_too_long_is_given_up(checkpoint: Path, tmp_path: P
         hold.set()
         assert streamed.status == 200 and streamed.events[-1] == "[DONE]"
         assert streamed.events[-2]["error"]["code"] == "request_timeout"
-        deadline = time.monotonic() + 5
-        while running.service.engine.stats().running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert running.service.engine.stats().running == 0
+        wait_until(lambda: running.service.engine.stats().running == 0)
 
 
 def test_an_engine_that_fails_in_mid_stream_ends_it_with_an_error_object(
@@ -85,15 +92,13 @@ def test_log_lines_name_the_request_by_its_id_and_never_its_text(
             prompt="my secret code", unheard_of=1, headers={"X-Request-Id": "abc-1"}, path="/p/safe/v1/completions"
         )
         server.complete(prompt="my secret code", unheard_of=2)
-        deadline = time.monotonic() + 5
-        while not (lines := [r for r in caplog.records if getattr(r, "request_id", "") == "abc-1"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: any(getattr(record, "request_id", "") == "abc-1" for record in caplog.records))
     assert answer.headers["x-request-id"] == "abc-1"
-    line = json.loads(JsonFormatter().format(lines[0]))
+    (record,) = (record for record in caplog.records if getattr(record, "request_id", "") == "abc-1")
+    line = json.loads(JsonFormatter().format(record))
     assert (line["route"], line["status"], line["profile"]) == ("/v1/completions", 200, "safe") and line["seconds"] > 0
     assert "secret" not in caplog.text
-    assert sum("unheard_of" in record.getMessage() for record in caplog.records) == 1
+    assert sum("unheard_of" in entry.getMessage() for entry in caplog.records) == 1
     forged = server.complete(headers={"X-Request-Id": "x" * 500})
     assert len(forged.headers["x-request-id"]) == 32
 
@@ -107,3 +112,18 @@ def test_a_json_log_line_is_one_line_with_its_exception() -> None:
     assert "\n" not in text
     line = json.loads(text)
     assert line["message"] == "what\nhappened now" and "ValueError" in line["exception"] and line["level"] == "error"
+
+
+def test_a_server_that_ends_sends_newcomers_away_and_lets_running_streams_finish(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    with live(checkpoint, tmp_path, max_model_len=512) as running, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(running.complete, max_tokens=300, ignore_eos=True, stream=True)
+        wait_until(lambda: running.service.engine.stats().running == 1)
+        running.service.ready = False
+        assert running.service.engine.drain(20.0)
+        for answer in (running.complete(), running.call("/ready")):
+            assert answer.status == 503 and 0 < int(answer.headers["retry-after"]) <= 120
+            assert "x-should-retry" not in answer.headers
+        assert running.call("/health").status == 200
+        assert stream.result(20).events[-2]["choices"][0]["finish_reason"] == "length"
