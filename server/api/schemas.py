@@ -92,7 +92,7 @@ class GenerationBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=4096),
@@ -137,8 +137,8 @@ class GenerationBody(BaseModel):
         """The sampling of choice number ``choice``: with a seed, each choice has its own, and repeats."""
         return Sampling(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
+            temperature=self.temperature if self.temperature > 1e-6 else 0.0,  # below, it is greedy but for rounding
+            top_p=max(self.top_p, 1e-9),
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
             seed=None if self.seed is None else (self.seed + choice) % 2**63,

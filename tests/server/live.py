@@ -17,7 +17,7 @@ from server.app import create_app
 from server.service import Service
 from server.settings import Settings
 from tests.server.modules import build_module
-from unbind_core.architecture import load_model
+from unbind_core.architecture import LoadedModel, load_model
 
 ADMIN_KEY = "test-admin-key"
 CHAT_TEMPLATE = (
@@ -96,18 +96,9 @@ class Live:
 
 
 @contextmanager
-def live(checkpoint: Path, folder: Path, modules: tuple[str, ...] = ("one", "two"), **settings: Any) -> Iterator[Live]:
-    """Serve ``checkpoint`` with a chat template and the modules named, each at a layer of its own."""
-    loaded = load_model(checkpoint)
-    loaded.tokenizer.chat_template = CHAT_TEMPLATE
-    for number, name in enumerate(modules):
-        made = build_module(loaded.identity, name, layer=number % 3, seed=number)
-        made.save(folder / "modules" / f"{name}.safetensors")
-    given = {
-        "model": checkpoint, "model_name": "tiny", "modules_dir": folder / "modules", "data_dir": folder / "data",
-        "worker": False, "admin_key": ADMIN_KEY, "max_model_len": 256, "max_slots": 4, "chunk_tokens": 64, **settings,
-    }  # fmt: skip
-    app = create_app(Settings(**given), loaded)
+def serving(settings: Settings, loaded: LoadedModel) -> Iterator[Live]:
+    """Serve a model under settings, at whatever port is free."""
+    app = create_app(settings, loaded)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -121,3 +112,19 @@ def live(checkpoint: Path, folder: Path, modules: tuple[str, ...] = ("one", "two
         server.should_exit = True
         thread.join(TIMEOUT)
         assert not thread.is_alive()
+
+
+@contextmanager
+def live(checkpoint: Path, folder: Path, modules: tuple[str, ...] = ("one", "two"), **settings: Any) -> Iterator[Live]:
+    """Serve ``checkpoint`` with a chat template and the modules named, each at a layer of its own."""
+    loaded = load_model(checkpoint)
+    loaded.tokenizer.chat_template = CHAT_TEMPLATE
+    for number, name in enumerate(modules):
+        made = build_module(loaded.identity, name, layer=number % 3, seed=number)
+        made.save(folder / "modules" / f"{name}.safetensors")
+    given = {
+        "model": checkpoint, "model_name": "tiny", "modules_dir": folder / "modules", "data_dir": folder / "data",
+        "worker": False, "admin_key": ADMIN_KEY, "max_model_len": 256, "max_slots": 4, "chunk_tokens": 64, **settings,
+    }  # fmt: skip
+    with serving(Settings(**given), loaded) as running:
+        yield running

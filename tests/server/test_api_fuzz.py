@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +85,9 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
                 case 0:
                     del place[key]
                 case 1:
-                    place[rng.choice(("x", "", "é", "modules", "__class__"))] = rng.choice(HOSTILE)
+                    place[rng.choice(("x", "", "é", "modules", "__class__"))] = copy.deepcopy(rng.choice(HOSTILE))
                 case _:
-                    place[key] = rng.choice(HOSTILE)
+                    place[key] = copy.deepcopy(rng.choice(HOSTILE))
             break
     raw = json.dumps(body).encode()
     if rng.random() < 0.05:
@@ -98,27 +100,27 @@ def fuzz(server: Live, count: int, seed: int) -> None:
     """Send ``count`` bodies over one connection; every answer is whole, in time, and says what is wrong."""
     rng = random.Random(seed)
     statuses: dict[int, int] = {}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
-    for _ in range(count):
-        path, raw = mutated(rng)
-        method = "PUT" if path.startswith("/admin/v1/policies") else "POST"
-        names = rng.choice(("", "one", "-one", "one=1e9", "\u00e9", "a" * 3000, ",,,", "one=", "../x", "two=0.5"))
-        connection.request(
-            method, path, raw, {**headers, "X-Unbind-Modules": names.encode("latin-1", "replace").decode("latin-1")}
-        )
-        answer = connection.getresponse()
-        body = answer.read()
-        shown = (path, raw[:300], names[:20], answer.status, body[:300])
-        assert answer.status in (200, 201) or 400 <= answer.status < 500, shown
-        if answer.status >= 400:
-            error = json.loads(body)["error"]
-            assert error.keys() == {"message", "type", "param", "code"} and error["message"], shown
-            assert error["param"] or error["code"] or answer.status != 400 or "body" in error["message"], shown
-        statuses[answer.status] = statuses.get(answer.status, 0) + 1
-        if path == "/admin/v1/policies/global" and answer.status == 200:
-            server.service.access.delete_rules("global")  # else an enforced name that is nowhere answers everything 503
-    connection.close()
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)) as connection:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
+        for _ in range(count):
+            path, raw = mutated(rng)
+            method = "PUT" if path.startswith("/admin/v1/policies") else "POST"
+            names = rng.choice(("", "one", "-one", "one=1e9", "\u00e9", "a" * 3000, ",,,", "one=", "../x", "two=0.5"))
+            connection.request(
+                method, path, raw, {**headers, "X-Unbind-Modules": names.encode("latin-1", "replace").decode("latin-1")}
+            )
+            answer = connection.getresponse()
+            body = answer.read()
+            shown = (path, raw[:300], names[:20], answer.status, body[:300])
+            assert answer.status in (200, 201) or 400 <= answer.status < 500, shown
+            if answer.status >= 400:
+                error = json.loads(body)["error"]
+                assert error.keys() == {"message", "type", "param", "code"} and error["message"], shown
+                assert error["param"] or error["code"] or answer.status != 400 or "body" in error["message"], shown
+            statuses[answer.status] = statuses.get(answer.status, 0) + 1
+            if path == "/admin/v1/policies/global" and answer.status == 200:
+                # an enforced name that is nowhere would answer everything with 503
+                server.service.access.delete_rules("global")
     assert statuses[200] > count * 0.05 and statuses[400] > count * 0.3, statuses
     stats = server.service.engine.stats()
     assert stats.failures == 0 and server.complete(max_tokens=1, key=ADMIN_KEY).status == 200
