@@ -127,3 +127,18 @@ def test_a_server_that_ends_sends_newcomers_away_and_lets_running_streams_finish
             assert "x-should-retry" not in answer.headers
         assert running.call("/health").status == 200
         assert stream.result(20).events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(checkpoint: Path, tmp_path: Path, stream: bool) -> None:
+    with live(checkpoint, tmp_path, max_model_len=512) as running:
+        body = json.dumps({"prompt": "def a(", "max_tokens": 480, "ignore_eos": True, "stream": stream})
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_until(lambda: running.service.engine.stats().running == 1)
+        steps = running.service.engine.stats().steps
+        assert connection.sock is not None
+        connection.sock.close()
+        wait_until(lambda: running.service.engine.stats().running == 0)
+        assert running.service.engine.stats().steps < steps + 300
+        connection.close()
