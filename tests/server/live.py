@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant\n{% endif %}"
 )
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 
 
 class Answer:

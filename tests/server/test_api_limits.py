@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from server.logs import JsonFormatter
-from tests.server.live import Live, live
+from tests.server.live import TIMEOUT, Live, live
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     """Until it is so, or fail."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -117,16 +117,21 @@ def test_a_json_log_line_is_one_line_with_its_exception() -> None:
 def test_a_server_that_ends_sends_newcomers_away_and_lets_running_streams_finish(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    with live(checkpoint, tmp_path, max_model_len=512) as running, ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(running.complete, max_tokens=300, ignore_eos=True, stream=True)
-        wait_until(lambda: running.service.engine.stats().running == 1)
+    with live(checkpoint, tmp_path) as running, ThreadPoolExecutor(2) as pool:
+        engine, hold = running.service.engine, threading.Event()
+        stream = pool.submit(running.complete, max_tokens=150, ignore_eos=True, stream=True)
+        wait_until(lambda: engine.stats().running == 1)
+        engine.call(lambda: hold.wait(TIMEOUT))  # or the stream may end before anybody else has come
         running.service.ready = False
-        assert running.service.engine.drain(20.0)
+        drained = pool.submit(engine.drain, TIMEOUT)
+        wait_until(lambda: engine.draining)
         for answer in (running.complete(), running.call("/ready")):
             assert answer.status == 503 and 0 < int(answer.headers["retry-after"]) <= 120
             assert "x-should-retry" not in answer.headers
         assert running.call("/health").status == 200
-        assert stream.result(20).events[-2]["choices"][0]["finish_reason"] == "length"
+        hold.set()
+        assert stream.result(TIMEOUT).events[-2]["choices"][0]["finish_reason"] == "length"
+        assert drained.result(TIMEOUT)
 
 
 @pytest.mark.parametrize("stream", [True, False])
