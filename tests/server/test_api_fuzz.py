@@ -160,7 +160,7 @@ def explore(server: Live, examples: int) -> None:
 
 
 def test_nothing_in_the_service_s_description_leads_to_a_5xx(target: Live) -> None:
-    explore(target, 8)
+    explore(target, 5)
 
 
 @pytest.mark.slow
