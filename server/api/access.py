@@ -157,7 +157,8 @@ async def put_policy(scope: str, rules: Rules, served: Served) -> dict[str, Any]
 
 def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
     fixed = {"settings": {"enforced": served.settings.enforced}} if scope == SERVER_SCOPE else {}
-    return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed}
+    missing = sorted({*rules.modules, *rules.enforced} - served.engine.modules.current.keys())
+    return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
 
 
 def _known_scope(served: Service, scope: str) -> None:

@@ -142,7 +142,9 @@ def test_profiles_and_policies_take_effect_at_once(guarded: Live) -> None:
     assert guarded.admin("/profiles/team", method="DELETE").status == 200
     assert guarded.complete(key=ADMIN_KEY, model="tiny~team").status == 404
     key_id, text = make(guarded)
-    assert guarded.admin(f"/policies/key:{key_id}", {"enforced": ["one"]}, "PUT").status == 200
+    lost = guarded.admin(f"/policies/key:{key_id}", {"enforced": ["one", "lost"]}, "PUT")
+    assert lost.body["missing"] == ["lost"] and refusal(guarded.complete(key=text)) == (503, "module_unavailable")
+    assert guarded.admin(f"/policies/key:{key_id}", {"enforced": ["one"]}, "PUT").body["missing"] == []
     assert guarded.complete(key=text).headers["x-unbind-modules"].startswith("one@")
     assert guarded.admin("/policies/global").body["enforced"] == {}
     assert refusal(guarded.admin("/policies/everything")) == (404, "scope_not_found")
