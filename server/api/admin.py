@@ -6,15 +6,15 @@ A takedown becomes a job row; the worker process takes it from there.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from starlette.responses import JSONResponse
 
+from server.api.caller import administrator
 from server.errors import ApiError
 from server.registry.files import save_forget
 from server.registry.registry import KeyReused, NameTaken, NotThere
@@ -26,20 +26,7 @@ Served = Annotated[Service, Depends(service)]
 MAX_ROWS = 100_000
 
 
-async def admin_key(request: Request, authorization: Annotated[str | None, Header()] = None) -> None:
-    """Let nobody pass without ``Authorization: Bearer <admin key>``."""
-    scheme, _, given = (authorization or "").partition(" ")
-    expected = service(request).admin_key
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), expected.encode()):
-        raise ApiError(
-            401,
-            "this route needs the admin key: send 'Authorization: Bearer KEY' (the server printed it at its start)",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-
-
-router = APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(admin_key)])
+router = APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(administrator)])
 
 
 class TakedownOptions(BaseModel):

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import typer
 
-GROUPS = ("serve", "fit", "bench", "demo")
+GROUPS = ("serve", "fit", "key", "bench", "demo")
 
 app = typer.Typer(
     name="unbind",

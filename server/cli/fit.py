@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from server import demo
-from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
+from server.cli.console import (
+    clear_errors,
+    forget_rows,
+    load,
+    notes,
+    numbers,
+    progress_bars,
+    retain_rows,
+    screen,
+    write_json,
+)
 from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
 from unbind_core.calibration import QUANTILES, Budgets
@@ -20,21 +29,11 @@ from unbind_core.evaluation import measure, verify
 from unbind_core.files import write_whole
 from unbind_core.options import BUDGETS
 
-N = TypeVar("N", int, float)
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64: the one the service runs in.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
-
-
-def _list(text: str | None, kind: Callable[[str], N], option: str, example: str) -> tuple[N, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
 
 
 def _budgets(gate: str, kl: float | None, nll: float | None, bleu: float | None) -> Budgets | None:
@@ -99,10 +98,10 @@ def fit(
             retain, retain_calibration = demo.RETAIN_TRAIN, retain_calibration or demo.RETAIN_CALIBRATION
         loaded = load(model, adapter, dtype, device)
         options = FitOptions(
-            layers=_list(layers, int, "--layers", "2,3,4"),
+            layers=numbers(layers, int, "--layers", "2,3,4"),
             forms=tuple(forms.split(",")) if forms else None,
             seed=seed,
-            quantiles=_list(quantiles, float, "--quantiles", "0.9,0.95") or QUANTILES,
+            quantiles=numbers(quantiles, float, "--quantiles", "0.9,0.95") or QUANTILES,
             full_scan=full_scan,
             gate=gate,
             budgets=_budgets(gate, kl_budget, nll_budget, bleu_budget),
