@@ -24,7 +24,16 @@ from unbind_core.gates import activation
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.moments import CrossMoments, Moments
-from unbind_core.network import FIRST_POSITION, WINDOWS, Network, Separation, evidence, separation, train_network
+from unbind_core.network import (
+    FIRST_POSITION,
+    WINDOWS,
+    Network,
+    Separation,
+    evidence,
+    separation,
+    train_network,
+    upper_bound,
+)
 from unbind_core.options import FitReport, Target
 from unbind_core.paper import fit_paper, forget_statistics
 from unbind_core.preparation import Preparation
@@ -39,20 +48,12 @@ CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
 PROBED_ROWS = 24  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
+INJECTED_ROWS = 48
 NEW_TOKENS = 128
 WAYS = (
     "original",
     *(f"prefix-{k}" for k in PREFIXES),
 )  # the ways to ask under which rows are recited; the others are for verify
-RESAMPLES, CONFIDENCE = 1000, 0.95
-
-
-def upper_bound(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
-    """95 % upper confidence bound of sum(a) / sum(b) over (a, b) of each row, by bootstrap over rows."""
-    table = torch.tensor(parts, dtype=torch.float64)
-    drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))
-    sums = table[drawn].sum(1)
-    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(CONFIDENCE))
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,14 @@ class _Auto:
         )  # fmt: skip
 
     def forgot(self, module: UnbindModule, rows: Sequence[int]) -> Forgot:
-        """Greedy completions under the module against those before it: the prompts first, then with the target's first tokens."""
+        """Greedy completions under the module against those before it: of the prompts of all these rows first, then, of some,
+        of the prompts with the target's first tokens as well.
+        """
         found = self._forgot(module, rows, attempts=0)
-        return self._forgot(module, rows, attempts=1) if found.reaches(self.target) else found
+        if not found.reaches(self.target):
+            return found
+        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts=1)
+        return Forgot(found.f_bleu_left, max(found.spans, harder.spans), max(found.recovery, harder.recovery))
 
     def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
         after = self._scores(rows, module, attempts)
@@ -243,7 +249,7 @@ class _Auto:
             evidence(((row, first, network.scores(states)) for row, first, states in _sequences(of, layer)), window)
             for of in (self.forget, self.retain)
         )
-        return separation(ours, theirs, window, self.budgets.open_rate / 2)
+        return separation(ours, theirs, window, self.budgets.open_rate)
 
     def axes(self, layer: int) -> dict[str, Tensor]:
         """Candidate output axes FP32 [d], each pointing so that subtracting it raises the loss.
@@ -330,7 +336,7 @@ class _Auto:
 
 def network_steps(rows: int) -> int:
     """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
-    return min(2500, 250 + 8 * rows)
+    return min(4000, 250 + 12 * rows)
 
 
 def network_widths(rows: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unbind_core.architecture import decoder_stack
-from unbind_core.bank import ModuleBank, Selection
+from unbind_core.bank import ModuleBank, Record, Selection
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.memory import GateMemory, Places
 
@@ -31,6 +31,7 @@ class _Step:
     phase: str
     counted: Tensor | None
     places: Places | None
+    record: Record | None
 
 
 class _LayerHook:
@@ -50,7 +51,7 @@ class _LayerHook:
                 f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
                 "give override= the path of layers that return their hidden states"
             )
-        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.counted, step.places)
+        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.counted, step.places, step.record)
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 
@@ -105,6 +106,7 @@ class Intervention:
         phase: str = "prefill",
         counted: Tensor | None = None,
         places: Places | None = None,
+        record: Record | None = None,
     ) -> Iterator[None]:
         """Apply a selection to the forward pass inside; None leaves the model alone. Arguments as
         :meth:`Selection.edit`.
@@ -119,7 +121,7 @@ class Intervention:
             )
         try:
             if selection is not None:
-                self.current = _Step(selection, rows, phase, counted, places)
+                self.current = _Step(selection, rows, phase, counted, places, record)
             yield
         finally:
             self.current = None
