@@ -138,9 +138,9 @@ def bench_filter(
     if as_json:
         write_json(figures)
         return
-    table = Table("modules", "placement", "phase", "share of a forward pass")
+    table = Table("modules", "kind", "placement", "phase", "share of a forward pass")
     for row in figures["cost"]:
-        table.add_row(str(row["modules"]), row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
+        table.add_row(str(row["modules"]), row["kind"], row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
     screen.print(table)
 
 
