@@ -46,9 +46,9 @@ SCREEN_WIDTH, SCREEN_STEPS = 64, 120
 STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
 CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
-PROBED_ROWS = 24  # so many rows say whether a strength suffices; the choice is then checked on all
+PROBED_ROWS = 12  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
-INJECTED_ROWS = 48
+INJECTED_ROWS = 24
 NEW_TOKENS = 128
 WAYS = (
     "original",
