@@ -39,7 +39,7 @@ from unbind_core.paper import fit_paper, forget_statistics
 from unbind_core.preparation import Preparation
 from unbind_core.progress import Progress
 from unbind_core.retained import retain_completions, retain_replay, retain_states
-from unbind_core.search import Replay, RetainCompletions, edit_of
+from unbind_core.trials import Replay, RetainCompletions, edit_of
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
 SCREEN_WIDTH, SCREEN_STEPS = 64, 120
