@@ -137,13 +137,13 @@ class _Auto:
         )  # fmt: skip
 
     def forgot(self, module: UnbindModule, rows: Sequence[int]) -> Forgot:
-        """Greedy completions under the module against those before it: of the prompts of all these rows first, then, of some,
-        of the prompts with the target's first tokens as well.
+        """Completions under the module against those before it: greedy ones of all these rows' prompts first; then, of some
+        rows, of the prompts with the target's first tokens as well, greedy and sampled.
         """
         found = self._forgot(module, rows, attempts=0)
         if not found.reaches(self.target):
             return found
-        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts=1)
+        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts=2)
         return Forgot(found.f_bleu_left, max(found.spans, harder.spans), max(found.recovery, harder.recovery))
 
     def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
