@@ -6,6 +6,7 @@ Every figure is of the demo model. Rows to forget come from its memorised sets, 
 from __future__ import annotations
 
 import ast
+import json
 import math
 import re
 import statistics
@@ -22,6 +23,7 @@ from server.bench_paraphrase import PARAPHRASES
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.bank import ModuleBank
 from unbind_core.evaluation import RowScore, forget_scores, perplexity
+from unbind_core.files import write_whole
 from unbind_core.fitting import fit
 from unbind_core.generation import Sampling, complete
 from unbind_core.hooks import attach
@@ -37,6 +39,7 @@ SIZES = (5, 12, 24, 40, 120, 300)
 GATES = ("paper", "auto")
 JOINT_MODULES, JOINT_ROWS = 10, 12
 SAMPLES = 5
+REWRITTEN_ROWS = 40  # of larger sets, every so many-th row is rewritten and read
 NEW_TOKENS = 128
 
 
@@ -164,7 +167,7 @@ def gate_figures(
 ) -> dict[str, Any]:  # fmt: skip
     """The whole table. ``attempts`` a way to ask for the measured choice; one for the paper's gate and before.
 
-    ``keep``: a folder for the modules that were fitted. ``report`` hears of each result as it comes.
+    ``keep``: a folder for the modules that were fitted and each size's figures. ``report`` hears of each result as it comes.
     """
     world = World.load(loaded)
     retained = Retained(world, progress)
@@ -198,10 +201,17 @@ def gate_figures(
         entry["before"]["paraphrased"] = paraphrased(world, rows, None, progress)
         entry["before"]["output"] = outputs(world, other, rows, None)
         table["sizes"][str(size)] = entry
+        if keep is not None:
+            _write(keep / f"{size}-{'-'.join(gates)}.json", entry)
     if joint:
         table["joint"] = joint_figures(world, retained, cache, progress)
         report(f"joint: {table['joint']}")
     return table
+
+
+def _write(path: Path, entry: Mapping[str, Any]) -> None:
+    """One size's figures, kept as soon as they are known."""
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(entry, indent=1)))
 
 
 def _short(value: Any) -> str:
@@ -292,7 +302,7 @@ def paraphrased(
     modules = () if module is None else (module,)
     found = {}
     for kind, rewrite in PARAPHRASES.items():
-        after = scores(world, [rewrite(row) for row in rows], modules, 0, progress, f"paraphrased ({kind})")
+        after = scores(world, [rewrite(row) for row in _some(rows)], modules, 0, progress, f"paraphrased ({kind})")
         found[kind] = statistics.fmean(s.bleu["plain"] for s in after)
     return found
 
@@ -306,6 +316,7 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
     loaded = world.loaded
     tokenizer, end = loaded.tokenizer, loaded.tokenizer.eos_token_id
     bank = _bank(world, () if module is None else (module,))
+    rows = _some(rows)
     prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
     new = complete(
         loaded.model, prompts, Sampling(NEW_TOKENS), pad=pad_id(tokenizer), end=end,
@@ -324,6 +335,10 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
         "looping": statistics.fmean(_loops(o) for o in new),
         "samples": texts[:SAMPLES],
     }
+
+
+def _some(rows: Sequence[ForgetRow]) -> Sequence[ForgetRow]:
+    return rows[:: max(1, -(-len(rows) // REWRITTEN_ROWS))]
 
 
 def _parses(text: str) -> bool:

@@ -153,7 +153,7 @@ def gate_command(
     ] = 5,
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
     cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
-    keep: Annotated[Path | None, typer.Option(help="Folder for the modules that are fitted.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
