@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from unbind_core.paper import fit_paper, forget_statistics
 from unbind_core.preparation import Preparation
 from unbind_core.progress import Progress
 from unbind_core.retained import retain_completions, retain_replay, retain_states
+from unbind_core.rows import make_partitions
 from unbind_core.trials import Replay, RetainCompletions, edit_of
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
@@ -203,7 +205,13 @@ class _Auto:
             )  # fmt: skip
             return None
         options = replace(self.given.options, gate="paper", budgets=self.budgets)
-        module, report = fit_paper(replace(self.given, options=options))
+        # the paper's gate keeps rows back for calibration and validation
+        held = make_partitions(self.given.forget, self.given.retain, options.seed)
+        parts = replace(
+            self.given.parts, forget_fit=held.forget_fit, forget_calibration=held.forget_calibration,
+            forget_validation=held.forget_validation,
+        )  # fmt: skip
+        module, report = fit_paper(replace(self.given, options=options, parts=parts))
         if report.outcome != "calibrated":
             level["verdict"] = "no strength within the budgets"
             return None
@@ -304,13 +312,16 @@ class _Auto:
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
     ) -> tuple[UnbindModule, Forgot, dict[str, Any]]:
         """The module at the least strength that reaches the target, or else at the largest that the budgets allow."""
+
+        @cache
+        def cost(index: int) -> Cost:
+            return self.cost(at(STRENGTHS[index]))
+
         with self.clock.stage("strength"):
             low, high = 0, len(STRENGTHS)
-            costs: dict[int, Cost] = {}
             while low < high:  # the largest strength within the budgets: costs grow with it
                 middle = (low + high) // 2
-                costs[middle] = self.cost(at(STRENGTHS[middle]))
-                low, high = (middle + 1, high) if costs[middle].within(self.budgets) else (low, middle)
+                low, high = (middle + 1, high) if cost(middle).within(self.budgets) else (low, middle)
             affordable = low
             low, high = 0, max(affordable - 1, 0)
             if high and self.forgot(at(STRENGTHS[high]), self.probed).reaches(self.target):
@@ -321,11 +332,10 @@ class _Auto:
             else:
                 low = high
             forgot = self.forgot(at(STRENGTHS[low]), self.every)
-            while not forgot.reaches(self.target) and low + 1 < affordable:  # the probe was kinder than all rows are
-                low += 1
+            while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
+                low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
                 forgot = self.forgot(at(STRENGTHS[low]), self.every)
-        cost = costs.get(low) or self.cost(at(STRENGTHS[low]))
-        level |= {"strength": STRENGTHS[low], "cost": asdict(cost), "forgot": asdict(forgot)}
+        level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
         if affordable == 0:
             level["verdict"] = "no strength within the budgets"
         else:
