@@ -15,9 +15,10 @@ import torch
 from fastapi import Request
 
 from server.engine.engine import Engine, EngineStopped
-from server.registry.registry import Registry
+from server.registry import retention
+from server.registry.objects import ObjectStore
+from server.registry.registry import open_registry
 from server.registry.store import ModuleStore, Scan, StoredModule
-from server.registry.tables import open_database
 from server.settings import Settings
 from server.telemetry import Telemetry
 from server.worker.process import Supervisor
@@ -35,7 +36,7 @@ class Service:
         self.settings = settings
         self.loaded = loaded
         self.telemetry = Telemetry()
-        self.registry = Registry(open_database(settings.database))
+        self.registry = open_registry(settings)
         self.admin_key = settings.admin_key or kept_admin_key(settings)
         self.engine = Engine(
             loaded.model,
@@ -45,10 +46,12 @@ class Service:
             queue_limit=settings.queue_limit,
             chunk_tokens=settings.chunk_tokens,
         )
-        self.store = ModuleStore([settings.modules_dir, settings.published_dir], loaded.identity)
+        objects = ObjectStore(settings.published_store)
+        self.store = ModuleStore(settings.modules_dir, objects, self.registry.modules, loaded.identity)
         self.scan = Scan({}, {})
         self.supervisor = Supervisor(settings)
         self.ready = False
+        self.offered: set[str] = set()  # digests of finished jobs for which the modules were looked at
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -72,7 +75,7 @@ class Service:
         self.registry.close()
 
     async def refresh_modules(self) -> None:
-        """Bring the engine's modules in line with the folders."""
+        """Bring the engine's modules in line with the registry and the folders; what is due by now happens first."""
         async with self._refreshing:
             scan = await asyncio.to_thread(self.store.scan)
             if {name: m.digest for name, m in scan.modules.items()} != {
@@ -88,10 +91,11 @@ class Service:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
                 await self.refresh_modules()
+                await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
             except EngineStopped:
                 return
             except Exception:
-                log.exception("the module folders could not be read; trying again")
+                log.exception("the modules could not be looked at; what is loaded is served, and it is tried again")
 
 
 def load_served(settings: Settings) -> LoadedModel:

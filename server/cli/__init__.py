@@ -7,7 +7,7 @@ from importlib import import_module
 
 import typer
 
-GROUPS = ("serve", "fit", "bench", "demo")
+GROUPS = ("serve", "worker", "fit", "bench", "demo", "db")
 
 app = typer.Typer(
     name="unbind",

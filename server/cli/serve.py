@@ -1,4 +1,4 @@
-"""``unbind serve`` and ``unbind worker``: start the processes, and say what to try."""
+"""``unbind serve``: start the server and its worker, and say what to try."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ _JSON = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     default=typer.Option(False, "--json", help="announce address and modules as one JSON document"),
     annotation=bool,
-)
-_PARENT = inspect.Parameter(
-    "with_parent",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=typer.Option(None, "--with-parent", help="end when this process ends", hidden=True),
-    annotation=int | None,
 )
 
 
@@ -97,15 +91,6 @@ def serve(settings: Settings, as_json: bool) -> None:
         raise typer.Exit(3)
 
 
-@with_settings([_PARENT])
-def worker(settings: Settings, with_parent: int | None) -> None:
-    """Run a takedown worker alone, against the same data folder as a server."""
-    from server.worker.process import main
-
-    set_up_logging(settings.log_level)
-    main(settings, with_parent)
-
-
 def announce(settings: Settings, url: str, service: Service) -> None:
     """Where it listens, and commands to copy that show what it does."""
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
@@ -131,6 +116,5 @@ def announce(settings: Settings, url: str, service: Service) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the command."""
     app.command("serve")(serve)
-    app.command("worker")(worker)

@@ -64,14 +64,14 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     assert status == 202 and first["created"]
     assert server.admin("/takedowns", body, {"Idempotency-Key": "once"})[1]["job_id"] == first["job_id"]
     assert server.admin("/takedowns", {**body, "name": "other"}, {"Idempotency-Key": "once"})[0] == 409
-    assert server.admin("/takedowns", body)[1]["error"]["code"] == "name_taken"
+    assert server.admin("/takedowns", {**body, "notice": {}})[1]["error"]["code"] == "name_taken"
     seen = []
     while (job := server.admin(f"/jobs/{first['job_id']}")[1])["state"] in ("queued", "running"):
         seen.append((job["stage"], job["progress"]))
         time.sleep(0.1)
     assert (job["state"], job["outcome"], job["progress"]) == ("succeeded", "active", 1.0), job
     assert {"check", "fit", "verify"} <= {stage for stage, _ in seen} and seen == sorted(seen, key=lambda s: s[1])
-    assert set(job["timings"]) == {"check", "fit", "verify"}
+    assert set(job["timings"]) == {"check", "fit", "verify", "joint", "publish"}
     table = job["result"]["verify"]
     assert table["after"]["all"]["f_bleu"] < 0.5 * table["before"]["all"]["f_bleu"]
     # the very next request
@@ -113,9 +113,13 @@ def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerPr
     assert server.complete("def alpha0(", max_tokens=4) is not None  # serving goes on
     job = server.wait_for_job(job_id)
     assert (job["state"], job["outcome"], job["attempt"]) == ("succeeded", "active", 2), job
-    published = list((server.data_dir / "modules").iterdir())
-    assert sorted(path.name for path in published).count("survivor.safetensors") == 1
-    assert not [path for path in published if path.suffix != ".safetensors"]
+    records = [m for m in server.admin("/modules?state=all")[1]["data"] if m["name"] == "survivor"]
+    assert [record["job_id"] for record in records] == [job_id]
+    assert [
+        path.name
+        for path in (server.data_dir / "modules").rglob("*")
+        if path.is_file() and path.suffix != ".safetensors"
+    ] == []
     assert server.worker_pids() != [pid]
 
 

@@ -1,0 +1,85 @@
+"""What evidence shows beside the tables: how a gate's score is spread over forget and retain rows, and samples of text.
+
+Made while the job has the model at hand; kept in the job's private folder, for the samples hold protected code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unbind_core.architecture import LoadedModel
+from unbind_core.bank import ModuleBank
+from unbind_core.capture import capture_states
+from unbind_core.generation import Sampling, complete
+from unbind_core.hooks import attach
+from unbind_core.module import UnbindModule
+from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.windows import Window, batches, forget_prompt, forget_windows, pad_id, retain_windows
+
+BINS = 40
+ROWS = 24  # of each kind, for the histograms
+SAMPLES = 3
+SAMPLE_TOKENS = 96
+
+
+def exhibits(
+    loaded: LoadedModel, module: UnbindModule, forget: Sequence[ForgetRow], retain: Sequence[RetainRow]
+) -> dict[str, Any]:
+    """``{"histograms", "samples"}`` as plain JSON values."""
+    forget_part = forget_windows(loaded.tokenizer, forget, range(min(ROWS, len(forget))), module.forms)
+    retain_part = retain_windows(loaded.tokenizer, retain, range(min(ROWS, len(retain))), module.forms)
+    return {
+        "histograms": histograms(loaded, module, forget_part, retain_part),
+        "samples": samples(loaded, module, forget),
+    }
+
+
+def histograms(
+    loaded: LoadedModel, module: UnbindModule, forget: Sequence[Window], retain: Sequence[Window]
+) -> dict[str, Any]:
+    """Counts of w'h - s_ref over target positions, in common bins, with the threshold."""
+    scores = {"forget": _scores(loaded, module, forget), "retain": _scores(loaded, module, retain)}
+    every = torch.cat([found for found in scores.values() if len(found)] or [torch.zeros(1)])
+    low, high = float(every.min()), float(max(every.max(), torch.tensor(module.tau)))
+    high = high if high > low else low + 1.0
+    return {
+        "low": low,
+        "high": high,
+        "threshold": module.tau,
+        "counts": {name: torch.histc(found, BINS, low, high).int().tolist() for name, found in scores.items()},
+    }
+
+
+def _scores(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]) -> Tensor:
+    pad, device = pad_id(loaded.tokenizer), next(loaded.model.parameters()).device
+    w = module.w.to(device)
+    found = [
+        (capture_states(loaded.model, batch, [module.layer]).states[module.layer].float() @ w - module.s_ref).cpu()
+        for batch in batches(windows, pad, device=device)
+    ]
+    return torch.cat(found) if found else torch.zeros(0)
+
+
+def samples(loaded: LoadedModel, module: UnbindModule, forget: Sequence[ForgetRow]) -> list[dict[str, str]]:
+    """Greedy completions of a few forget rows without and with the module."""
+    rows = forget[:SAMPLES]
+    tokenizer, model = loaded.tokenizer, loaded.model
+    prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
+    bank = ModuleBank(next(model.parameters()).device)
+    bank.add(module)
+
+    def texts(**editing: Any) -> list[str]:
+        outputs = complete(
+            model, prompts, Sampling(SAMPLE_TOKENS), pad=pad_id(tokenizer), end=tokenizer.eos_token_id, **editing
+        )
+        return [str(tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
+
+    pairs = zip(rows, texts(), texts(editing=lambda: attach(model, bank)), strict=True)
+    return [
+        {"prompt": row.prompt, "protected": row.continuation, "before": before, "after": after}
+        for row, before, after in pairs
+    ]
