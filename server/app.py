@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from server import errors
-from server.api import audit, chat, completions, console, health, jobs, models, modules, takedowns
+from server.api import audit, chat, completions, console, evidence, health, jobs, models, modules, takedowns
 from server.api.middleware import BodyLimit, RequestLog
 from server.service import Service, load_served
 from server.settings import Settings
@@ -32,7 +32,7 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
 
     app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None)
     errors.install(app)
-    for part in (completions, chat, models, takedowns, jobs, modules, audit, health, console):
+    for part in (completions, chat, models, takedowns, jobs, modules, audit, evidence, health, console):
         app.include_router(part.router)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     app.add_middleware(RequestLog, owner=app)

@@ -51,7 +51,7 @@ class Service:
         self.scan = Scan({}, {})
         self.supervisor = Supervisor(settings)
         self.ready = False
-        self.offered: set[str] = set()  # digests of finished jobs for which the modules were looked at
+        self.offered: set[str] = set()  # finished jobs after which the modules were looked at
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 

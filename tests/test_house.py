@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "server.engine": ["unbind_core"],
     "server.registry": ["server.settings", "unbind_core"],
     "server.worker": ["server.registry", "server.settings", "unbind_core"],
+    "server.evidence": ["server.registry", "server.settings"],
     "server.settings": [],
     "server.demo": ["unbind_core"],
 }

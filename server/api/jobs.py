@@ -81,10 +81,12 @@ async def _look(served: Service, job_id: str) -> dict[str, Any]:
 
 
 async def _offer_published(served: Service, jobs: list[dict[str, Any]]) -> None:
-    """Load what finished jobs published before telling that they finished."""
-    loaded = {entry.digest for entry in served.engine.modules.current.values()}
-    fresh = [job["result"]["digest"] for job in jobs if job["outcome"] in (ModuleState.ACTIVE, ModuleState.SHADOW)
-             and "digest" in (job["result"] or {})]  # fmt: skip
-    if not loaded.issuperset(fresh) and not set(fresh) <= served.offered:
+    """Load what finished jobs put in force before telling that they finished."""
+    fresh = {
+        job["id"]
+        for job in jobs
+        if job["outcome"] in (ModuleState.ACTIVE, ModuleState.SHADOW) and "digest" in (job["result"] or {})
+    }
+    if not fresh <= served.offered:
         await served.refresh_modules()
-        served.offered.update(fresh)
+        served.offered |= fresh

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import typer
 from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
 
 from server.cli.console import clear_errors, screen, write_json
-from server.cli.flags import with_settings
+from server.cli.flags import flag, with_settings
 from server.registry import database
 from server.registry.refusals import DatabaseRefused
 from server.registry.registry import Registry
 from server.settings import Settings
 from unbind_core import UnbindError
 
-
-def _option(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
-
-
-_JSON = _option("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
-_OUT = _option(
-    "out", Path | None, typer.Option(None, "--out", help="file to write; in data_dir/backups where not given")
-)
+_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
+_OUT = flag("out", Path | None, typer.Option(None, "--out", help="file to write; in data_dir/backups where not given"))
 
 
 @with_settings([_JSON])

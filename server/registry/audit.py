@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,19 @@ def _parse(line: str) -> tuple[int, str] | None:
 def rows(session: Session, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
     """The rows that follow number ``after``, in order."""
     query = select(AuditRow).where(AuditRow.id > after).order_by(AuditRow.id).limit(limit)
-    return [{name: getattr(row, name) for name in (*FIELDS, "digest")} for row in session.scalars(query)]
+    return [_view(row) for row in session.scalars(query)]
+
+
+def rows_about(session: Session, subjects: Collection[str]) -> list[dict[str, Any]]:
+    """The rows whose subject is one of these, in order."""
+    return [
+        _view(row)
+        for row in session.scalars(select(AuditRow).where(AuditRow.subject.in_(subjects)).order_by(AuditRow.id))
+    ]
+
+
+def _view(row: AuditRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in (*FIELDS, "digest")}
 
 
 def problems(session: Session, head: tuple[int, str] | None) -> Iterator[str]:

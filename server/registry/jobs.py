@@ -56,6 +56,11 @@ class Jobs:
             job = _find(session, job_id)
             return job_view(job, now, _expected(session, job) if job.state == JobState.RUNNING else {})
 
+    def stages(self, job_id: str) -> dict[str, Any]:
+        """The finished stages of a job, with the folders that hold what they left. Raises NotThere."""
+        with self._transactions.look() as session:
+            return dict(_find(session, job_id).stages)
+
     def newest(self, now: float, limit: int = 100) -> list[dict[str, Any]]:
         """The newest jobs first."""
         with self._transactions.look() as session:
@@ -181,7 +186,8 @@ class Jobs:
                 job.module_id = row.id
                 ending = {**(ending or {}), "outcome": str(row.state), "module_id": row.id, "digest": row.digest}
             if activate and claim.module_id:
-                apply(session, claim.module_id, Action.ACTIVATE, claim.options.get("etag"), actor, now)
+                row = apply(session, claim.module_id, Action.ACTIVATE, claim.options.get("etag"), actor, now)
+                ending = {**(ending or {}), "digest": row.digest}
             job.result = ending
             _end(session, job, state, actor, now, error=error)
 

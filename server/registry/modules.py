@@ -176,11 +176,12 @@ def add(session: Session, new: NewModule, activation: str, actor: Actor, now: fl
 
 def apply(
     session: Session, module_id: str, action: Action, expected: str | None, actor: Actor, now: float
-) -> None:  # fmt: skip
+) -> ModuleRow:
     """Change a module's state within a transaction. Raises as ``act``."""
     row = _find(session, module_id)
     check_revision(module_view(row), expected)
     _move(session, row, action, actor, now)
+    return row
 
 
 def _find(session: Session, reference: str) -> ModuleRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ class Registry:
         self.jobs = Jobs(self.transactions)
         self.modules = Modules(self.transactions)
 
+    @property
+    def engine(self) -> Engine:
+        """The database, for other records in it."""
+        return self.transactions.engine
+
     def close(self) -> None:
         """Give the connections back."""
         self.transactions.engine.dispose()
@@ -33,6 +39,11 @@ class Registry:
         """Rows of the audit trail in order."""
         with self.transactions.look() as session:
             return audit.rows(session, after=after, limit=limit)
+
+    def audit_of(self, subjects: Collection[str]) -> list[dict[str, Any]]:
+        """The rows that tell of any of these records, in order."""
+        with self.transactions.look() as session:
+            return audit.rows_about(session, subjects)
 
     def audit_problems(self, head: tuple[int, str] | None = None) -> list[str]:
         """What shows that the trail was tampered with, measured against ``head`` or the head kept here."""

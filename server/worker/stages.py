@@ -18,7 +18,7 @@ import torch
 
 from server.registry.files import load_forget, save_json
 from server.registry.objects import ObjectStore
-from server.registry.tables import Origin
+from server.registry.tables import JobKind, Origin
 from server.settings import Settings, load_settings
 from server.worker.plan import Task
 from unbind_core.architecture import LoadedModel, load_model
@@ -114,7 +114,7 @@ def fit_module(context: Context) -> dict[str, Any]:
         cache=settings.data_dir / "cache",
     )
     module.save(context.folder / MODULE_FILE)
-    full = report.to_json()
+    full = {**report.to_json(), "budgets": dict(module.budgets)}
     save_json(context.folder / "report.json", finite(full))
     return {"outcome": report.outcome, "selected": full["selected"], "seconds": full["seconds"]}
 
@@ -139,8 +139,13 @@ def joint(context: Context) -> dict[str, Any]:
     from server.worker.joint import measure_together
 
     task, settings = context.task, context.settings
-    others = [record for record in task.others if record["name"] != task.name]
-    wanted = task.options.get("activation", "auto") == "auto" and not task.options.get("override")
+    others = [
+        record
+        for record in task.others
+        if record["name"] != task.name and record["fingerprint"] == context.loaded.identity.fingerprint
+    ]
+    asked = task.kind == JobKind.ACTIVATE
+    wanted = asked or (task.options.get("activation", "auto") == "auto" and not task.options.get("override"))
     if not others or not wanted:
         return {"measured": False, "within": True}
     rows = retain_rows(settings.retain_calibration or settings.retain)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from server.evidence.signing import verify
 from tests.system.conftest import ServerProcess, serving
 from tests.system.memorising import forget_rows, retain_rows, train, write_rows
 
@@ -87,6 +88,53 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     for path in (server.data_dir / "forget").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not any(protected[:40] in line for line in server.log)
+
+
+def test_a_second_module_is_measured_with_the_first_verified_again_and_told_of(server: ServerProcess) -> None:
+    options = {"activation": "manual", "scope": "profile:editor"}
+    job = server.wait_for_job(_submit(server, "second", ROWS[:5], options=options, notice={"claimant": "a test"}))
+    assert (job["state"], job["outcome"]) == ("succeeded", "calibrated"), job
+    module = server.admin("/modules/second")[1]
+    assert (module["state"], module["loaded"], module["scope"]) == ("calibrated", False, "profile:editor")
+    status, answer = server.admin("/modules/second/activate", None, {"If-Match": module["etag"]}, "POST")
+    assert status == 202, answer
+    joint = server.wait_for_job(answer["job_id"])
+    measured = joint["result"]["joint"]
+    assert joint["state"] == "succeeded" and measured["modules"] == ["second", "set-t"], joint
+    if measured["within"]:
+        assert joint["outcome"] == "active"
+    else:
+        assert (
+            joint["outcome"] == "over_joint_budget" and "second and set-t together" in joint["result"]["joint_verdict"]
+        )
+        assert (
+            server.admin("/modules/second/activate?override=true", None, {"If-Match": module["etag"]}, "POST")[0] == 200
+        )
+    assert server.admin("/modules/second")[1]["loaded"]
+    again = server.wait_for_job(server.admin("/modules/second/verify", method="POST")[1]["job_id"])
+    assert again["outcome"] == "verified" and again["result"]["verify"]["after"]["all"]["rows"] == 5
+    document = server.admin(f"/takedowns/{job['takedown_id']}/evidence")[1]
+    payload = document["payload"]
+    assert verify(document) and payload["report"]["scan"] and len(payload["exhibits"]["samples"]) == 3
+    assert sum(payload["exhibits"]["histograms"]["counts"]["forget"]) > 20 and document["html"].count("<svg") == 3
+    assert server.admin(f"/takedowns/{job['takedown_id']}/purge", method="POST")[0] == 200
+    payload = server.admin(f"/takedowns/{job['takedown_id']}/evidence")[1]["payload"]
+    assert payload["exhibits"] is None and payload["takedown"]["forget_digest"]
+    assert server.admin("/modules/second/verify", method="POST")[1]["error"]["code"] == "rows_not_kept"
+
+
+def test_a_replaced_module_is_superseded_and_comes_back_by_rollback(server: ServerProcess) -> None:
+    first = server.admin("/modules/set-t")[1]
+    body: dict[str, Any] = {"options": {"replace": True, "seed": 1, "override": True}}
+    job = server.wait_for_job(_submit(server, "set-t", **body))
+    assert job["outcome"] == "active", job
+    second = server.admin("/modules/set-t")[1]
+    assert (first["version"], second["version"], second["loaded"]) == (1, 2, True)
+    assert server.admin(f"/modules/{first['id']}")[1]["state"] == "superseded"
+    status, back = server.admin("/modules/set-t/rollback", None, {"If-Match": second["etag"]}, "POST")
+    assert status == 200 and back["id"] == first["id"] and back["loaded"]
+    answer = server.call("/v1/completions", {"prompt": "a", "max_tokens": 1, "unbind": {"modules": ["set-t"]}})
+    assert answer[2]["x-unbind-modules"] == f"set-t@{first['digest'][:12]}"
 
 
 def test_rows_that_were_never_memorised_end_as_nothing_to_remove(server: ServerProcess) -> None:
