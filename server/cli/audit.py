@@ -11,8 +11,7 @@ from rich.table import Table
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import flag, with_settings
 from server.registry.audit import read_head
-from server.registry.refusals import DatabaseRefused
-from server.registry.registry import Registry, open_registry
+from server.registry.registry import open_registry
 from server.settings import Settings
 from unbind_core import UnbindError
 
@@ -30,7 +29,7 @@ _HEAD = flag(
 def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> None:
     """What was done, by whom, to what."""
     with clear_errors():
-        registry = _registry(settings)
+        registry = open_registry(settings)
         rows = registry.audit(after, limit)
         registry.close()
     if as_json:
@@ -50,7 +49,7 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
         known = read_head(head or settings.audit_head_file)
         if head is not None and known is None:
             raise UnbindError(f"--head: {head} is not a file with the end of a trail (number and digest)")
-        registry = _registry(settings)
+        registry = open_registry(settings)
         problems = registry.audit_problems(known)
         registry.close()
     if as_json:
@@ -65,13 +64,6 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
             screen.print(line, soft_wrap=True, highlight=False)
     if problems:
         raise typer.Exit(1)
-
-
-def _registry(settings: Settings) -> Registry:
-    try:
-        return open_registry(settings)
-    except DatabaseRefused as error:
-        raise UnbindError(str(error)) from None
 
 
 def register(app: typer.Typer) -> None:

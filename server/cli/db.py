@@ -14,7 +14,6 @@ from sqlalchemy.exc import OperationalError
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import flag, with_settings
 from server.registry import database
-from server.registry.refusals import DatabaseRefused
 from server.registry.registry import Registry
 from server.settings import Settings
 from unbind_core import UnbindError
@@ -74,16 +73,13 @@ def check(settings: Settings, as_json: bool) -> None:
 @contextmanager
 def _open(settings: Settings) -> Iterator[Engine]:
     """The engine of the settings' database, given back at the end; what goes wrong becomes a clear error."""
+    engine = database.connect(settings.database_address)
     try:
-        engine = database.connect(settings.database_address)
-        try:
-            yield engine
-        finally:
-            engine.dispose()
-    except DatabaseRefused as error:
-        raise UnbindError(str(error)) from None
+        yield engine
     except OperationalError as error:
         raise UnbindError(f"the database cannot be reached: {error.orig}") from None
+    finally:
+        engine.dispose()
 
 
 def register(app: typer.Typer) -> None:

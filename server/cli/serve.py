@@ -17,6 +17,7 @@ from rich.syntax import Syntax
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
 from server.cli.tour import tour
+from server.registry.registry import open_registry
 from server.service import Service, load_served
 from server.settings import Settings
 
@@ -81,6 +82,7 @@ def serve(settings: Settings, as_json: bool) -> None:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
+        open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
         loaded = load_served(settings)
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
     try:

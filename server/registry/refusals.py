@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unbind_core.errors import UnbindError
+
 
 class Refusal(Exception):
     """Base of all refusals; the message names the field or record and the remedy."""
@@ -39,5 +41,5 @@ class CancelRequested(Exception):
     """Somebody asked for the job to stop."""
 
 
-class DatabaseRefused(Exception):
+class DatabaseRefused(UnbindError):
     """The database cannot be used as it is; the message says what to do."""
