@@ -14,7 +14,7 @@ from server.errors import ApiError
 from server.registry.files import has_forget
 from server.registry.lifecycle import Action, follow
 from server.registry.modules import check_revision
-from server.registry.tables import JobKind, ModuleState, Origin
+from server.registry.tables import JobKind, ModuleState
 from server.service import Service
 
 router = admin_router()
@@ -60,7 +60,7 @@ async def activate(
             for other in await asyncio.to_thread(served.registry.modules.live, record["fingerprint"])
             if other["state"] == ModuleState.ACTIVE and other["name"] != record["name"]
         ]
-        if others and not override and record["origin"] == Origin.TAKEDOWN:
+        if others and not override:
             check_revision(record, if_match)
             follow(ModuleState(record["state"]), Action.ACTIVATE)
             create = served.registry.jobs.create

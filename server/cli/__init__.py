@@ -7,7 +7,7 @@ from importlib import import_module
 
 import typer
 
-GROUPS = ("serve", "worker", "fit", "bench", "demo", "takedown", "module", "audit", "evidence", "db")
+GROUPS = ("serve", "worker", "fit", "bench", "bench_takedown", "demo", "takedown", "module", "audit", "evidence", "db")
 
 app = typer.Typer(
     name="unbind",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from server.registry.lifecycle import LIVE
 from server.registry.modules import Modules, NewModule
 from server.registry.objects import DamagedObject, ObjectStore, StoreUnreachable, quarantine
 from server.registry.tables import ModuleState, Origin
@@ -132,6 +133,8 @@ class ModuleStore:
         record = self._records.adopt(
             NewModule(module.name, module.digest, self._identity.fingerprint, file, origin), time.time()
         )
+        if record["state"] not in LIVE:
+            log.warning("%s: module '%s' is %s, and a file does not change that", path, module.name, record["state"])
         if dropped:
             path.unlink(missing_ok=True)
         return StoredModule(module, module.digest, str(path), record)

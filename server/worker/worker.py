@@ -170,11 +170,12 @@ class Worker:
         if "joint" in PLANS[claim.kind]:
             live = [record for record in self.registry.modules.versions() if record["state"] == ModuleState.ACTIVE]
         folder = job_dir(self.settings.data_dir, claim.job_id) / f"attempt-{claim.fence}"
-        done = {
-            stage: finished
-            for stage, finished in claim.stages.items()
-            if (folder.parent / str(finished.get("folder"))).is_dir()  # where the files are gone, it is done again
-        }
+        done: dict[str, Any] = {}
+        for stage in PLANS[claim.kind]:
+            finished = claim.stages.get(stage)
+            if finished is None or not (folder.parent / str(finished.get("folder"))).is_dir():
+                break  # where the files are gone, it is done again, and all that rests on it
+            done[stage] = finished
         return Task(
             job_id=claim.job_id, kind=claim.kind, name=claim.module, forget_digest=claim.forget_digest,
             options=dict(claim.options), folder=str(folder), done=done, module=module, others=live,

@@ -221,3 +221,21 @@ def test_a_worker_ends_when_its_server_is_killed(memorised: Path, tmp_path: Path
                 return  # it has ended; whoever adopted it has not looked yet
             time.sleep(0.2)
     raise AssertionError("the worker lives on")
+
+
+@pytest.mark.slow
+def test_a_job_survives_its_server_and_worker_being_killed(memorised: Path, tmp_path: Path) -> None:
+    retain = write_rows(tmp_path / "retain.jsonl", retain_rows())
+    settings: dict[str, Any] = {"retain": retain, "retain_test_limit": 0, "lease_seconds": 3}
+    with serving(memorised, tmp_path, **settings) as server:
+        job_id = _submit(server, "survivor")
+        _wait_until_running(server, job_id, "fit")
+        done = set(server.admin(f"/jobs/{job_id}")[1]["timings"])
+        server.process.kill()
+        server.process.wait()
+    with serving(memorised, tmp_path, **settings) as server:
+        job = server.wait_for_job(job_id)
+        assert (job["state"], job["outcome"]) == ("succeeded", "active") and done <= set(job["timings"])
+        records = server.admin("/modules?state=all")[1]["data"]
+        assert [(record["name"], record["loaded"]) for record in records] == [("survivor", True)]
+        assert server.admin("/audit/verify")[1]["whole"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -220,6 +221,20 @@ def test_cancelling_takes_effect_within_five_seconds_at_any_stage(shop: Workshop
         (job,) = shop.ended(job_id)
         assert job["outcome"] == "active" and done.items() <= job["timings"].items()
     shop.check_what_is_left([job_id])
+
+
+def test_a_checkpoint_that_is_gone_is_made_again_with_all_that_rests_on_it(shop: Workshop) -> None:
+    job_id = shop.submit("m", fails="joint")
+    shop.start()
+    (job,) = shop.ended(job_id)
+    assert set(job["timings"]) == {"check", "fit", "verify"}
+    for stage in ("fit", "verify"):
+        done = shop.registry.jobs.stages(job_id)
+        assert done[stage]["folder"] == "attempt-1"
+    shutil.rmtree(shop.settings.data_dir / "jobs" / job_id / "attempt-1")
+    shop.registry.jobs.retry(job_id, ADMIN, time.time())
+    shop.ended(job_id)
+    assert {done["folder"] for done in shop.registry.jobs.stages(job_id).values()} == {"attempt-2"}
 
 
 def test_a_stage_that_fails_says_why_and_can_be_retried(shop: Workshop) -> None:
