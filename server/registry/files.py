@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,16 @@ def purge(data_dir: Path, digest: str, job_ids: Sequence[str]) -> None:
 def job_dir(data_dir: Path, job_id: str) -> Path:
     """The folder for a job's intermediate results; each attempt has one of its own within."""
     return private(data_dir / "jobs" / job_id)
+
+
+def tidy(data_dir: Path, job_id: str, stages: Mapping[str, Any]) -> None:
+    """Delete what the attempts of a job that has ended left and no finished stage refers to."""
+    kept = {stage.get("folder") for stage in stages.values()}
+    for folder in job_dir(data_dir, job_id).iterdir():
+        if folder.name not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+        for left in folder.glob(".*.partial"):
+            left.unlink(missing_ok=True)
 
 
 def save_json(path: Path, value: Any) -> None:

@@ -44,6 +44,8 @@ class ObjectStore:
 
             if not path.is_file() or path.read_bytes() != data:
                 write_whole(path, write)
+            for left in path.parent.glob(f".{path.name}.*.partial"):
+                left.unlink(missing_ok=True)  # by a worker that was killed while it wrote this very object
         else:
             self._remote("pipe_file", key, data)
         return key

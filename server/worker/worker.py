@@ -23,7 +23,7 @@ from typing import Any
 
 from sqlalchemy.exc import OperationalError
 
-from server.registry.files import job_dir, private
+from server.registry.files import job_dir, private, tidy
 from server.registry.jobs import Claim
 from server.registry.modules import NewModule
 from server.registry.objects import ObjectStore
@@ -105,6 +105,7 @@ class Worker:
         try:
             stages = self._run(claim, child)
             self._conclude(claim, stages)
+            tidy(self.settings.data_dir, claim.job_id, stages)
         except LeaseLost as error:
             log.warning("%s; another worker goes on", error)
         except Stopping:
