@@ -40,13 +40,18 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def one_at_a_time(session: Session) -> None:
+    """Let no other transaction that asks for this go on before this one ends; on SQLite every writer waits anyway."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+
+
 def append(
     session: Session, now: float, actor: Actor, action: str, subject: str, detail: dict[str, Any],
     *, before: Any = None, after: Any = None,
 ) -> None:  # fmt: skip
     """Add a row at the end of the chain, within the transaction of what it tells of."""
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    one_at_a_time(session)
     session.flush()
     last = session.execute(select(AuditRow.id, AuditRow.digest).order_by(AuditRow.id.desc()).limit(1)).first()
     row: dict[str, Any] = {

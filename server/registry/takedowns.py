@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from server.registry.audit import Actor, append
+from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import job_view, new_job
 from server.registry.modules import module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
@@ -34,35 +33,29 @@ class Takedowns:
 
         Raises KeyReused, and NameTaken where the name is in use and ``options.replace`` does not say that it may be.
         """
-
-        def attempt() -> tuple[dict[str, Any], bool]:
-            with self._transactions.change() as session:
-                same = _same(session, idempotency_key, request_digest)
-                if same is not None:
-                    return job_view(same, now), False
-                _check_name(session, name, fingerprint, bool(options.get("replace")))
-                takedown = Takedown(
-                    id=f"td_{uuid.uuid4().hex[:16]}", name=name, row_count=row_count, forget_digest=forget_digest,
-                    notice=notice, options=options, created_at=now,
-                )  # fmt: skip
-                job = new_job(
-                    JobKind.TAKEDOWN, takedown.id, name, now, idempotency_key=idempotency_key,
-                    request_digest=request_digest,
-                )  # fmt: skip
-                session.add(takedown)
-                session.flush()
-                session.add(job)
-                session.flush()
-                append(
-                    session, now, actor, "takedown.submit", takedown.id,
-                    {"job": job.id, "rows": row_count, "forget_digest": forget_digest}, after=takedown_view(takedown),
-                )  # fmt: skip
-                return job_view(job, now), True
-
-        try:
-            return attempt()
-        except IntegrityError:  # another request won the race for the key or the name: now it can be seen
-            return attempt()
+        with self._transactions.change() as session:
+            one_at_a_time(session)  # of two posts with one key, the second sees what the first made
+            same = _same(session, idempotency_key, request_digest)
+            if same is not None:
+                return job_view(same, now), False
+            _check_name(session, name, fingerprint, bool(options.get("replace")))
+            takedown = Takedown(
+                id=f"td_{uuid.uuid4().hex[:16]}", name=name, row_count=row_count, forget_digest=forget_digest,
+                notice=notice, options=options, created_at=now,
+            )  # fmt: skip
+            job = new_job(
+                JobKind.TAKEDOWN, takedown.id, name, now, idempotency_key=idempotency_key,
+                request_digest=request_digest,
+            )  # fmt: skip
+            session.add(takedown)
+            session.flush()
+            session.add(job)
+            session.flush()
+            append(
+                session, now, actor, "takedown.submit", takedown.id,
+                {"job": job.id, "rows": row_count, "forget_digest": forget_digest}, after=takedown_view(takedown),
+            )  # fmt: skip
+            return job_view(job, now), True
 
     def get(self, takedown_id: str) -> dict[str, Any]:
         """One takedown with its jobs and modules. Raises NotThere."""
