@@ -21,7 +21,7 @@ with a message that says which and where. This page is written by `make docs`.
 
 def shown(value: object) -> str:
     """A default as the page shows it; folders of the installation by their place in it."""
-    if value is None or value == "":
+    if value is None or value in ("", (), {}):
         return "none"
     if isinstance(value, Path) and value.is_absolute():
         return f"`{value.relative_to(HERE.parent).as_posix()}`"

@@ -7,10 +7,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from server import errors
-from server.api import audit, chat, completions, console, evidence, health, jobs, models, modules, takedowns
-from server.api.middleware import BodyLimit, RequestLog
+from server.api import (
+    access,
+    audit,
+    chat,
+    completions,
+    console,
+    evidence,
+    fim,
+    health,
+    infill,
+    jobs,
+    models,
+    modules,
+    takedowns,
+    tokens,
+)
+from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
+from server.policy import HEADER
 from server.service import Service, load_served
 from server.settings import Settings
 from unbind_core.architecture import LoadedModel
@@ -32,8 +49,20 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
 
     app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None)
     errors.install(app)
-    for part in (completions, chat, models, takedowns, jobs, modules, audit, evidence, health, console):
+    inference = (completions, chat, fim, infill, tokens, models)
+    administration = (takedowns, jobs, modules, access, audit, evidence)
+    for part in (*inference, *administration, health, console):
         app.include_router(part.router)
+    app.add_middleware(TimeLimit, seconds=settings.request_timeout)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(ProfilePath)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER, REQUEST_ID, "Retry-After"],
+        )
     app.add_middleware(RequestLog, owner=app)
     return app

@@ -1,32 +1,135 @@
 """Which modules apply to a call, and why.
 
-Requests only add: "not named" never means "off". Sources today: the body's ``unbind.modules`` and the header
-``X-Unbind-Modules``; profiles, keys and enforced sets join them here.
+effective = enforced(server + key + profile) + (requested that the key allows). Requests only add: "not named" never
+means "off", and of two strengths the larger holds. What a policy names and the engine does not have is a 503, never an
+answer without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from server.engine.modules import ModuleTable
 from server.engine.pinned import PinnedSet
-from server.errors import invalid
+from server.errors import ApiError, invalid
+from server.rules import MAX_MODULES, MAX_STRENGTH, Rules
 
 HEADER = "X-Unbind-Modules"
-MAX_NAMED = 4096
+FIELD = "unbind.modules"
+OFF = 0.0
 
 
-def requested_names(body: Sequence[str] | None, header: str | None) -> tuple[str, ...]:
-    """The union of both sources, in the order of first mention."""
-    named = [*(body or ()), *(part.strip() for part in (header or "").split(","))]
-    names = tuple(dict.fromkeys(name for name in named if name))
-    if len(names) > MAX_NAMED:
-        raise invalid(
-            f"unbind.modules: {len(names)} names; at most {MAX_NAMED} can be on in one call", "unbind.modules"
-        )
-    return names
+@dataclass(frozen=True)
+class Effective:
+    """The answer for one call. ``required``: the names that a policy gave; ``shadow``: measured and not applied."""
+
+    strengths: Mapping[str, float]
+    required: frozenset[str]
+    shadow: tuple[str, ...] = ()
 
 
-def effective(table: ModuleTable, body: Sequence[str] | None, header: str | None) -> PinnedSet:
-    """The pinned modules of one call. Raises UnknownModule."""
-    return table.pin(requested_names(body, header))
+def requested(
+    body: Sequence[str] | Mapping[str, float] | None = None, headers: Iterable[str] = ()
+) -> Mapping[str, float]:
+    """Name -> strength over body and headers, the larger where both name one; OFF where either tries to switch it off.
+
+    A name is switched off by strength 0 or a ``-`` in front, which ``resolve`` refuses. In a header a strength follows
+    the name after ``=``.
+    """
+    given = list(body.items()) if isinstance(body, Mapping) else [(name, 1.0) for name in body or ()]
+    given += [_part(part) for header in headers for part in header.split(",") if part.strip()]
+    if len(given) > MAX_MODULES:
+        raise invalid(f"{FIELD}: {len(given)} names; at most {MAX_MODULES} can be on in one call", FIELD)
+    found: dict[str, float] = {}
+    for raw, strength in given:
+        name, factor = (raw[1:].strip(), OFF) if raw.startswith("-") else (raw, strength)
+        if not OFF <= factor <= MAX_STRENGTH:  # NaN as well
+            raise invalid(f"{FIELD}: the strength of '{name[:80]}' must be over 0 and at most {MAX_STRENGTH:g}", FIELD)
+        before = found.get(name, factor)
+        found[name] = OFF if OFF in (before, factor) else max(before, factor)
+    return found
+
+
+def _part(text: str) -> tuple[str, float]:
+    name, equals, strength = text.strip().partition("=")
+    try:
+        return name.strip(), float(strength) if equals else 1.0
+    except ValueError:
+        raise invalid(f"{HEADER}: '{text.strip()[:80]}' is not NAME or NAME=STRENGTH", HEADER) from None
+
+
+def resolve(asked: Mapping[str, float], scopes: Sequence[Rules] = (), profiles: Sequence[Rules] = ()) -> Effective:
+    """Unite the sources. ``scopes`` hold in any case: server, key and its profile; ``profiles``: those the request chose.
+
+    Raises ApiError: 403 for switching off what a policy demands or asking for what the key does not allow, 400 for
+    switching off anything else.
+    """
+    strengths: dict[str, float] = {}
+
+    def add(more: Mapping[str, float]) -> None:
+        for name, strength in more.items():
+            strengths[name] = max(strengths.get(name, OFF), strength)
+
+    for scope in scopes:
+        add(scope.enforced)
+        add(scope.modules)
+    for profile in profiles:
+        add(profile.enforced)
+    allowed = _allowed(scopes)
+    for wanted in (*(profile.modules for profile in profiles), asked):
+        for name in wanted:
+            if allowed is not None and name not in allowed and name not in strengths:
+                raise ApiError(
+                    403,
+                    f"{FIELD}: this key does not allow '{name[:80]}'; it allows {', '.join(sorted(allowed)) or 'none'}",
+                    param=FIELD,
+                    code="module_not_allowed",
+                )
+    for profile in profiles:
+        add(profile.modules)
+    required = frozenset(strengths)
+    for name, strength in asked.items():
+        if strength == OFF:
+            raise _no_switching_off(name, name in required)
+    add(asked)
+    shadow = {name for scope in (*scopes, *profiles) for name in scope.shadow}
+    return Effective(strengths, required, tuple(sorted(shadow - strengths.keys())))
+
+
+def _allowed(scopes: Iterable[Rules]) -> Collection[str] | None:
+    """What every scope allows; None where none of them limits it."""
+    limits = [frozenset(scope.allowed) for scope in scopes if scope.allowed is not None]
+    return frozenset.intersection(*limits) if limits else None
+
+
+def _no_switching_off(name: str, required: bool) -> ApiError:
+    if required:
+        message = f"{FIELD}: '{name[:80]}' applies to this call by policy and cannot be switched off"
+        return ApiError(403, message, param=FIELD, code="module_enforced")
+    return invalid(f"{FIELD}: requests only add modules; leave '{name[:80]}' out instead", FIELD, "cannot_switch_off")
+
+
+def pin(table: ModuleTable, effective: Effective) -> PinnedSet:
+    """The versions to run under. Raises UnknownModule, and ApiError 503 where a policy's module is not loaded."""
+    current = table.current
+    for name in sorted(effective.required):
+        if name not in current:
+            raise unavailable(name)
+    measured = {name: OFF for name in effective.shadow if name in current}
+    return table.pin({**effective.strengths, **measured})
+
+
+def unavailable(name: str) -> ApiError:
+    """A module that a policy demands is not there."""
+    return ApiError(
+        503,
+        f"module '{name}' applies to this call by policy and is not loaded; nothing is served without it",
+        code="module_unavailable",
+        headers={"Retry-After": "10"},
+    )
+
+
+def labels(pinned: PinnedSet) -> tuple[str, ...]:
+    """``name@digest12`` of each module that is applied; one in shadow is not."""
+    return tuple(entry.label for entry in pinned.entries if pinned.strengths[entry.key] > OFF)

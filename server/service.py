@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import torch
 from fastapi import Request
 
 from server.engine.engine import Engine, EngineStopped
+from server.engine.memory import plan_memory
+from server.ratelimit import RateLimiter
 from server.registry import retention
+from server.registry.access import SERVER_SCOPE, Access
 from server.registry.objects import ObjectStore
 from server.registry.registry import open_registry
 from server.registry.store import ModuleStore, Scan, StoredModule
@@ -24,6 +28,7 @@ from server.telemetry import Telemetry
 from server.worker.process import Supervisor
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.files import write_whole
+from unbind_core.windows import fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0
@@ -33,24 +38,35 @@ class Service:
     """The parts of a running server."""
 
     def __init__(self, settings: Settings, loaded: LoadedModel) -> None:
+        self.memory = plan_memory(loaded.model, settings.max_slots, settings.max_model_len)
+        settings = settings.model_copy(update={"max_slots": self.memory.slots, "max_model_len": self.memory.length})
         self.settings = settings
         self.loaded = loaded
         self.telemetry = Telemetry()
         self.registry = open_registry(settings)
+        self.access = Access(self.registry.transactions)
+        self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
         self.engine = Engine(
             loaded.model,
             loaded.tokenizer,
-            max_slots=settings.max_slots,
-            max_length=settings.max_model_len,
+            max_slots=self.memory.slots,
+            max_length=self.memory.length,
             queue_limit=settings.queue_limit,
             chunk_tokens=settings.chunk_tokens,
         )
         objects = ObjectStore(settings.published_store)
         self.store = ModuleStore(settings.modules_dir, objects, self.registry.modules, loaded.identity)
         self.scan = Scan({}, {})
+        self.fim = (
+            parse_fim_template(loaded.tokenizer, settings.fim_template)
+            if settings.fim_template
+            else fim_template(loaded.tokenizer)
+        )
+        self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.supervisor = Supervisor(settings)
         self.ready = False
+        self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -64,13 +80,20 @@ class Service:
             await self.supervisor.start()
         self.ready = True
 
-    async def stop(self) -> None:
-        """End the worker, the engine and the connections, in that order."""
+    async def drain(self) -> None:
+        """End the worker, admit nothing more and give running requests ``drain_timeout`` seconds to end."""
         self.ready = False
+        timeout = self.settings.drain_timeout
+        drained, _ = await asyncio.gather(asyncio.to_thread(self.engine.drain, timeout), self.supervisor.stop())
+        if not drained:
+            log.warning("requests still ran after %g s (drain_timeout); they are cut", timeout)
+
+    async def stop(self) -> None:
+        """Drain, then end the engine and the connections, in that order."""
+        await self.drain()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.supervisor.stop()
         await asyncio.to_thread(self.engine.close)
         self.registry.close()
 
@@ -86,16 +109,25 @@ class Service:
                 log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
             self.scan = scan
 
+    @property
+    def missing_modules(self) -> list[str]:
+        """Modules that every request must run under and that are not loaded."""
+        demanded = {*self.settings.enforced, *self.access.current.of(SERVER_SCOPE).enforced}
+        return sorted(demanded - self.engine.modules.current.keys())
+
     async def _watch_modules(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
                 await self.refresh_modules()
+                await asyncio.to_thread(self.access.refresh)
                 await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
             except EngineStopped:
                 return
             except Exception:
-                log.exception("the modules could not be looked at; what is loaded is served, and it is tried again")
+                log.exception(
+                    "modules or access rules could not be read; what is loaded is served, and it is tried again"
+                )
 
 
 def load_served(settings: Settings) -> LoadedModel:

@@ -5,12 +5,15 @@ First station of every process of the service; nothing else reads the environmen
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from server.rules import ProfileName, Rules, Strengths, from_json
 
 PREFIX = "UNBIND_"
 HERE = Path(__file__).resolve().parent
@@ -20,6 +23,11 @@ NULLABLE = ("adapter", "retain_calibration", "retain_test", "audit_head")  # an 
 
 class SettingsError(Exception):
     """A setting that is unknown or has a bad value; the message names its source, the key and the remedy."""
+
+
+def _parts(value: Any) -> Any:
+    """Text with commas as its parts."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 class Settings(BaseModel):
@@ -56,10 +64,17 @@ class Settings(BaseModel):
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], Field(description="precision the model runs in")] = (
         "float32"
     )
-    max_slots: Annotated[int, Field(ge=1, le=1024, description="requests that run at the same time")] = 16
-    max_model_len: Annotated[int, Field(ge=16, description="prompt and answer tokens of one request")] = 2048
+    max_slots: Annotated[
+        int, Field(ge=0, le=1024, description="requests that run at the same time; 0: as free memory allows")
+    ] = 0
+    max_model_len: Annotated[
+        int, Field(ge=0, description="prompt and answer tokens of one request; 0: as model and free memory allow")
+    ] = 0
     chunk_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one step")] = 512
     queue_limit: Annotated[int, Field(ge=0, description="requests that wait before 429")] = 64
+    drain_timeout: Annotated[
+        float, Field(ge=0, le=3600, description="seconds that running requests get to end when the server is stopped")
+    ] = 30.0
     max_body_bytes: Annotated[int, Field(ge=1024, description="largest request body before 413")] = 16 * 1024 * 1024
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
@@ -89,6 +104,28 @@ class Settings(BaseModel):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least severe log line")] = (
         "info"
     )
+    log_format: Annotated[Literal["text", "json"], Field(description="log lines for people, or a JSON object each")] = (
+        "text"
+    )
+    insecure: Annotated[bool, Field(description="listen beyond loopback although no key exists")] = False
+    enforced: Annotated[Strengths, Field(description="modules that apply to every request, with their strengths")] = {}
+    profiles: Annotated[
+        dict[ProfileName, Rules],
+        BeforeValidator(from_json),
+        Field(description="named sets of modules, as the admin API takes them"),
+    ] = {}
+    fim_template: Annotated[
+        str,
+        Field(
+            description="fill-in-the-middle order, like <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where empty"
+        ),
+    ] = ""
+    cors_origins: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_parts),
+        Field(description="origins whose pages may ask, with commas between; * for any"),
+    ] = ()
+    request_timeout: Annotated[float, Field(gt=0, description="seconds until a request is given up with 504")] = 600.0
 
     @model_validator(mode="before")
     @classmethod
@@ -128,7 +165,11 @@ class Settings(BaseModel):
     def to_environment(self) -> dict[str, str]:
         """The settings as a child process reads them back; the admin key stays here."""
         plain = self.model_dump(mode="json", exclude={"admin_key"})
-        made = {PREFIX + key.upper(): str(value) for key, value in plain.items() if value is not None}
+        made = {
+            PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
+            for key, value in plain.items()
+            if value is not None
+        }
         return made | {PREFIX + key.upper(): "" for key in NULLABLE if plain[key] is None}
 
 
@@ -174,6 +215,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"file {path}: not TOML ({error})") from None
+
+
+def _written(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def _text(key: str, value: str) -> str | None:

@@ -14,10 +14,12 @@ from tests.repository import FILES, PYTHON, ROOT, TEXT, files_of, imports, insid
 MAY_IMPORT = {
     "unbind_core": [],
     "server.engine": ["unbind_core"],
-    "server.registry": ["server.settings", "unbind_core"],
-    "server.worker": ["server.registry", "server.settings", "unbind_core"],
-    "server.evidence": ["server.registry", "server.settings"],
-    "server.settings": [],
+    "server.registry": ["server.settings", "server.rules", "unbind_core"],
+    "server.worker": ["server.registry", "server.settings", "server.rules", "server.logs", "unbind_core"],
+    "server.evidence": ["server.registry", "server.settings", "server.rules"],
+    "server.rules": [],
+    "server.logs": [],
+    "server.settings": ["server.rules"],
     "server.demo": ["unbind_core"],
 }
 # what it must not import, where the rest is open

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from unbind_core.bank import ModuleBank, Selection
     from unbind_core.errors import UnbindError
     from unbind_core.evaluation import extractable, verify
-    from unbind_core.fitting import FitOptions, FitReport, fit
+    from unbind_core.fitting import fit
     from unbind_core.hooks import Intervention, attach
     from unbind_core.module import UnbindModule
     from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
@@ -31,8 +31,8 @@ _HOME = {
     "UnbindError": "errors",
     "extractable": "evaluation",
     "verify": "evaluation",
-    "FitOptions": "fitting",
-    "FitReport": "fitting",
+    "FitOptions": "options",
+    "FitReport": "options",
     "fit": "fitting",
     "Intervention": "hooks",
     "attach": "hooks",

@@ -11,25 +11,18 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from unbind_core.errors import UnbindError, UnknownModule
-from unbind_core.module import UnbindModule
+from unbind_core.gates import FisherGates, NetworkGates
+from unbind_core.memory import Columns, Places
+from unbind_core.module import DETECTORS, UnbindModule
 
 PHASES = ("prefill", "decode")
 _CACHED_SELECTIONS = 64
-
-
-def activation(states: Tensor, w: Tensor, s_ref: Tensor) -> Tensor:
-    """a = relu(h w' - s_ref) in FP32 (paper eq. 6): states [...,d] of any dtype, w [M,d], s_ref [M] -> [...,M].
-
-    Thresholds are computed through this same function, so that a boundary at deployment is the boundary at calibration.
-    """
-    return functional.linear(states.float(), w, -s_ref).relu_()
 
 
 class _Counters:
@@ -64,58 +57,41 @@ class _Counters:
         return [[(int(e), int(o)) for e, o in phase] for phase in tables]
 
 
-@dataclass(frozen=True)
-class _Stack:
-    """One layer's modules in canonical (name) order: w, v FP32 [M,d]; s_ref, tau, kappa FP32 [M]; slots int64 [M]."""
+class _Part:
+    """The modules of one detector kind at one layer, m of them used by any of R rows. Tensor arithmetic, no synchronisation."""
 
-    names: tuple[str, ...]
-    w: Tensor
-    v: Tensor
-    s_ref: Tensor
-    tau: Tensor
-    kappa: Tensor
-    slots: Tensor
-
-    def take(self, wanted: Sequence[int]) -> _Stack:
-        """The stack of some of the modules only."""
-        if len(wanted) == len(self.names):
-            return self
-        index = torch.tensor(wanted, device=self.w.device)
-        parts = (part[index] for part in (self.w, self.v, self.s_ref, self.tau, self.kappa, self.slots))
-        return _Stack(tuple(self.names[i] for i in wanted), *parts)
-
-
-class _LayerEdit:
-    """One layer's part of a selection: m modules used by any of R rows. Pure tensor arithmetic, no synchronisation."""
-
-    def __init__(self, stack: _Stack, strength: Tensor, on: Tensor, counters: _Counters) -> None:
-        """``strength`` FP32 [R,m] multiplies kappa; ``on`` bool [R,m] says which modules each row asks for."""
-        self._stack = stack
-        self._counters = counters
+    def __init__(
+        self, gates: FisherGates | NetworkGates, v: Tensor, kappa: Tensor, slots: Tensor, strength: Tensor, on: Tensor,
+        counters: _Counters,
+    ) -> None:  # fmt: skip
+        """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``strength`` FP32 [R,m] multiplies kappa, ``on`` bool [R,m] says which
+        modules each row asks for.
+        """
+        self._gates, self._slots, self._counters = gates, slots, counters
+        self._proportional = isinstance(gates, FisherGates)
         self._on = on
         self._on_count = on.sum(0)
-        # A row that does not ask has the threshold NaN, with which every comparison is false, even that of an overflow.
-        self._tau = torch.where(on, stack.tau, torch.nan)
-        self._scale = stack.kappa * strength * on
+        self._scale = kappa * strength * on
         self._every_row_alike = bool((on == on[0]).all()) and bool((strength == strength[0]).all())
         # where no row differs, kappa is multiplied into the directions once and for all
-        self._scaled_v = self._scale[0].unsqueeze(1) * stack.v if self._every_row_alike else stack.v
+        self._v = self._scale[0].unsqueeze(1) * v if self._every_row_alike else v
 
-    def __call__(self, states: Tensor, rows: Tensor | None, phase: int, counted: Tensor | None) -> Tensor:
-        """As :meth:`Selection.edit`."""
-        stack = self._stack
-        a = activation(states, stack.w, stack.s_ref)
-        if self._every_row_alike:
-            gate = a >= self._tau[0]
-            b = torch.where(gate, a, 0.0)
-        else:
-            gate = a >= self._of_rows(self._tau, states, rows)
-            b = torch.where(gate, a, 0.0).mul_(self._of_rows(self._scale, states, rows))
+    def __call__(
+        self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, counted: Tensor | None,
+        places: Places | None,
+    ) -> Tensor:  # fmt: skip
+        """``edited`` less this part's correction, which is read off ``states`` alone."""
+        a, gate = self._gates(layer, states, counted, places)
+        if not self._every_row_alike:
+            gate = gate & self._of_rows(self._on, states, rows)
+        amount = torch.where(gate, a, 0.0) if self._proportional else gate.to(a.dtype)
+        if not self._every_row_alike:
+            amount = amount * self._of_rows(self._scale, states, rows)
         self._count(gate, states, rows, phase, counted)
-        flat = b.view(-1, b.shape[-1])
-        if states.dtype == torch.float32:
-            return torch.addmm(states.reshape(-1, states.shape[-1]), flat, self._scaled_v, alpha=-1).view(states.shape)
-        return states - (flat @ self._scaled_v).view(states.shape).to(states.dtype)
+        flat = amount.view(-1, amount.shape[-1])
+        if edited.dtype == torch.float32:
+            return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape)
+        return edited - (flat @ self._v).view(edited.shape).to(edited.dtype)
 
     @staticmethod
     def _of_rows(table: Tensor, states: Tensor, rows: Tensor | None) -> Tensor:
@@ -138,17 +114,18 @@ class _LayerEdit:
             on = self._on[:1] if self._every_row_alike else self._on
             on = self._of_rows(on, states, None if self._every_row_alike else rows)
             evaluated = (on & counted.unsqueeze(-1)).sum(dim=tuple(range(gate.dim() - 1)))
-        self._counters.add(phase, self._stack.slots, evaluated, opened)
+        self._counters.add(phase, self._slots, evaluated, opened)
 
 
 class Selection:
     """Which modules each row of a batch uses, how strongly. Immutable: it pins its tensors whatever the bank does."""
 
-    def __init__(self, edits: Mapping[int, _LayerEdit], rows: int) -> None:
+    def __init__(self, parts: Mapping[int, Sequence[_Part]], rows: int, remembers: bool) -> None:
         """Made by :meth:`ModuleBank.select`."""
-        self._edits = dict(edits)
-        self.layers = frozenset(edits)
+        self._parts = dict(parts)
+        self.layers = frozenset(parts)
         self.rows = rows
+        self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
 
     def edit(
         self,
@@ -157,20 +134,24 @@ class Selection:
         rows: Tensor | None = None,
         phase: str = "prefill",
         counted: Tensor | None = None,
+        places: Places | None = None,
     ) -> Tensor:
         """The edited states of one layer (paper eq. 12), new storage, same shape and dtype; the input stays as it is.
 
         ``states`` [B,T,d] or [N,d]. ``rows``: int64 [B] or [N], the selection's row of each; None where batch row i
         uses row i, or where the selection has a single row for all. ``counted``: bool [B,T] or [N], false at padding,
-        None where all positions are real; it matters to the counts alone. a = relu(h w' - s_ref), b = a 1[a >= tau]
-        kappa on[row], h - cast(b v), in FP32 throughout. All modules of the layer read the same unmodified states.
-        Raises UnbindError where the batch has other rows than the selection.
+        None where all positions are real. ``places`` says where the rows stand in a memory of gates; None where they are whole
+        sequences from position 0, or where no gate has a memory. In FP32 throughout; all modules of the layer read the
+        same unmodified states. Raises UnbindError where the batch has other rows than the selection.
         """
         if rows is None and self.rows not in (1, states.shape[0]):
             raise UnbindError(
                 f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
             )
-        return self._edits[layer](states, rows, PHASES.index(phase), counted)
+        edited = states
+        for part in self._parts[layer]:
+            edited = part(edited, layer, states, rows, PHASES.index(phase), counted, places)
+        return edited
 
 
 class ModuleBank:
@@ -182,8 +163,10 @@ class ModuleBank:
         self._lock = threading.RLock()
         self._modules: dict[str, UnbindModule] = {}
         self._slots: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self._tensors: dict[str, dict[str, Tensor]] = {}
         self._slot_names: list[str] = []
-        self._stacks: dict[int, _Stack] = {}
+        self._columns: dict[int, Columns] = {}
         self._counters = _Counters(self._device)
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
 
@@ -200,17 +183,25 @@ class ModuleBank:
             replaced = self._modules.get(module.name)
             if replaced is not None and replaced.digest == module.digest:
                 return
+            if replaced is not None:
+                self.remove(module.name)
             self._modules[module.name] = module
+            self._tensors[module.name] = {key: part.to(self._device) for key, part in module.tensors.items()}
             self._slots[module.name] = self._counters.new_slot()
             self._slot_names.append(module.name)
-            self._forget({module.layer} | ({replaced.layer} if replaced is not None else set()))
+            if module.heads is not None:  # a column for each head's score, and one for the gate's state
+                columns = self._columns.setdefault(module.layer, Columns())
+                self._starts[module.name] = columns.take(module.name, len(module.heads) + 1)
+            self._cache.clear()
 
     def remove(self, name: str) -> None:
         """Take a module out; selections in use keep it to their end. Raises UnknownModule."""
         with self._lock:
             module = self[name]
-            del self._modules[name], self._slots[name]
-            self._forget({module.layer})
+            del self._modules[name], self._slots[name], self._tensors[name]
+            if self._starts.pop(name, None) is not None:
+                self._columns[module.layer].free(name)
+            self._cache.clear()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,42 +260,38 @@ class ModuleBank:
                 totals[name][phase] = (before[0] + evaluated, before[1] + opened)
         return totals
 
-    def _forget(self, layers: set[int]) -> None:
-        for layer in layers:
-            self._stacks.pop(layer, None)
-        self._cache.clear()
-
-    def _stack(self, layer: int) -> _Stack:
-        if layer not in self._stacks:
-            names = tuple(name for name in self.names if self._modules[name].layer == layer)
-            modules = [self._modules[name] for name in names]
-
-            def scalars(values: Sequence[float]) -> Tensor:
-                return torch.tensor(values, dtype=torch.float32, device=self._device)
-
-            self._stacks[layer] = _Stack(
-                names,
-                torch.stack([module.w for module in modules]).to(self._device),
-                torch.stack([module.v for module in modules]).to(self._device),
-                scalars([module.s_ref for module in modules]),
-                scalars([module.tau for module in modules]),
-                scalars([module.kappa for module in modules]),
-                torch.tensor([self._slots[name] for name in names], device=self._device),
-            )
-        return self._stacks[layer]
-
     def _select(self, rows: Sequence[Mapping[str, float]]) -> Selection | None:
         for row in rows:
             for name, value in row.items():
                 self[name]
                 if not math.isfinite(value) or value < 0:
                     raise UnbindError(f"strength of module '{name}' is {value}; it must be finite and not negative")
-        edits = {}
-        used = {name for row in rows for name in row}
+        used = sorted({name for row in rows for name in row})
+        parts: dict[int, list[_Part]] = {}
         for layer in sorted({self._modules[name].layer for name in used}):
-            everything = self._stack(layer)
-            stack = everything.take([i for i, name in enumerate(everything.names) if name in used])
-            strength = torch.tensor([[float(row.get(name, 0.0)) for name in stack.names] for row in rows])
-            on = torch.tensor([[name in row for name in stack.names] for row in rows])
-            edits[layer] = _LayerEdit(stack, strength.to(self._device), on.to(self._device), self._counters)
-        return Selection(edits, len(rows)) if edits else None
+            for kind in DETECTORS:
+                modules = [m for m in map(self._modules.__getitem__, used) if m.layer == layer and m.detector == kind]
+                if modules:
+                    parts.setdefault(layer, []).append(self._part(layer, modules, rows))
+        remembers = any(self._modules[name].heads is not None for name in used)
+        return Selection(parts, len(rows), remembers) if parts else None
+
+    def _part(self, layer: int, modules: Sequence[UnbindModule], rows: Sequence[Mapping[str, float]]) -> _Part:
+        """The part of a selection that modules of one kind at one layer make, in name order."""
+        names = [module.name for module in modules]
+        tensors = [self._tensors[name] for name in names]
+        gates: FisherGates | NetworkGates
+        if modules[0].heads is None:
+            gates = FisherGates(modules, tensors, self._device)
+        else:
+            starts = [self._starts[name] for name in names]
+            gates = NetworkGates(modules, tensors, starts, self._columns[layer].width, self._device)
+        return _Part(
+            gates,
+            torch.stack([own["v"] for own in tensors]),
+            torch.tensor([module.kappa for module in modules], device=self._device),
+            torch.tensor([self._slots[name] for name in names], device=self._device),
+            torch.tensor([[float(row.get(name, 0.0)) for name in names] for row in rows], device=self._device),
+            torch.tensor([[name in row for name in names] for row in rows], device=self._device),
+            self._counters,
+        )

@@ -27,11 +27,15 @@ NORM_STRENGTHS = (
 
 @dataclass(frozen=True)
 class Budgets:
-    """What a module may cost on retain rows, mean over scored tokens, natural log; BLEU on the [0,1] scale (paper B.3)."""
+    """What a module may cost on retain rows, mean over scored tokens, natural log; BLEU on the [0,1] scale (paper B.3).
+
+    ``open_rate`` is the share of retain positions at which gates may be open; it binds ``gate="auto"`` alone.
+    """
 
     kl: float = 0.01
     nll: float = 0.01
     bleu: float = 0.01
+    open_rate: float = 0.002
 
 
 @dataclass(frozen=True)

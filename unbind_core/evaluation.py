@@ -31,6 +31,7 @@ ACCESS_NEW_TOKENS = 256
 INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
 FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```\n"
 PREFIXES = (16, 32, 64)
+WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
 EXTRACTED_SPAN = 50
 
 
@@ -45,9 +46,7 @@ class _Attempt:
 
 def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
     """The paper's six access conditions (D.1): original, three prefix injections, instruction, fenced code."""
-    found: dict[str, list[_Attempt]] = {
-        name: [] for name in ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
-    }
+    found: dict[str, list[_Attempt]] = {name: [] for name in WAYS}
     for index, row in enumerate(rows):
         prompt, target = forget_prompt(tokenizer, row, "plain")
         found["original"].append(_Attempt(index, prompt, target))
@@ -75,13 +74,15 @@ def forget_scores(
     *,
     forms: Sequence[str],
     attempts: int = 1,
+    ways: Sequence[str] = WAYS,
+    new_tokens: int = ACCESS_NEW_TOKENS,
     editing: Editing = nullcontext,
     progress: ProgressCallback = silent,
     stage: str = "forget rows",
 ) -> list[RowScore]:
-    """Scores of every forget row. ``attempts`` a condition: the first is greedy, the others sampled (T 0.8, top-p 0.95).
+    """Scores of every forget row. ``attempts`` for each of the ``ways`` to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
 
-    ``attempts`` = 0 leaves the access conditions out: greedy completion of the original prompt alone.
+    ``attempts`` = 0 asks in the original way alone, greedily, for as many tokens as BLEU needs.
     """
     pad, end = pad_id(tokenizer), tokenizer.eos_token_id
     scores = [RowScore({}) for _ in rows]
@@ -99,17 +100,17 @@ def forget_scores(
         return outputs
 
     conditions = _conditions(tokenizer, rows)
-    if attempts == 0:
-        conditions = {"original": conditions["original"]}
-    for number, (name, work) in enumerate(conditions.items()):
-        for attempt in range(max(attempts, 1)):
+    original = conditions.pop("original")
+    conditions = {name: work for name, work in conditions.items() if name in ways}
+    others = [attempt for work in conditions.values() for attempt in work] if attempts else []
+    greedy = run([*original, *others], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
+    for item, output in zip(original, greedy, strict=False):
+        scores[item.row].bleu["plain"] = sentence_bleu(item.target, output[:BLEU_NEW_TOKENS])
+    for attempt in range(1, attempts):
+        for number, (name, work) in enumerate({"original": original, **conditions}.items()):
             # Seeds as the paper's: 1e5 a condition, 1e4 an attempt, 1 a batch.
-            temperature = 0.0 if attempt == 0 else 0.8
-            sampling = Sampling(ACCESS_NEW_TOKENS, temperature, 0.95, seed=100_000 * number + 10_000 * attempt)
-            outputs = run(work, sampling, name if attempts < 2 else f"{name}, attempt {attempt + 1}")
-            if name == "original" and attempt == 0:
-                for item, output in zip(work, outputs, strict=True):
-                    scores[item.row].bleu["plain"] = sentence_bleu(item.target, output[:BLEU_NEW_TOKENS])
+            sampling = Sampling(new_tokens, 0.8, 0.95, seed=100_000 * number + 10_000 * attempt)
+            run(work, sampling, f"{name}, attempt {attempt + 1}")
     if "fim" in forms:
         pairs = [forget_prompt(tokenizer, row, "fim") for row in rows]
         outputs = complete(

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from unbind_core.architecture import decoder_stack
 from unbind_core.bank import ModuleBank, Selection
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
+from unbind_core.memory import GateMemory, Places
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class _Step:
     rows: Tensor | None
     phase: str
     counted: Tensor | None
+    places: Places | None
 
 
 class _LayerHook:
@@ -48,7 +50,7 @@ class _LayerHook:
                 f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
                 "give override= the path of layers that return their hidden states"
             )
-        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.counted)
+        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.counted, step.places)
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 
@@ -102,6 +104,7 @@ class Intervention:
         rows: Tensor | None = None,
         phase: str = "prefill",
         counted: Tensor | None = None,
+        places: Places | None = None,
     ) -> Iterator[None]:
         """Apply a selection to the forward pass inside; None leaves the model alone. Arguments as
         :meth:`Selection.edit`.
@@ -116,7 +119,7 @@ class Intervention:
             )
         try:
             if selection is not None:
-                self.current = _Step(selection, rows, phase, counted)
+                self.current = _Step(selection, rows, phase, counted, places)
             yield
         finally:
             self.current = None
@@ -145,10 +148,46 @@ def _as_rows(bank: ModuleBank, modules: Modules | None) -> list[Mapping[str, flo
 
 
 def _real_positions(mask: Any, batch: int, length: int) -> Tensor | None:
-    """bool [B,T] from a two-dimensional attention mask that ends with these positions; None where there is none."""
+    """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         return None
-    return mask[:, -length:].bool()
+    return mask.bool()
+
+
+class _Sequences:
+    """The gate memory of one generation after another: a pass without past begins anew."""
+
+    def __init__(self) -> None:
+        self._memory: GateMemory | None = None
+
+    def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> Places:
+        """Where the rows of this pass stand; ``real`` bool [B, past and new positions] is false at padding."""
+        before = past.get_seq_length() if past is not None else 0
+        if self._memory is None or not before or self._memory.slots != batch:
+            self._memory = GateMemory(batch, before + length, device)
+        memory = self._memory
+        memory.lengthen(before + length)
+        _follow_beams(past, memory)
+        if real is None:
+            positions = (before + torch.arange(length, device=device)).expand(batch, length)
+        else:
+            counted = real.cumsum(1)[:, -length:] - 1
+            positions = torch.where(real[:, -length:], counted, memory.length)
+        starts = positions.min(1).values.clamp(max=memory.length - 1)
+        return Places(memory, torch.arange(batch, device=device), positions, starts)
+
+
+def _follow_beams(past: Any, memory: GateMemory) -> None:
+    """Beam search reorders the rows of its cache between passes; the memory has to go along."""
+    if past is None or getattr(past, "_unbind_memory", None) is memory:
+        return
+    reorder = past.reorder_cache
+
+    def both(rows: Tensor) -> None:
+        reorder(rows)
+        memory.reorder(rows)
+
+    past.reorder_cache, past._unbind_memory = both, memory
 
 
 @contextmanager
@@ -170,6 +209,7 @@ def attach(
     with Intervention(model, override) as intervention:
         signature = inspect.signature(intervention.stack.forward)
         under_way: list[Any] = []
+        sequences = _Sequences()
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = signature.bind_partial(*args, **kwargs).arguments
@@ -190,8 +230,11 @@ def attach(
                 rows = torch.arange(batch, device=given.device) // (batch // selection.rows)
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
-            counted = None if decoding else _real_positions(arguments.get("attention_mask"), batch, length)
-            step = intervention.step(selection, rows=rows, phase="decode" if decoding else "prefill", counted=counted)
+            real = _real_positions(arguments.get("attention_mask"), batch, length)
+            counted = None if decoding or real is None else real[:, -length:]
+            places = sequences.places(batch, length, past, real, given.device) if selection.remembers else None
+            phase = "decode" if decoding else "prefill"
+            step = intervention.step(selection, rows=rows, phase=phase, counted=counted, places=places)
             step.__enter__()
             under_way.append(step)
 

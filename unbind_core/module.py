@@ -30,19 +30,24 @@ from unbind_core.files import write_whole
 FORMAT = 1
 KEY = "unbind"
 PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
+TENSORS = ("w", "v", "b", "heads", "heads_b")
+DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
+MAX_WINDOW = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
 
 @dataclass(frozen=True, eq=False)
 class UnbindModule:
-    """One calibrated module (paper section 4): gate a >= tau with a = relu(w'h - s_ref), update h - kappa a v.
+    """One calibrated module: which states of one decoder layer to change, along which direction, how far.
 
-    ``w`` and ``v`` are FP32 [d] on the CPU, ``v`` of unit length. ``layer`` counts from 0 and acts on that decoder
-    layer's output. ``partitions`` are row indices; the remaining mappings are JSON and say how the module came to be.
-    ``detector``, ``window`` and ``tau_close`` belong to a more general gate: only the paper's values can be applied by
-    this version. Raises ModuleFileError, naming the field, where a value makes no sense. Modules are equal if their
-    files are.
+    ``detector`` "fisher" (paper section 4): w [d]; a = relu(w'h - s_ref); where a >= tau, h becomes h - kappa a v.
+    "network": w [h,d], b [h], heads [K,h], heads_b [K]; f(h) = heads relu(w h + b) + heads_b; where the largest head's mean
+    of f over the last ``window`` positions is tau above s_ref the gate opens, where it is less than tau_close above it
+    closes (``tau_close`` None: tau), and while it is open h becomes h - kappa v (``unbind_core/gates.py``).
+    Tensors are FP32 on the CPU, ``v`` [d] of unit length. ``layer`` counts from 0 and acts on that decoder layer's output.
+    ``partitions`` are row indices; the remaining mappings are JSON and say how the module came to be. Raises
+    ModuleFileError, naming the field, where a value makes no sense. Modules are equal if their files are.
     """
 
     name: str
@@ -65,6 +70,9 @@ class UnbindModule:
     detector: str = "fisher"
     window: int = 1
     tau_close: float | None = None
+    b: Tensor | None = None
+    heads: Tensor | None = None
+    heads_b: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be applied, so that a module in hand is a module that works."""
@@ -78,6 +86,19 @@ class UnbindModule:
         """By the file's digest."""
         return hash(self.digest)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the file by name: w and v, and for a network b, heads and heads_b."""
+        named = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor.contiguous() for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def network(self) -> tuple[Tensor, Tensor, Tensor]:
+        """b, heads and heads_b of a network detector. Raises ModuleFileError for another kind."""
+        if self.b is None or self.heads is None or self.heads_b is None:
+            raise ModuleFileError(f"module '{self.name}': detector '{self.detector}' has no network")
+        return self.b, self.heads, self.heads_b
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file's bytes, in hex; the module's identity."""
@@ -85,7 +106,7 @@ class UnbindModule:
 
     def to_bytes(self) -> bytes:
         """The module file as bytes; the same module gives the same bytes."""
-        tensors = {"w": self.w.contiguous(), "v": self.v.contiguous()}
+        tensors = self.tensors
         try:
             described = self.describe()
             described["checksum"] = _checksum(tensors, described)
@@ -161,7 +182,7 @@ class UnbindModule:
 
     def describe(self) -> dict[str, Any]:
         """All metadata as plain JSON values, as the file holds them (less the checksum)."""
-        described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("w", "v")}
+        described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in TENSORS}
         described["model"] = asdict(self.model)
         described["partitions"] = {key: list(self.partitions.get(key, ())) for key in PARTITIONS}
         for key in ("budgets", "measured", "versions", "settings"):
@@ -174,10 +195,11 @@ def _canonical(value: Any) -> str:
 
 
 def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
-    """SHA-256 over w, v and the canonical JSON without the checksum itself: damage and hand edits show."""
+    """SHA-256 over the tensors and the canonical JSON without the checksum itself: damage and hand edits show."""
     digest = hashlib.sha256()
-    for key in ("w", "v"):
-        digest.update(tensors[key].numpy().tobytes())
+    for key in TENSORS:
+        if key in tensors:
+            digest.update(tensors[key].numpy().tobytes())
     digest.update(_canonical(described).encode())
     return digest.hexdigest()
 
@@ -206,8 +228,9 @@ def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         newer = isinstance(version, int) and version > FORMAT
         remedy = "upgrade this software" if newer else "fit it again"
         raise ModuleFileError(f"{origin}: format {version!r} is not the one this version reads ({FORMAT}); {remedy}")
-    if set(tensors) != {"w", "v"}:
-        raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)} in place of v and w; give a module file")
+    kind = described.get("detector")
+    if set(tensors) not in ([DETECTORS[kind]] if kind in DETECTORS else DETECTORS.values()):
+        raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)}, not those of a module; give a module file")
     claimed = described.pop("checksum", None)
     try:
         actual = _checksum(tensors, described)
@@ -235,8 +258,12 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         yield "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
     if type(module.layer) is not int or not 0 <= module.layer < count:
         yield "layer", f"is {module.layer!r}; the model has layers 0 to {count - 1}"
-    yield from _vector_problems("w", module.w, size)
-    yield from _vector_problems("v", module.v, size)
+    if module.detector not in DETECTORS:
+        yield "detector", f"{module.detector!r} cannot be applied by this version; upgrade this software"
+    if set(module.tensors) != DETECTORS[module.detector]:
+        yield "detector", f"'{module.detector}' needs the tensors {', '.join(sorted(DETECTORS[module.detector]))}"
+    yield from _tensor_problems("v", module.v, (size,))
+    yield from _detector_problems(module, size)
     if abs(float(module.v.double().norm()) - 1) > _UNIT:
         yield "v", f"must have unit length, not {float(module.v.double().norm()):.4f}; the strength belongs in kappa"
     for field, low, needed in (
@@ -249,9 +276,6 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
             yield field, f"is {value!r}; it must be a finite number{needed}"
     if module.quantile is not None and not 0 <= module.quantile <= 1:
         yield "quantile", f"is {module.quantile!r}; it must lie between 0 and 1, or be null"
-    for field, supported in (("detector", ("fisher",)), ("window", (1,)), ("tau_close", (None, module.tau))):
-        if getattr(module, field) not in supported:
-            yield field, f"{getattr(module, field)!r} cannot be applied by this version; upgrade this software"
     for key in module.partitions:
         if key not in PARTITIONS:
             yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
@@ -261,9 +285,36 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
             yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
 
 
-def _vector_problems(field: str, vector: Tensor, size: int) -> Iterator[tuple[str, str]]:
-    if vector.dtype != torch.float32 or vector.device.type != "cpu" or tuple(vector.shape) != (size,):
-        found = f"{vector.dtype} {list(vector.shape)} on {vector.device}"
-        yield field, f"must be float32 [{size}] on the CPU, not {found}"
-    if not bool(torch.isfinite(vector).all()) or not float(vector.norm()) > 0:
+def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
+    """The detector's tensors, its window and its second threshold."""
+    if module.detector == "fisher":
+        yield from _tensor_problems("w", module.w, (size,))
+        for field, needed in (("window", (1,)), ("tau_close", (None, module.tau))):
+            if getattr(module, field) not in needed:
+                yield (
+                    field,
+                    f"is {getattr(module, field)!r}; the 'fisher' detector has no memory: {needed[0]!r} is needed",
+                )
+        return
+    b, heads, heads_b = module.network
+    width, count = b.numel(), heads_b.numel()
+    shapes = (("w", module.w, (width, size)), ("b", b, (width,)), ("heads", heads, (count, width)))
+    for field, tensor, shape in (*shapes, ("heads_b", heads_b, (count,))):
+        yield from _tensor_problems(field, tensor, shape, zero=field in ("b", "heads_b"))
+    if type(module.window) is not int or not 1 <= module.window <= MAX_WINDOW:
+        yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_WINDOW}"
+    if not module.tau > 0:
+        yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
+    close = module.tau_close
+    if close is not None and not (type(close) in (int, float) and 0 <= close <= module.tau):
+        yield "tau_close", f"is {close!r}; it must lie between 0 and tau, or be null"
+
+
+def _tensor_problems(
+    field: str, tensor: Tensor, shape: tuple[int, ...], zero: bool = False
+) -> Iterator[tuple[str, str]]:
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tuple(tensor.shape) != shape:
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        yield field, f"must be float32 {list(shape)} on the CPU, not {found}"
+    if not bool(torch.isfinite(tensor).all()) or not (zero or float(tensor.norm()) > 0):
         yield field, "must be finite and not all zero; fit it again"

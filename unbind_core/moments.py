@@ -72,24 +72,28 @@ class Moments:
 
 @dataclass
 class CrossMoments:
-    """Sum of h g' over paired rows, FP64 [d,d]: all the output axis needs (paper eq. 8)."""
+    """Sums of h g' and of g over paired rows, FP64 [d,d] and [d]: all that output axes need (paper eq. 8)."""
 
     dimension: int
     device: torch.device | str = "cpu"
     count: int = 0
     product: Tensor = field(init=False)
+    gradient: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.gradient = torch.zeros(self.dimension, dtype=torch.float64, device=self.device)
         self.product = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=self.device)
 
     def add(self, states: Tensor, gradients: Tensor) -> None:
         """Take in paired rows [N,d] and [N,d]."""
         self.product += states.to(torch.float64).T @ gradients.to(torch.float64)
+        self.gradient += gradients.to(torch.float64).sum(0)
         self.count += states.shape[0]
 
     def merge(self, other: CrossMoments) -> None:
         """Take in what another accumulator has seen."""
         self.product += other.product.to(self.device)
+        self.gradient += other.gradient.to(self.device)
         self.count += other.count
 
     @property

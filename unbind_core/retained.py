@@ -7,16 +7,20 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from unbind_core.architecture import unwrap
 from unbind_core.capture import capture_states
 from unbind_core.files import write_whole
 from unbind_core.generation import Sampling, complete
 from unbind_core.moments import Moments, load_moments, save_moments
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import RetainRow
-from unbind_core.search import BLEU_NEW_TOKENS, RetainCompletions
+from unbind_core.search import BLEU_NEW_TOKENS, Replay, RetainCompletions
 from unbind_core.windows import MAX_WINDOW, Window, batches, encode_prompt, pad_id
 
 
@@ -95,7 +99,26 @@ def retain_completions(
         outputs = complete(model, prompts, sampling, pad=pad, end=end, stage="retain completions", progress=progress)
         if file:
             write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
-    return RetainCompletions(model, prompts, references, outputs, layers, pad=pad, end=end)
+    states = (
+        cache
+        and cache / f"paths-{_key(fingerprint, next(model.parameters()).dtype, prompts, outputs, layers)}.safetensors"
+    )
+    return RetainCompletions(model, prompts, references, outputs, layers, pad=pad, end=end, cache=states)
+
+
+def retain_replay(
+    model: nn.Module,
+    windows: Sequence[Window],
+    layers: Sequence[int],
+    *,
+    pad: int,
+    cache: Path | None,
+    fingerprint: str,
+) -> Replay:
+    """The calibration windows with their states at all layers, from ``cache`` where they are known."""
+    dtype = next(model.parameters()).dtype
+    key = _key(fingerprint, dtype, [(w.ids, w.first_target) for w in windows], layers)
+    return Replay(model, windows, layers, pad=pad, cache=cache and cache / f"calibration-{key}.safetensors")
 
 
 def _known(file: Path) -> list[list[int]] | None:
@@ -105,3 +128,50 @@ def _known(file: Path) -> list[list[int]] | None:
     except (OSError, ValueError):
         return None
     return known
+
+
+def retain_states(
+    model: nn.Module,
+    windows: Sequence[Window],
+    layers: Sequence[int],
+    *,
+    pad: int,
+    limit_bytes: int,
+    cache: Path | None = None,
+    fingerprint: str = "",
+    progress: ProgressCallback = silent,
+) -> dict[int, Tensor]:
+    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device; kept in ``cache`` if given.
+
+    Every k-th predictor position of all windows, k the smallest for which the layers together stay within ``limit_bytes``.
+    """
+    parameter = next(model.parameters())
+    size = sum(window.target_count for window in windows) * len(layers) * _width(model) * 2
+    step = max(1, -(-size // limit_bytes))
+    key = _key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step)
+    file = cache and cache / f"states-{key}.safetensors"
+    if file and (known := _known_states(file, layers, parameter.device)) is not None:
+        return known
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    every = list(batches(windows, pad, device=parameter.device))
+    for batch in counted(every, len(every), "retain states", progress):
+        for layer, states in capture_states(model, batch, layers).states.items():
+            found[layer].append(states[::step].to(torch.bfloat16))
+    joined = {layer: torch.cat(parts) for layer, parts in found.items()}
+    if file:
+        tensors = {str(layer): states.cpu() for layer, states in joined.items()}
+        write_whole(file, lambda temporary: save_file(tensors, temporary))
+    return joined
+
+
+def _width(model: nn.Module) -> int:
+    return int(unwrap(model).config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
+
+
+def _known_states(file: Path, layers: Sequence[int], device: torch.device) -> dict[int, Tensor] | None:
+    """What a file of states holds; None where there is none or it is damaged."""
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            return {layer: opened.get_tensor(str(layer)) for layer in layers}
+    except (OSError, SafetensorError):
+        return None

@@ -15,6 +15,7 @@ from typing import Any
 from unbind_core.errors import DataError, InsufficientRows
 
 MINIMUM_FORGET_ROWS = 3
+RETAIN_CALIBRATION = 150  # fewer rows say little of rates of some per mille
 PROMPT_SHARE = 0.25
 
 
@@ -157,16 +158,22 @@ def make_partitions(
     seed: int = 0,
     retain_limit: int | None = 600,
     set_apart: int = 0,
+    *,
+    split_forget: bool = True,
 ) -> Partitions:
     """Seeded partitions by source row: forget by :func:`forget_sizes`, retain 80/20 % of at most ``retain_limit`` rows.
 
-    With ``set_apart`` the calibration rows are drawn from the last so many retain rows, the fitting rows from the others.
+    With ``set_apart`` the calibration rows are drawn from the last so many retain rows, the fitting rows from the others:
+    at least 150 for calibration where there are so many. Without ``split_forget`` every forget row is fitted.
     Raises InsufficientRows with the number that is needed.
     """
-    if len(forget) < MINIMUM_FORGET_ROWS:
+    if split_forget and len(forget) < MINIMUM_FORGET_ROWS:
         raise InsufficientRows(
-            f"the forget set has {len(forget)} rows; at least {MINIMUM_FORGET_ROWS} are needed for fit, calibration and validation"
+            f"the forget set has {len(forget)} rows; at least {MINIMUM_FORGET_ROWS} are needed for fit, calibration and "
+            "validation of the paper's gate; gate 'auto' needs one"
         )
+    if not forget:
+        raise InsufficientRows("the forget set has no rows; at least one is needed")
     if len(retain) < 10:
         raise InsufficientRows(
             f"the retain set has {len(retain)} rows; at least 10 are needed (a few hundred make honest rates)"
@@ -174,8 +181,12 @@ def make_partitions(
     rng = random.Random(seed)
     everything = list(range(len(forget)))
     _, calibration_size, validation_size = forget_sizes(len(forget))
-    held = _draw(everything, lambda i: forget[i].language, calibration_size + validation_size, rng)
-    validation = _draw(held, lambda i: forget[i].language, validation_size, rng)
+    held = (
+        []
+        if not split_forget
+        else _draw(everything, lambda i: forget[i].language, calibration_size + validation_size, rng)
+    )
+    validation = [] if not split_forget else _draw(held, lambda i: forget[i].language, validation_size, rng)
     rng = random.Random(
         f"{seed}:retain"
     )  # on its own, so that what is cached of the retain rows serves every forget set
@@ -184,9 +195,8 @@ def make_partitions(
     if set_apart:
         apart = list(range(len(pool), len(retain)))
         pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit - round(limit * 0.2)), rng)
-        retain_calibration = _draw(
-            apart, lambda i: retain[i].language, min(len(apart), max(1, round(limit * 0.2))), rng
-        )
+        held_apart = min(len(apart), max(RETAIN_CALIBRATION, round(limit * 0.2)))
+        retain_calibration = _draw(apart, lambda i: retain[i].language, held_apart, rng)
     else:
         pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit), rng)
         retain_calibration = _draw(pool, lambda i: retain[i].language, max(1, round(len(pool) * 0.2)), rng)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ def fim_prompt(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str) -> 
     template = fim_template(tokenizer)
     if template is None:
         return None
-    return _fim_ids(tokenizer, template, encode(tokenizer, prefix), encode(tokenizer, suffix))
+    return fim_ids(tokenizer, template, encode(tokenizer, prefix), encode(tokenizer, suffix))
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
@@ -87,9 +88,22 @@ def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     return found
 
 
-def _fim_ids(
+def parse_fim_template(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, ...]:
+    """A template written as ``<PRE>{prefix}<SUF>{suffix}<MID>``. Raises DataError where it cannot be one."""
+    parts = tuple(part for part in re.split(r"(\{prefix\}|\{suffix\})", text) if part)
+    if sorted(part for part in parts if part in ("{prefix}", "{suffix}")) != ["{prefix}", "{suffix}"]:
+        raise DataError("fim_template: must hold {prefix} and {suffix} once each, like <PRE>{prefix}<SUF>{suffix}<MID>")
+    vocabulary = tokenizer.get_vocab()
+    for part in parts:
+        if not part.startswith("{") and part not in vocabulary:
+            raise DataError(f"fim_template: '{part}' is not one token of this tokenizer; use its own special tokens")
+    return parts
+
+
+def fim_ids(
     tokenizer: PreTrainedTokenizerBase, template: tuple[str, ...], prefix: list[int], suffix: list[int]
 ) -> list[int]:
+    """Ids of a fill-in-the-middle prompt in the order of ``template``, BOS in front where defined."""
     ids = beginning(tokenizer)
     for part in template:
         if part == "{prefix}":
@@ -207,7 +221,7 @@ def retain_windows(
                 windows += _plain_windows(beginning(tokenizer), encode(tokenizer, text), 0, index, limit)
             elif template is not None:
                 prefix, suffix, middle = (encode(tokenizer, part) for part in _retain_fim_split(text, seed))
-                ids = _fim_ids(tokenizer, template, prefix, suffix) + middle
+                ids = fim_ids(tokenizer, template, prefix, suffix) + middle
                 if 2 <= len(ids) <= limit:  # a longer one would have to be torn; its plain windows are all there
                     windows.append(Window(tuple(ids), 1, index, form))
     return windows

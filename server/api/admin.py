@@ -5,7 +5,6 @@ Routes that only ask the registry are plain functions, which run in threads: a d
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -13,6 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Request
 from sqlalchemy.exc import OperationalError
 
+from server.api.caller import Caller, administrator
 from server.errors import ApiError
 from server.registry.audit import Actor
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere, Refusal, Stale, Unconditional
@@ -31,27 +31,14 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
 }
 
 
-async def admin_key(request: Request, authorization: Annotated[str | None, Header()] = None) -> None:
-    """Let nobody pass without ``Authorization: Bearer <admin key>``."""
-    scheme, _, given = (authorization or "").partition(" ")
-    expected = service(request).admin_key
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), expected.encode()):
-        raise ApiError(
-            401,
-            "this route needs the admin key: send 'Authorization: Bearer KEY' (the server printed it at its start)",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-
-
 def admin_router() -> APIRouter:
-    """A router whose every route needs the admin key."""
-    return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(admin_key)])
+    """A router whose every route needs a key with the admin scope."""
+    return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(administrator)])
 
 
-def acting(request: Request) -> Actor:
-    """Who acts, for the audit trail."""
-    return Actor("admin", request.client.host if request.client else "")
+def acting(request: Request, caller: Annotated[Caller, Depends(administrator)]) -> Actor:
+    """Who acts, for the audit trail: the id of their key, or "admin" for the server's own admin key."""
+    return Actor(caller.key.id if caller.key else "admin", request.client.host if request.client else "")
 
 
 Acting = Annotated[Actor, Depends(acting)]

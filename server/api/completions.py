@@ -1,85 +1,78 @@
-"""``POST /v1/completions``: text continued, in plain order or into a gap, under the modules that the call names."""
+"""``POST /v1/completions``: text continued, in plain order or into a gap, under the modules that apply to the call."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.generation import EventStream, Generation, answer
-from server.api.models import check_model
+from server.api.answers import EventStream, whole
+from server.api.call import Admitted
+from server.api.generation import Choice, Generation, Result
+from server.api.logprobs import LegacyLogprobs
+from server.api.prompts import completion_prompts
+from server.api.report import Report
 from server.api.schemas import CompletionBody
-from server.errors import invalid
-from server.policy import effective
-from server.service import Service, service
-from unbind_core.windows import encode_prompt, fim_prompt
 
 router = APIRouter(prefix="/v1", tags=["completions"])
-Served = Annotated[Service, Depends(service)]
 
 
 @router.post("/completions")
-async def complete(
-    body: CompletionBody,
-    request: Request,
-    served: Served,
-    x_unbind_modules: Annotated[str | None, Header(max_length=100_000)] = None,
-) -> Response:
-    """Continue each prompt; ``unbind.modules`` and the header ``X-Unbind-Modules`` name the modules to apply."""
-    check_model(served, body.model)
-    pinned = effective(served.engine.modules, body.unbind.modules if body.unbind else None, x_unbind_modules)
-    prompts, leads = _prompts(served, body)
-    generation = Generation(served, prompts, pinned)
-    generation.submit(body, body.max_tokens, leads if body.echo else [""] * len(leads))
+async def complete(body: CompletionBody, call: Admitted) -> Response:
+    """Continue each prompt; ``unbind.modules`` and the header ``X-Unbind-Modules`` name modules to apply."""
+    prompts = completion_prompts(call.served, body.prompt, body.suffix, body.echo)
+    generation = call.submit(body, prompts, echo=body.echo)
     frame = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": served.settings.served_name,
+        "model": body.model or call.served.settings.served_name,
     }
     if body.stream:
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(generation, _events(generation, frame, usage))
+        return EventStream(generation, _events(generation, body, frame))
 
-    def shape(results: list[tuple[str, str]]) -> dict[str, Any]:
-        choices = [_choice(index, text, reason) for index, (text, reason) in enumerate(results)]
+    def shape(results: list[Result]) -> dict[str, Any]:
+        choices = [
+            {
+                **_choice(choice, result.text, _logprobs(generation, body, choice, result), result.reason),
+                **generation.reported(choice),
+            }
+            for choice, result in zip(generation.choices, results, strict=True)
+        ]
         return {**frame, "choices": choices, "usage": generation.usage()}
 
-    return await answer(request, generation, shape)
+    return await whole(call.request, generation, shape)
 
 
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(choice: Choice, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def _events(generation: Generation, frame: dict[str, Any], usage: bool) -> AsyncIterator[dict[str, Any]]:
-    async for index, delta in generation.merged():
-        if delta.text or delta.finish_reason:
-            yield {**frame, "choices": [_choice(index, delta.text, delta.finish_reason)]}
-    if usage:
+def _logprobs(
+    generation: Generation, body: CompletionBody, choice: Choice, result: Result
+) -> dict[str, list[Any]] | None:
+    if body.logprobs is None:
+        return None
+    return LegacyLogprobs(generation.served.loaded.tokenizer).of(
+        result.logprobs, choice.prompt.ids if body.echo else ()
+    )
+
+
+async def _events(generation: Generation, body: CompletionBody, frame: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    usage = {"usage": None} if body.include_usage else {}
+    tokenizer = generation.served.loaded.tokenizer
+    written = [LegacyLogprobs(tokenizer) for _ in generation.choices]
+    async for choice, delta in generation.merged():
+        entries = [*delta.prompt_logprobs, *delta.logprobs] if body.logprobs is not None else []
+        if not (delta.text or delta.finish_reason or entries or delta.activations):
+            continue
+        prompt = choice.prompt.ids if delta.prompt_logprobs else ()
+        logprobs = written[choice.index].of(entries, prompt) if entries else None
+        shaped = _choice(choice, delta.text, logprobs, delta.finish_reason)
+        yield {**frame, "choices": [{**shaped, **Report.part(choice.report, delta)}], **usage}
+    if body.include_usage:
         yield {**frame, "choices": [], "usage": generation.usage()}
-
-
-def _prompts(served: Service, body: CompletionBody) -> tuple[list[list[int]], list[str]]:
-    """Token ids of each prompt, encoded as fitting encodes them, and its text for an echo."""
-    tokenizer = served.loaded.tokenizer
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        if body.suffix is None:
-            return [encode_prompt(tokenizer, prompt)], [prompt]
-        ids = fim_prompt(tokenizer, prompt, body.suffix)
-        if ids is None:
-            raise invalid(
-                "suffix: this model's tokenizer has no fill-in-the-middle tokens; leave suffix out", param="suffix"
-            )
-        return [ids], [prompt]
-    prompts: list[list[int]] = []
-    leads: list[str] = []
-    for item in [prompt] if isinstance(prompt[0], int) else prompt:
-        prompts.append(encode_prompt(tokenizer, item) if isinstance(item, str) else [int(t) for t in item])
-        leads.append(item if isinstance(item, str) else str(tokenizer.decode(item)) if body.echo else "")
-    return prompts, leads

@@ -1,112 +1,144 @@
-"""From validated bodies to running requests and back: what completions and chat share.
+"""From validated bodies to running requests and back: what the routes that generate share.
 
-Routes make ``Choice``s; everything is submitted before the answer starts, so that refusals are proper errors.
+Everything is submitted before the answer starts, so that refusals are proper errors.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
-
+from server.api.prompts import Prompt
+from server.api.report import Report
 from server.api.schemas import DEFAULT_MAX_TOKENS, GenerationBody
 from server.engine.pinned import PinnedSet
-from server.engine.request import Delta, Flight, GenerationRequest
-from server.errors import ApiError, error_body, invalid
-from server.policy import HEADER
+from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
+from server.errors import ApiError, invalid
+from server.policy import HEADER, OFF, labels
 from server.service import Service
 
 
 @dataclass
 class Choice:
-    """One answer of a call: its request in the engine and what has come of it. ``lead`` is text to echo."""
+    """One answer of a call: its request in the engine and what has come of it so far."""
 
     index: int
-    flight: Flight | None
+    prompt: Prompt
+    flight: Flight
     deltas: asyncio.Queue[Delta]
-    lead: str = ""
+    report: Report | None = None
     tokens: int = 0
+    first_at: float | None = None
+    last_at: float = 0.0
+
+
+@dataclass
+class Result:
+    """A finished answer."""
+
+    text: str = ""
+    reason: str = "stop"
+    ended_by: str = "eos"
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+
+def ended_by(delta: Delta) -> str:
+    """What ended an answer, by its last delta: its length, a stop string, or the model itself, which adds no token."""
+    return "limit" if delta.finish_reason == "length" else "word" if delta.tokens else "eos"
 
 
 class Generation:
     """The choices of one call."""
 
-    def __init__(self, served: Service, prompts: Sequence[Sequence[int]], pinned: PinnedSet) -> None:
-        self._served = served
-        self.prompts = prompts
-        self.pinned = pinned
+    def __init__(
+        self, served: Service, prompts: Sequence[Prompt], pinned: PinnedSet, *, report: bool = False, echo: bool = False
+    ) -> None:
+        self.served, self.prompts, self.pinned = served, prompts, pinned
         self.choices: list[Choice] = []
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
+        self._report, self._echo = report, echo
 
-    def submit(self, body: GenerationBody, wanted: int | None, leads: Sequence[str]) -> None:
+    def submit(self, body: GenerationBody) -> None:
         """Submit ``body.n`` requests for each prompt, or none at all where one is refused."""
-        limit = self._served.settings.max_model_len
-        vocabulary = self._served.loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        room = self.served.settings.queue_limit + self.served.engine.stats().slots
+        if len(self.prompts) * body.n > room:
+            raise invalid(f"prompt: prompts times n are over the {room} requests that this server holds", "prompt")
+        if any(int(token) >= self.served.vocabulary for token in body.logit_bias):
+            raise invalid(f"logit_bias: token ids must be from 0 to {self.served.vocabulary - 1}", "logit_bias")
         try:
-            for prompt, lead in zip(self.prompts, leads, strict=True):
-                if not prompt:
+            for prompt in self.prompts:
+                if not prompt.ids:
                     raise invalid("prompt: has no tokens; give at least one character", "prompt")
-                if not all(0 <= token < vocabulary for token in prompt):
-                    raise invalid(f"prompt: token ids must be from 0 to {vocabulary - 1}", "prompt")
-                tokens = wanted if wanted is not None else max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
                 for _ in range(body.n):
-                    index = len(self.choices)
-                    request = GenerationRequest(tuple(prompt), body.sampling(tokens, index), self.pinned)
-                    self.choices.append(self._choice(request, index, lead))
+                    self._submit_one(body, prompt)
         except BaseException:
             self.cancel()
             raise
-        self._served.telemetry.prompt_tokens.inc(sum(len(prompt) for prompt in self.prompts))
-        for entry in self.pinned.entries:
-            self._served.telemetry.module_requests.labels(entry.module.name).inc()
+        if body.wanted != 0:  # an editor that warms up asks for nothing yet
+            for entry in self.pinned.entries:
+                if self.pinned.strengths[entry.key] > OFF:
+                    self.served.telemetry.module_requests.labels(entry.module.name).inc()
+        self.served.telemetry.prompt_tokens.inc(sum(len(prompt.ids) for prompt in self.prompts))
 
-    def _choice(self, request: GenerationRequest, index: int, lead: str) -> Choice:
-        if request.sampling.max_tokens == 0:  # an echo, or an editor warming up: nothing to compute
-            self._served.engine.scheduler.check_fits(len(request.prompt), 0)
-            deltas: asyncio.Queue[Delta] = asyncio.Queue()
-            deltas.put_nowait(Delta("", (), "length"))
-            return Choice(index, None, deltas, lead)
-        flight, deltas = self._served.engine.submit(request)
-        return Choice(index, flight, deltas, lead)
+    def _submit_one(self, body: GenerationBody, prompt: Prompt) -> None:
+        index = len(self.choices)
+        sampling = body.sampling(self._tokens(body.wanted, len(prompt.ids)), index, self._echo)
+        request = GenerationRequest(tuple(prompt.ids), sampling, self.pinned, report=self._report)
+        flight, deltas = self.served.engine.submit(request)
+        report = Report(self.pinned) if self._report else None
+        self.choices.append(Choice(index, prompt, flight, deltas, report))
+
+    def _tokens(self, wanted: int | None, prompt: int) -> int:
+        """How many tokens to make: what was asked for, else the default or all that fit."""
+        fitting = max(1, self.served.settings.max_model_len - prompt)
+        if wanted is None:
+            return min(DEFAULT_MAX_TOKENS, fitting)
+        return fitting if wanted < 0 else wanted
 
     def cancel(self) -> None:
         """Free what still runs."""
         for choice in self.choices:
-            if choice.flight is not None:
-                self._served.engine.cancel(choice.flight)
+            self.served.engine.cancel(choice.flight)
 
     async def deltas(self, choice: Choice) -> AsyncIterator[Delta]:
-        """The deltas of one choice, the echoed text in front; raises ApiError where the engine failed it."""
-        if choice.lead:
-            yield Delta(choice.lead)
+        """The deltas of one choice, echoed text in front of the first; raises ApiError where the engine failed it."""
+        lead = choice.prompt.text if self._echo else ""
         while True:
             delta = await choice.deltas.get()
             if delta.error is not None:
-                raise ApiError(500, delta.error, code="engine_error")
-            if delta.tokens and not choice.tokens:
-                self._served.telemetry.first_token.observe(time.perf_counter() - self._started)
+                raise self._failed(delta.error)
+            choice.last_at = time.perf_counter()
+            if choice.first_at is None and (delta.tokens or delta.finish_reason):
+                choice.first_at = choice.last_at
+                if delta.tokens:
+                    self.served.telemetry.first_token.observe(choice.first_at - self.started)
             choice.tokens += len(delta.tokens)
-            self._served.telemetry.generated_tokens.inc(len(delta.tokens))
-            yield delta
+            self.served.telemetry.generated_tokens.inc(len(delta.tokens))
+            if choice.report is not None:
+                choice.report.add(delta)
+            yield replace(delta, text=lead + delta.text) if lead else delta
+            lead = ""
             if delta.finish_reason is not None:
                 return
 
-    async def merged(self) -> AsyncIterator[tuple[int, Delta]]:
-        """The deltas of all choices as they come, each with its choice's index."""
-        arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+    def _failed(self, reason: str) -> ApiError:
+        """The engine dropped a request: worth trying elsewhere where that is because the server ends."""
+        if self.served.ready:
+            return ApiError(500, reason, code="engine_error")
+        return ApiError(503, reason, code="shutting_down", headers={"Retry-After": "10"})
+
+    async def merged(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """The deltas of all choices as they come, each with its choice."""
+        arrived: asyncio.Queue[tuple[Choice, Delta] | ApiError | None] = asyncio.Queue()
 
         async def pump(choice: Choice) -> None:
             try:
                 async for delta in self.deltas(choice):
-                    arrived.put_nowait((choice.index, delta))
+                    arrived.put_nowait((choice, delta))
                 arrived.put_nowait(None)
             except ApiError as error:
                 arrived.put_nowait(error)
@@ -116,7 +148,7 @@ class Generation:
             left = len(pumps)
             while left:
                 item = await arrived.get()
-                if isinstance(item, BaseException):
+                if isinstance(item, ApiError):
                     raise item
                 if item is None:
                     left -= 1
@@ -126,76 +158,42 @@ class Generation:
             for task in pumps:
                 task.cancel()
 
-    async def whole(self) -> list[tuple[str, str]]:
-        """Text and finish reason of every choice, when all are done."""
+    async def whole(self) -> list[Result]:
+        """Every choice, when all are done."""
 
-        async def one(choice: Choice) -> tuple[str, str]:
+        async def one(choice: Choice) -> Result:
+            result = Result()
             parts: list[str] = []
-            reason = "stop"
             async for delta in self.deltas(choice):
                 parts.append(delta.text)
-                reason = delta.finish_reason or reason
-            return "".join(parts), reason
+                result.tokens += delta.tokens
+                result.logprobs += [*delta.prompt_logprobs, *delta.logprobs]
+                if delta.finish_reason:
+                    result.reason, result.ended_by = delta.finish_reason, ended_by(delta)
+            result.text = "".join(parts)
+            return result
 
         return list(await asyncio.gather(*(one(choice) for choice in self.choices)))
 
-    def usage(self) -> dict[str, int]:
-        """Token counts as the official client reads them."""
-        prompt = sum(len(tokens) for tokens in self.prompts)
+    def usage(self) -> dict[str, Any]:
+        """Token counts as the official client reads them; a prompt counts once, however many answers it gets."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
         made = sum(choice.tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        each = max(1, len(self.choices) // max(1, len(self.prompts)))
+        cached = sum(choice.flight.cached_tokens for choice in self.choices[::each])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def reported(self, choice: Choice) -> dict[str, Any]:
+        """The ``unbind`` part of a finished choice, where the request asked for a report."""
+        return {"unbind": choice.report.whole()} if choice.report else {}
 
     @property
     def headers(self) -> dict[str, str]:
         """Which modules this answer was made under."""
-        return {HEADER: ",".join(self.pinned.labels)} if self.pinned.entries else {}
-
-
-async def answer(
-    request: Request, generation: Generation, shape: Callable[[list[tuple[str, str]]], dict[str, Any]]
-) -> Response:
-    """The whole answer as JSON; a client that goes away takes its requests with it."""
-    work = asyncio.create_task(generation.whole())
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            return Response(status_code=499)
-        return JSONResponse(shape(work.result()), headers=generation.headers)
-    finally:
-        generation.cancel()
-        for task in (work, gone):
-            task.cancel()
-            with suppress(asyncio.CancelledError, ApiError):
-                await task
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events, ended by ``[DONE]``; whatever ends the connection frees the requests."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[dict[str, Any]]) -> None:
-        self._generation = generation
-        headers = {**generation.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_encoded(events), media_type="text/event-stream", headers=headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send, and put away."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._generation.cancel()
-
-
-async def _encoded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    try:
-        async for event in events:
-            yield b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
-    except ApiError as error:
-        body = error_body(error.status, error.message, error.param, error.code)
-        yield b"data: " + json.dumps(body).encode() + b"\n\n"
-    yield b"data: [DONE]\n\n"
+        applied = labels(self.pinned)
+        return {HEADER: ",".join(applied)} if applied else {}

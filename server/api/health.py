@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.errors import ApiError
+from server.policy import unavailable
 from server.service import Service, service
 
 router = APIRouter(tags=["health"])
@@ -24,9 +25,11 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(served: Served) -> dict[str, Any]:
-    """200 once requests are served, 503 before and while shutting down."""
+    """200 once requests are served; 503 before, while shutting down and while an enforced module is missing."""
     if not served.ready:
         raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers={"Retry-After": "2"})
+    if missing := served.missing_modules:
+        raise unavailable(missing[0])
     return {"status": "ready", "model": served.settings.served_name, "modules": sorted(served.engine.modules.current)}
 
 

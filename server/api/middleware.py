@@ -1,7 +1,11 @@
-"""Pure ASGI middleware, so that disconnects reach the routes: request ids, metrics and log lines; a body size limit."""
+"""Pure ASGI middleware, so that disconnects reach the routes.
+
+From the outside in: request ids, metrics and log lines; the profile in the path; a body size limit; a time limit.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -11,7 +15,9 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, response
+from server.api.answers import DONE, event_bytes
+from server.api.call import PROFILE_KEY
+from server.errors import ApiError, error_body, response
 
 log = logging.getLogger("unbind.http")
 REQUEST_ID = "x-request-id"
@@ -48,7 +54,67 @@ class RequestLog:
             telemetry = self._owner.state.service.telemetry
             telemetry.requests.labels(route, str(status)).inc()
             telemetry.seconds.labels(route).observe(seconds)
-            log.info("%s %s %d %.3fs id=%s", scope["method"], route, status, seconds, request_id)
+            fields = {
+                "request_id": request_id, "method": scope["method"], "route": route, "status": status,
+                "seconds": round(seconds, 4), "profile": scope.get(PROFILE_KEY),
+            }  # fmt: skip
+            log.info("%s %s %d %.3fs id=%s", scope["method"], route, status, seconds, request_id, extra=fields)
+
+
+class ProfilePath:
+    """``/p/NAME/v1/...`` is ``/v1/...`` under the profile NAME. Clients that can set nothing but an address reach it."""
+
+    _pattern = re.compile(r"/p/([^/]+)(/(?!p/|admin/|console/).+)")
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and (found := self._pattern.fullmatch(scope["path"])):
+            scope[PROFILE_KEY], scope["path"] = found[1], found[2]
+            scope["raw_path"] = found[2].encode()
+        await self._app(scope, receive, send)
+
+
+class TimeLimit:
+    """504 for a request that takes too long; a stream that has begun ends with the error as its last event."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request. Those of the administrator may follow a job for as long as it takes."""
+        if scope["type"] != "http" or scope["path"].startswith("/admin/"):
+            await self._app(scope, receive, send)
+            return
+        content_type: str | None = None
+        ended = False
+
+        async def noticing(message: Message) -> None:
+            nonlocal content_type, ended
+            if message["type"] == "http.response.start":
+                content_type = Headers(raw=message["headers"]).get("content-type", "")
+            elif message["type"] == "http.response.body":
+                ended = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                await self._app(scope, receive, noticing)
+        except TimeoutError:
+            if not limit.expired() or ended:
+                raise
+            text = f"the request took longer than {self._seconds:g} s and was given up; ask for fewer tokens"
+            error = ApiError(504, text, code="request_timeout")
+            if content_type is None:
+                await response(error)(scope, receive, send)
+                return
+            if content_type.startswith("text/event-stream"):
+                last = event_bytes(error_body(error.status, error.message, code=error.code)) + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+                return
+            raise
 
 
 class BodyLimit:

@@ -1,4 +1,4 @@
-"""``/v1/models``: the one model that is served."""
+"""``/v1/models``: the one model that is served, and an alias ``MODEL~PROFILE`` for each profile."""
 
 from __future__ import annotations
 
@@ -6,33 +6,44 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from server.api.caller import inference
+from server.api.profiles import profile_names
 from server.errors import ApiError
 from server.service import Service, service
 
-router = APIRouter(prefix="/v1", tags=["models"])
+router = APIRouter(prefix="/v1", tags=["models"], dependencies=[Depends(inference)])
 Served = Annotated[Service, Depends(service)]
+SEPARATOR = "~"
 
 
-def check_model(served: Service, name: str | None) -> None:
-    """Raise 404 where a request names a model that is not served."""
-    if name is not None and name != served.settings.served_name:
-        raise ApiError(
-            404,
-            f"model: '{name[:200]}' is not served here; use '{served.settings.served_name}'",
-            param="model",
-            code="model_not_found",
-        )
+def check_model(served: Service, name: str | None) -> str | None:
+    """The profile that a model's name chooses, None for none. Raises ApiError 404 where the model is not served."""
+    own = served.settings.served_name
+    if name is None or name == own:
+        return None
+    model, separator, profile = name.rpartition(SEPARATOR)
+    if separator and model == own and profile in profile_names(served):
+        return profile
+    aliases = ", ".join(f"'{alias}'" for alias in [own, *_aliases(served)])
+    raise ApiError(
+        404, f"model: '{name[:200]}' is not served here; there are: {aliases}", param="model", code="model_not_found"
+    )
 
 
-def _card(served: Service) -> dict[str, Any]:
+def _aliases(served: Service) -> list[str]:
+    return [f"{served.settings.served_name}{SEPARATOR}{profile}" for profile in profile_names(served)]
+
+
+def _card(served: Service, name: str) -> dict[str, Any]:
     return {
-        "id": served.settings.served_name,
+        "id": name,
         "object": "model",
-        "created": 0,
+        "created": served.created,
         "owned_by": "unbind",
         "max_model_len": served.settings.max_model_len,
         "unbind": {
             "fingerprint": served.loaded.identity.fingerprint,
+            "profile": check_model(served, name),
             "modules": [entry.label for entry in served.engine.modules.current.values()],
         },
     }
@@ -41,11 +52,12 @@ def _card(served: Service) -> dict[str, Any]:
 @router.get("/models")
 async def list_models(served: Served) -> dict[str, Any]:
     """The list the official client reads."""
-    return {"object": "list", "data": [_card(served)]}
+    names = [served.settings.served_name, *_aliases(served)]
+    return {"object": "list", "data": [_card(served, name) for name in names]}
 
 
 @router.get("/models/{name:path}")
 async def show_model(name: str, served: Served) -> dict[str, Any]:
-    """One model. 404 for any other name."""
+    """One model or alias. 404 for any other name."""
     check_model(served, name)
-    return _card(served)
+    return _card(served, name)

@@ -1,28 +1,69 @@
-"""Request bodies of the OpenAI-compatible routes. Unknown fields are ignored, wrong ones are named.
+"""Request bodies of the routes that generate. Unknown fields are ignored and logged once, wrong ones are named.
 
 Numbers out of range are refused rather than bent; null means "not given", as clients send it.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from server.engine.request import Sampling
+from server.rules import MAX_MODULES, MAX_STRENGTH
 
+log = logging.getLogger("unbind.http")
 DEFAULT_MAX_TOKENS = 128
 MAX_CHOICES = 64
-Strict = ConfigDict(extra="forbid")
+MAX_TOKENS = 1_000_000
 Text = Annotated[StrictStr, Field(max_length=8_000_000)]
 Name = Annotated[StrictStr, Field(min_length=1, max_length=200)]
+TokenCount = Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
+Prediction = Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)]  # -1: as much as fits
+_noticed: set[tuple[str, str]] = set()
+
+
+def drop_nulls(cls: type[BaseModel], body: Any) -> Any:
+    """The body without its nulls; fields that nothing reads are logged, each once."""
+    if not isinstance(body, dict):
+        return body
+    aliases = (field.validation_alias for field in cls.model_fields.values())
+    known = {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
+    for name in body.keys() - cls.model_fields.keys() - known:
+        seen = (cls.__name__, str(name)[:64])
+        if seen not in _noticed and len(_noticed) < 256:
+            _noticed.add(seen)
+            log.info("ignored field %r of a %s", seen[1], seen[0])
+    return {key: value for key, value in body.items() if value is not None}
 
 
 class UnbindOptions(BaseModel):
     """The body's ``unbind`` object. Strict: a misspelt key here would silently leave a module out."""
 
-    model_config = Strict
-    modules: Annotated[list[Name], Field(max_length=4096)] = []
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    modules: Annotated[
+        list[Name] | dict[Name, Annotated[float, Field(ge=0, le=MAX_STRENGTH)]],
+        Field(max_length=MAX_MODULES, description="names, or names with multiples of the calibrated strength"),
+    ] = []
+    report: Annotated[StrictBool, Field(description="add what the gates did to the answer")] = False
+
+    @field_validator("modules", mode="before")
+    @classmethod
+    def _one_kind(cls, value: Any) -> Any:
+        if not isinstance(value, (list, dict)):
+            raise ValueError("must be a list of module names, or an object of names and strengths")
+        return value
 
 
 class StreamOptions(BaseModel):
@@ -31,17 +72,34 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool = False
 
 
+class OllamaOptions(BaseModel):
+    """``options`` as some editors send it beside an OpenAI body; the length is all that is read."""
+
+    num_predict: Prediction | None = None
+
+
 class GenerationBody(BaseModel):
-    """What completions and chat have in common."""
+    """What every body for generation has."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     model: Name | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=0, le=1_000_000)] | None = None
+    max_tokens: TokenCount | None = None
+    n_predict: Annotated[Prediction, Field(description="max_tokens by another name")] | None = None
+    options: OllamaOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[StrictInt, Field(ge=-1, le=10_000_000, description="0 or -1: off")] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=4096),
+    ] = {}
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=256)] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=1024)] | None = None
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -50,7 +108,24 @@ class GenerationBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+        return drop_nulls(cls, body)
+
+    @property
+    def wanted(self) -> int | None:
+        """How many tokens were asked for under any of the names; -1 for as many as fit, None where nobody said."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return self.n_predict if self.n_predict is not None else self.options.num_predict if self.options else None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to list beside each token's log-probability; None for no log-probabilities."""
+        return None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -58,15 +133,23 @@ class GenerationBody(BaseModel):
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in given if stop)
 
-    def sampling(self, max_tokens: int, choice: int) -> Sampling:
+    def sampling(self, max_tokens: int, choice: int, echo: bool) -> Sampling:
         """The sampling of choice number ``choice``: with a seed, each choice has its own, and repeats."""
         return Sampling(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=None if self.seed is None else self.seed + choice,
+            temperature=self.temperature if self.temperature > 1e-6 else 0.0,  # below, it is greedy but for rounding
+            top_p=max(self.top_p, 1e-9),
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            seed=None if self.seed is None else (self.seed + choice) % 2**63,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()} or (),
             stop=self.stops,
             ignore_eos=self.ignore_eos,
+            logprobs=self.alternatives,
+            prompt_logprobs=self.alternatives if echo else None,
         )
 
 
@@ -76,6 +159,13 @@ class CompletionBody(GenerationBody):
     prompt: Text | list[StrictInt] | list[Text] | list[list[StrictInt]]
     suffix: Text | None = None
     echo: StrictBool = False
+    best_of: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """``logprobs`` counts the alternatives."""
+        return self.logprobs
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -91,30 +181,68 @@ class CompletionBody(GenerationBody):
                 raise ValueError("must be all strings, all token ids or all lists of token ids")
             if kinds == {list} and not all(type(token) is int for item in value for token in item):
                 raise ValueError("must hold integers only in its lists of token ids")
+            if kinds != {int} and len(value) > 1024:
+                raise ValueError("must not hold more than 1024 prompts")
         return value
 
     @model_validator(mode="after")
-    def _suffix_needs_text(self) -> CompletionBody:
+    def _agree(self) -> CompletionBody:
         if self.suffix is not None and not isinstance(self.prompt, str):
             raise ValueError("suffix: goes with one prompt given as a string")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of: choosing among more answers than n is not offered; leave it out or give n")
         return self
+
+
+class FimBody(GenerationBody):
+    """``POST /v1/fim/completions``."""
+
+    prompt: Text
+    suffix: Text | None = None
 
 
 class Message(BaseModel):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | list[dict[str, Any]] | None = None
 
-    def text(self) -> str:
-        """The text of the message; parts of other kinds have none."""
-        if isinstance(self.content, list):
-            return "".join(str(part.get("text", "")) for part in self.content if part.get("type") == "text")
-        return self.content or ""
+    @field_validator("content")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+                raise ValueError("parts must be of type text with their text; this server reads nothing else")
+        return value
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """Role and text as chat templates take them; ``developer`` is the newer name of ``system``."""
+        content = self.content
+        text = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=0, le=1_000_000)] | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: StrictBool = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+
+    @property
+    def wanted(self) -> int | None:
+        """``max_completion_tokens`` first: it is the name that clients have come to use."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else super().wanted
+
+    @property
+    def alternatives(self) -> int | None:
+        """``top_logprobs`` counts the alternatives where ``logprobs`` is on."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs to be true")
+        return self

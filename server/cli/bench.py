@@ -14,7 +14,16 @@ import typer
 from rich.table import Table
 
 from server import demo
-from server.cli.console import clear_errors, load, progress_bars, retain_rows, screen, write_json
+from server.cli.console import (
+    clear_errors,
+    load,
+    numbers,
+    progress_bars,
+    progress_lines,
+    retain_rows,
+    screen,
+    write_json,
+)
 from unbind_core import LoadedModel, UnbindError
 from unbind_core.architecture import decoder_layers
 from unbind_core.capture import capture, capture_per_target, relative_errors
@@ -132,6 +141,54 @@ def bench_filter(
     for row in figures["cost"]:
         table.add_row(str(row["modules"]), row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
     screen.print(table)
+
+
+@app.command("serve")
+def bench_serve(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    workloads: Annotated[str, typer.Option(help="Requests x prompt tokens -> new tokens, with commas.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats; figures are their medians.")] = 5,
+    parts: Annotated[str, typer.Option(help="What to measure, with commas; everything where empty.")] = "",
+    module_counts: Annotated[str | None, typer.Option(help="Numbers of modules, with commas.")] = None,
+    keystrokes: Annotated[int, typer.Option(min=1, help="How many keystrokes to replay.")] = 40,
+    keystroke_tokens: Annotated[int, typer.Option(min=32, help="Length of the prompt that is typed on.")] = 1500,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """How fast the engine serves, against the library's static and continuous batching; prefix reuse; HTTP."""
+    from server import bench_serve as figures_of
+
+    named = {"model": model, "adapter": adapter or (None if model else demo.ADAPTER), "dtype": dtype, "device": device}
+    settings: dict[str, object] = {key: value for key, value in named.items() if value is not None}
+    if model is None:
+        settings["model"] = demo.BASE
+    with clear_errors(), progress_lines() as progress:
+        figures = figures_of.run(
+            load(model, adapter, dtype, device),
+            workloads=_names(workloads) or figures_of.WORKLOADS,
+            repeats=repeats,
+            parts=_names(parts) or figures_of.PARTS,
+            module_counts=numbers(module_counts, int, "--module-counts", "0,1,64") or figures_of.MODULES,
+            keystrokes=keystrokes,
+            keystroke_tokens=keystroke_tokens,
+            settings=settings,
+            progress=progress,
+        )
+    if as_json:
+        write_json(figures)
+        return
+    table = Table("figure", "", "")
+    for key, value in figures.items():
+        for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+            if not isinstance(number, dict):
+                table.add_row(key, name, f"{number:.3f}" if isinstance(number, float) else str(number))
+    screen.print(table)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def register(parent: typer.Typer) -> None:

@@ -19,6 +19,7 @@ from unbind_core import ForgetRow, LoadedModel, RetainRow, UnbindError, load_mod
 from unbind_core.progress import Progress
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 screen = Console()
 notes = Console(stderr=True)  # progress and remarks, so that --json output can be piped
@@ -56,6 +57,20 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
+@contextmanager
+def progress_lines() -> Iterator[Callable[[Progress], None]]:
+    """As ``progress_bars``, but a line on stderr for each step where that is no terminal: for runs of many minutes."""
+    with progress_bars(quiet=False) as show:
+
+        def tell(progress: Progress) -> None:
+            if notes.is_terminal:
+                show(progress)
+            else:
+                notes.print(f"{progress.stage}: {progress.done}/{progress.total}", highlight=False)
+
+        yield tell
+
+
 def load(model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """The model named, or the demo model with its memorising adapter where none is."""
     if dtype not in DTYPES:
@@ -63,6 +78,16 @@ def load(model: Path | None, adapter: Path | None, dtype: str = "float32", devic
     if model is None:
         return load_model(demo.BASE, adapter or demo.ADAPTER, dtype=DTYPES[dtype], device=device)
     return load_model(model, adapter, dtype=DTYPES[dtype], device=device)
+
+
+def numbers(text: str | None, kind: Callable[[str], N], option: str, example: str) -> tuple[N, ...] | None:
+    """The numbers of a comma-separated option, None where it is not given. Raises UnbindError naming the option."""
+    if text is None:
+        return None
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
 
 
 def _lines(path: Path) -> list[str]:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from server import demo
-from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
-from unbind_core import FitOptions, UnbindError, UnbindModule
+from server.cli.console import (
+    clear_errors,
+    forget_rows,
+    load,
+    notes,
+    numbers,
+    progress_bars,
+    retain_rows,
+    screen,
+    write_json,
+)
+from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
 from unbind_core.calibration import QUANTILES, Budgets
 from unbind_core.evaluation import measure, verify
 from unbind_core.files import write_whole
+from unbind_core.options import BUDGETS
 
-N = TypeVar("N", int, float)
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
@@ -26,13 +36,9 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64:
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
-def _list(text: str | None, kind: Callable[[str], N], option: str, example: str) -> tuple[N, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
+def _budgets(gate: str, kl: float | None, nll: float | None, bleu: float | None) -> Budgets | None:
+    given = {name: value for name, value in (("kl", kl), ("nll", nll), ("bleu", bleu)) if value is not None}
+    return replace(BUDGETS[gate], **given) if given and gate in BUDGETS else None
 
 
 def fit(
@@ -55,12 +61,26 @@ def fit(
         str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
+    gate: Annotated[
+        str,
+        typer.Option(help="auto: from the paper's gate to richer ones, the first that reaches the target; or paper."),
+    ] = "auto",
     quantiles: Annotated[
         str | None, typer.Option(help="Gate quantiles to try, as in 0.9,0.95; the default grid where none is given.")
     ] = None,
-    kl_budget: Annotated[float, typer.Option(help="Mean KL(original || edited) allowed on retain rows, nats.")] = 0.01,
-    nll_budget: Annotated[float, typer.Option(help="Mean rise of the NLL allowed on retain rows, nats.")] = 0.01,
-    bleu_budget: Annotated[float, typer.Option(help="Fall of retain BLEU allowed, absolute.")] = 0.01,
+    kl_budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean KL(original || edited) allowed on retain rows, nats; the gate's own where none is given."
+        ),
+    ] = None,
+    nll_budget: Annotated[
+        float | None,
+        typer.Option(help="Mean rise of the NLL allowed on retain rows, nats; the gate's own where none is given."),
+    ] = None,
+    bleu_budget: Annotated[
+        float | None, typer.Option(help="Fall of retain BLEU allowed, absolute; the gate's own where none is given.")
+    ] = None,
     full_scan: Annotated[
         bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")
     ] = False,
@@ -78,12 +98,13 @@ def fit(
             retain, retain_calibration = demo.RETAIN_TRAIN, retain_calibration or demo.RETAIN_CALIBRATION
         loaded = load(model, adapter, dtype, device)
         options = FitOptions(
-            layers=_list(layers, int, "--layers", "2,3,4"),
+            layers=numbers(layers, int, "--layers", "2,3,4"),
             forms=tuple(forms.split(",")) if forms else None,
             seed=seed,
-            quantiles=_list(quantiles, float, "--quantiles", "0.9,0.95") or QUANTILES,
+            quantiles=numbers(quantiles, float, "--quantiles", "0.9,0.95") or QUANTILES,
             full_scan=full_scan,
-            budgets=Budgets(kl_budget, nll_budget, bleu_budget),
+            gate=gate,
+            budgets=_budgets(gate, kl_budget, nll_budget, bleu_budget),
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(
@@ -94,26 +115,45 @@ def fit(
             )  # fmt: skip
         if report is not None:
             write_whole(report, lambda temporary: temporary.write_text(json.dumps(result.to_json(), indent=1)))
-        if result.outcome != "calibrated":
+        if result.outcome == "ineffective":
             raise UnbindError(
-                "ineffective: no strength above 0 raised the loss of the forget rows within the retain budgets, so no module "
-                "was written; --report FILE shows what each candidate reached"
+                "ineffective: no strength above 0 forgot anything within the retain budgets, so no module was written; "
+                "--report FILE shows what each candidate reached"
             )
         digest = module.save(out)
         if as_json:
             write_json({"path": str(out), "digest": digest, **result.to_json()})
             return
-        chosen = result.selected or {}
-        screen.print(
-            f"[bold green]calibrated[/] {module.name}: layer {module.layer}, quantile {module.quantile}, kappa {module.kappa:.3g} "
-            f"({chosen['grid']} grid), tau {module.tau:.4g}"
-        )
-        screen.print(
+        for line in _summary(module, result):
+            screen.print(line)
+        screen.print(f"{sum(result.seconds.values()):.0f} s; written to {out} ({digest[:12]})")
+
+
+def _summary(module: UnbindModule, result: FitReport) -> list[str]:
+    """What was chosen and what it was measured to do, in a few lines."""
+    chosen = result.selected or {}
+    where = f"{module.name}: layer {module.layer}, kappa {module.kappa:.3g}, tau {module.tau:.4g}"
+    if module.detector == "fisher":
+        return [
+            f"[bold green]{result.outcome}[/] {where}, the paper's gate at quantile {module.quantile} ({chosen['grid']} grid)",
             f"forget NLL +{chosen['forget_gain']:.3f}, retain KL {chosen['retain_kl']:.4f}, retain NLL "
             f"{chosen['retain_nll_increase']:+.4f}, retain BLEU {-chosen['retain_bleu_drop']:+.4f}, "
-            f"gates open on {100 * chosen['retain_open_rate']:.2f} % of retain positions"
+            f"gates open on {100 * chosen['retain_open_rate']:.2f} % of retain positions",
+        ]
+    forgot, cost = chosen["forgot"], chosen["cost"]
+    left = ", ".join(f"{form} {100 * share:.1f} %" for form, share in forgot["f_bleu_left"].items())
+    lines = [
+        f"[bold green]{result.outcome}[/] {where}, a network of {len(module.network[0])} with {len(module.network[2])} heads "
+        f"over {module.window} positions",
+        f"F-BLEU left: {left}; rows with 50 exact tokens {forgot['spans']}, mean recovery {100 * forgot['recovery']:.1f} %",
+        f"retain NLL {cost['nll']:+.4f} (95 % bound {cost['bounds']['nll']:+.4f}), KL {cost['kl']:.4f}, gates open on "
+        f"{100 * cost['open_rate']:.3f} % of retain positions (bound {100 * cost['bounds']['open_rate']:.3f} %)",
+    ]
+    if result.outcome == "short":
+        lines.append(
+            "[yellow]It stays within the budgets but forgets less than aimed at; --report FILE shows what was tried.[/]"
         )
-        screen.print(f"{sum(result.seconds.values()):.0f} s; written to {out} ({digest[:12]})")
+    return lines
 
 
 def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: AsJson = False) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import logging
 import os
 import sys
+from types import FrameType
 from typing import Any
 
 import typer
@@ -17,6 +18,8 @@ from rich.syntax import Syntax
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
 from server.cli.tour import tour
+from server.engine.memory import plan_memory
+from server.logs import set_up_logging
 from server.registry.registry import open_registry
 from server.service import Service, load_served
 from server.settings import Settings
@@ -27,16 +30,6 @@ _JSON = inspect.Parameter(
     default=typer.Option(False, "--json", help="announce address and modules as one JSON document"),
     annotation=bool,
 )
-
-
-def set_up_logging(level: str) -> None:
-    """One line an event, on standard error."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
-    )
-    if level != "debug":
-        for chatty in ("uvicorn.error", "httpx", "asyncio"):
-            logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 class AnnouncingServer(uvicorn.Server):
@@ -54,12 +47,15 @@ class AnnouncingServer(uvicorn.Server):
             )
         )
         self._application, self._settings, self._as_json = application, settings, as_json
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen, then tell."""
         await super().startup(sockets)
         if not self.started:
             return
+        self._loop = asyncio.get_running_loop()
         service: Service = self._application.state.service
         port = self.servers[0].sockets[0].getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)  # noqa: S104
@@ -71,19 +67,39 @@ class AnnouncingServer(uvicorn.Server):
             announce(self._settings, url, service)
         sys.stdout.flush()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once."""
+        if self._loop is None or self._drain is not None:
+            super().handle_exit(sig, frame)
+            return
+        service: Service = self._application.state.service
+
+        async def drain() -> None:
+            await service.drain()
+            super(AnnouncingServer, self).handle_exit(sig, frame)
+
+        def begin() -> None:
+            self._drain = asyncio.ensure_future(drain())
+
+        self._loop.call_soon_threadsafe(begin)
+
 
 @with_settings([_JSON])
 def serve(settings: Settings, as_json: bool) -> None:
     """Serve the model with its modules, and a worker for takedowns beside it."""
     from server.app import create_app
+    from server.exposure import check_exposure
 
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
+    with clear_errors():
+        check_exposure(settings)
     if not as_json:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
         open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
         loaded = load_served(settings)
+        plan_memory(loaded.model, settings.max_slots, settings.max_model_len)  # refuses here, before anything starts
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
     try:
         server.run()
@@ -102,6 +118,7 @@ def announce(settings: Settings, url: str, service: Service) -> None:
     for what, value in (
         ("console", f"{url}/"),
         ("metrics", f"{url}/metrics"),
+        ("memory", str(service.memory)),
         ("modules", modules),
         ("admin key", key),
     ):

@@ -13,16 +13,23 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.modules import Counts, ModuleTable
-from server.engine.request import Delta, FinishReason, Flight, GenerationRequest, Sampling, Status
+from server.engine.request import (
+    Delta,
+    FinishReason,
+    Flight,
+    GenerationRequest,
+    Sampling,
+)
 from server.engine.runner import Runner
-from server.engine.sampler import sample, uniform_source
-from server.engine.scheduler import Plan, Scheduler
+from server.engine.sampler import uniform_source
+from server.engine.scheduler import Scheduler
+from server.engine.step import Stepper, end_ids
 from server.engine.text import TextStream
 from unbind_core.bank import ModuleBank
 from unbind_core.module import UnbindModule
@@ -64,12 +71,12 @@ class Engine:
         self.modules = ModuleTable(bank)
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens)
         self.runner = Runner(model, bank, max_slots, max_length)
-        self.end_ids = _end_ids(model, tokenizer)
+        self.stepper = Stepper(self.scheduler, self.runner, self.modules, end_ids(model, tokenizer))
         self._wake = threading.Condition()
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
-        self._stopping = False
-        self._steps = self._failures = 0
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
+        self._stopping = self._draining = False
         self._thread = threading.Thread(target=self._run, name="unbind-engine", daemon=True)
 
     def start(self) -> None:
@@ -81,6 +88,12 @@ class Engine:
         self.runner.self_test(probe)
         self._thread.start()
 
+    def drain(self, timeout: float) -> bool:
+        """Admit nothing more and wait until all that was admitted has ended; false where ``timeout`` seconds pass."""
+        with self._wake:
+            self._draining = True
+            return self._wake.wait_for(lambda: self._idle or not self._thread.is_alive(), timeout)
+
     def close(self) -> None:
         """Stop after the current step; requests still in flight end with an error."""
         with self._wake:
@@ -91,6 +104,16 @@ class Engine:
         self.runner.close()
 
     # What other threads call.
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the server is about to end."""
+        return self._draining or self._stopping
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and answer tokens that one request can have."""
+        return self.scheduler.max_length
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Stream one answer; leaving the iteration early frees the slot within a step.
@@ -114,8 +137,7 @@ class Engine:
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
 
         def deliver(delta: Delta) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                loop.call_soon_threadsafe(deltas.put_nowait, delta)
+            self._outbox.setdefault(loop, []).append((deltas, delta))
 
         flight = Flight(
             request,
@@ -124,8 +146,8 @@ class Engine:
             uniform_source(request.sampling.seed),
         )
         with self._wake:
-            if self._stopping:
-                raise EngineStopped("the server is shutting down")
+            if self._stopping or self._draining:
+                raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
             self.scheduler.check_room(len(self._arrived))
             self._arrived.append(flight)
             self._wake.notify()
@@ -167,14 +189,18 @@ class Engine:
         """How busy the engine is."""
         waiting = len(self._arrived) + len(self.scheduler.waiting)
         slots = self.scheduler.slots
-        return EngineStats(len(slots) - slots.count(None), waiting, len(slots), self._steps, self._failures)
+        return EngineStats(
+            len(slots) - slots.count(None), waiting, len(slots), self.stepper.steps, self.stepper.failures
+        )
 
     # The engine's thread.
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._stopping or self._arrived or self._errands) and self.scheduler.idle:
+                if self._idle:
+                    self._wake.notify_all()  # whoever drains
+                while self._idle and not (self._stopping or self._errands):
                     self._wake.wait()
                 if self._stopping:
                     break
@@ -185,90 +211,33 @@ class Engine:
             for errand in errands:
                 errand()
             try:
-                self.step()
+                self.stepper.step(self._post)
             except Exception:  # the thread must outlive any error: without it every client would hang
                 log.exception("the engine met an error outside a forward pass")
-                self._end_all("the engine met an error; the request was dropped")
+                self.stepper.end_all("the engine met an error; the request was dropped")
+            self._post()
         self.scheduler.waiting.extend(self._arrived)
-        self._end_all("the server is shutting down")
+        self._arrived.clear()
+        self.stepper.end_all("the server is shutting down")
+        self._post()
         for errand in self._errands:
             errand()
 
-    def step(self) -> None:
-        """Admit, run, sample, publish."""
-        self._drop_cancelled()
-        plan = self.scheduler.schedule()
-        if plan.decode:
-            self._advance(Plan((), plan.decode))
-        if plan.prefill:
-            self._advance(Plan(plan.prefill, ()))
-        self.modules.collect()
-        self._steps += 1
+    @property
+    def _idle(self) -> bool:
+        return not self._arrived and self.scheduler.idle
 
-    def _advance(self, plan: Plan) -> None:
-        """One forward pass and what follows from it; a pass that raises fails its own requests and no others."""
-        flights = [chunk.flight for chunk in plan.prefill] or list(plan.decode)
-        try:
-            logits = self.runner.prefill(plan.prefill) if plan.prefill else self.runner.decode(plan.decode)
-            self.scheduler.computed(plan)
-            # an incomplete prompt draws no number, so that a seed means the same however it was cut into chunks
-            rows = [i for i, flight in enumerate(flights) if flight.status is Status.RUNNING]
-            ready = [flights[i] for i in rows]
-            logits = logits if len(rows) == len(flights) else logits[rows]
-            tokens, finite = (
-                sample(logits, [f.request.sampling for f in ready], [f.draw for f in ready]) if rows else ([], [])
-            )
-        except Exception as error:
-            log.exception("a step of %d requests failed", len(flights))
-            self._fail(flights, f"the model's forward pass failed ({type(error).__name__}); the request was dropped")
-            return
-        for flight, token, sound in zip(ready, tokens, finite, strict=True):
-            if sound:
-                self._publish(flight, token)
-            else:
-                self._fail([flight], "the model produced logits that are not finite; the request was dropped")
-
-    def _publish(self, flight: Flight, token: int) -> None:
-        """Append one token to its request, hand over what text is certain, and end the request where it ends."""
-        sampling = flight.request.sampling
-        flight.output.append(token)
-        if token in self.end_ids and not sampling.ignore_eos:
-            self._finish(flight, Delta(flight.text.flush(), (), "stop"))
-            return
-        text, stopped = flight.text.push(token)
-        if stopped:
-            self._finish(flight, Delta(text, (token,), "stop"))
-        elif len(flight.output) >= sampling.max_tokens:
-            self._finish(flight, Delta(text + flight.text.flush(), (token,), "length"))
-        else:
-            flight.deliver(Delta(text, (token,)))
-
-    def _finish(self, flight: Flight, delta: Delta) -> None:
-        self.scheduler.finish(flight)
-        flight.deliver(delta)
-
-    def _drop_cancelled(self) -> None:
-        for flight in [*self.scheduler.admitted, *self.scheduler.waiting]:
-            if flight.cancelled:
-                self._finish(flight, Delta("", (), "cancelled"))
-
-    def _end_all(self, reason: str) -> None:
-        for flight in [*self.scheduler.admitted, *self.scheduler.waiting]:
-            self._finish(flight, Delta("", (), "error", reason))
-
-    def _fail(self, flights: Sequence[Flight], reason: str) -> None:
-        for flight in flights:
-            if flight.slot >= 0:
-                self.runner.cache.clear(flight.slot)
-            self._failures += 1
-            self._finish(flight, Delta("", (), "error", reason))
+    def _post(self) -> None:
+        """Hand over what a pass has made, all of it at once to each event loop: waking one for each token is slow."""
+        outbox, self._outbox = self._outbox, {}
+        for loop, letters in outbox.items():
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                loop.call_soon_threadsafe(_put_all, letters)
 
 
-def _end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer: the generation settings', as plain ``generate`` takes them, and the tokenizer's."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+def _put_all(letters: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:
+    for queue, delta in letters:
+        queue.put_nowait(delta)
 
 
 __all__ = ["Engine", "EngineStats", "EngineStopped", "FinishReason", "Sampling"]

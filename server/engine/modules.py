@@ -41,10 +41,14 @@ class ModuleTable:
         """The keys of the versions in the bank, current or still in use."""
         return self._bank.names
 
-    def pin(self, names: Iterable[str]) -> PinnedSet:
-        """The current versions of ``names``, duplicates dropped. Raises UnknownModule naming near matches."""
+    def pin(self, names: Iterable[str] | Mapping[str, float]) -> PinnedSet:
+        """The current versions of ``names``, duplicates dropped; a mapping gives each a multiple of its strength.
+
+        Raises UnknownModule naming near matches.
+        """
         current = self._current
         entries = []
+        factors = tuple(float(factor) for factor in names.values()) if isinstance(names, Mapping) else ()
         for name in dict.fromkeys(names):
             if name not in current:
                 near = get_close_matches(name, current, n=3, cutoff=0.5)
@@ -53,7 +57,7 @@ class ModuleTable:
                 )
                 raise UnknownModule(f"module '{name[:80]}' is not loaded; {remedy}")
             entries.append(current[name])
-        return PinnedSet(tuple(entries))
+        return PinnedSet(tuple(entries), factors)
 
     def sync(self, modules: Iterable[tuple[UnbindModule, str]]) -> None:
         """Make exactly these (module, digest) the current ones; running requests keep what they have."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,14 +30,24 @@ class LoadedModule:
 
 @dataclass(frozen=True)
 class PinnedSet:
-    """The modules of one request: holds its entries in the bank for as long as the request lives."""
+    """The modules of one request: holds its entries in the bank for as long as the request lives.
+
+    ``factors``: each entry's multiple of its calibrated strength; empty where all are 1. At 0 a module is measured only.
+    """
 
     entries: tuple[LoadedModule, ...] = ()
+    factors: tuple[float, ...] = ()
 
-    @property
+    @cached_property
     def strengths(self) -> Mapping[str, float]:
         """Bank key -> strength multiplier, as ``ModuleBank.select`` takes it."""
-        return {entry.key: 1.0 for entry in self.entries}
+        factors = self.factors or (1.0,) * len(self.entries)
+        return {entry.key: factor for entry, factor in zip(self.entries, factors, strict=True)}
+
+    @cached_property
+    def identity(self) -> tuple[tuple[str, float], ...]:
+        """What keys and values computed under this set depend on. Bank keys are never given to another module."""
+        return tuple(sorted(self.strengths.items()))
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ API -> ``GenerationRequest`` -> ``Flight`` (scheduler, runner, sampler) -> ``Del
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -29,38 +29,75 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy at temperature 0, else nucleus sampling; without a seed every call draws its own."""
+    """How tokens are chosen: greedy at temperature 0; without a seed every call draws its own numbers.
+
+    ``top_k`` 0, ``min_p`` 0 and ``top_p`` 1 leave out nothing; penalties of 0 (repetition: 1) change nothing.
+    ``max_tokens`` 0 computes the prompt alone. ``logprobs`` and ``prompt_logprobs``: None for none, else the number of
+    alternatives to list beside each token; they are of the model's own distribution, before penalties and temperature.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[()] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, its natural-log probability under the model, and the likeliest tokens in its place, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to continue. ``modules`` stays as it was pinned, whatever is loaded or unloaded meanwhile."""
+    """One prompt to continue. ``modules`` stays as it was pinned, whatever is loaded or unloaded meanwhile.
+
+    ``report`` asks for each position's gate activations beside the text.
+    """
 
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     modules: PinnedSet = NOTHING
+    report: bool = False
 
 
 @dataclass(frozen=True)
 class Delta:
-    """One step's worth of answer. ``error`` is set where the engine failed the request (finish_reason "error")."""
+    """One step's worth of answer. ``error`` is set where the engine failed the request (finish_reason "error").
+
+    ``logprobs`` has one entry for each of ``tokens`` where the request asked for them; ``prompt_logprobs`` comes with
+    the first delta, None at the first position, which nothing predicts.
+    ``activations``: module -> largest gate value, one entry a token, where the request asked for a report.
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    activations: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(eq=False)
 class Flight:
-    """A request in the engine. ``computed`` counts the positions whose keys and values are in the slot."""
+    """A request in the engine. ``computed`` counts the positions whose keys and values are in the slot.
+
+    ``cached_tokens``: prompt positions taken over from an earlier request of the same slot, known from admission on.
+    """
 
     request: GenerationRequest
     text: TextStream
@@ -68,8 +105,11 @@ class Flight:
     draw: Callable[[], float]  # uniform [0, 1) from the request's own generator
     status: Status = Status.WAITING
     slot: int = -1
+    admitted: int = -1  # on the scheduler's clock
     computed: int = 0
+    cached_tokens: int = 0
     output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cancelled: bool = False
 
     @property

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from server.engine.attention import REPLACES, slot_attention
 from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache
 from unbind_core.architecture import decoder_layers
-from unbind_core.bank import ModuleBank
+from unbind_core.bank import ModuleBank, Selection
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.hooks import Intervention
+from unbind_core.memory import GateMemory, Places
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 
@@ -38,66 +41,92 @@ class Runner:
         self._full, self._window = _attention_kinds(self._config, type(model).__name__)
         self.cache = SlotCache(len(decoder_layers(model)), slots, max_length)
         self.device = next(model.parameters()).device
+        self.gate_memory = GateMemory(slots, max_length, self.device)
         self.dtype = next(model.parameters()).dtype
         self.intervention = Intervention(model).__enter__()  # for the engine's life; close() takes it off
+        self._selected: tuple[list[Any], Selection | None] = ([], None)
+        self._in_place = self._config._attn_implementation == REPLACES
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
-    def prefill(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute prompt chunks; logits [B,V] of each chunk's last position."""
+    def prefill(self, chunks: Sequence[Chunk], everywhere: bool = False) -> Tensor:
+        """Compute prompt chunks; logits [B,V] of each chunk's last position, or [B,T,V] of all that are asked for."""
         width = max(chunk.count for chunk in chunks)
-        ids = torch.zeros((len(chunks), width), dtype=torch.int64)
-        starts = torch.tensor([chunk.start for chunk in chunks])
-        counts = torch.tensor([chunk.count for chunk in chunks])
-        for row, chunk in enumerate(chunks):
-            ids[row, : chunk.count] = torch.tensor(chunk.flight.prompt[chunk.start : chunk.start + chunk.count])
-        return self._forward([chunk.flight for chunk in chunks], ids, starts, counts, "prefill")
+        rows = [chunk.flight.prompt[chunk.start : chunk.start + chunk.count] for chunk in chunks]
+        ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
+        starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
+        return self._forward([chunk.flight for chunk in chunks], ids, starts, counts, "prefill", everywhere)
 
     def decode(self, flights: Sequence[Flight]) -> Tensor:
         """One token further for each request; logits [B,V]."""
-        ids = torch.tensor([[flight.last_token] for flight in flights])
-        starts = torch.tensor([flight.computed for flight in flights])
-        return self._forward(flights, ids, starts, torch.ones_like(starts), "decode")
+        ids = torch.tensor([flight.last_token for flight in flights])[:, None]
+        return self._forward(flights, ids, [flight.computed for flight in flights], [1] * len(flights), "decode")
 
-    def _forward(self, flights: Sequence[Flight], ids: Tensor, starts: Tensor, counts: Tensor, phase: str) -> Tensor:
+    def _forward(
+        self,
+        flights: Sequence[Flight],
+        ids: Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        phase: str,
+        everywhere: bool = False,
+    ) -> Tensor:
         """``ids`` [B,T] padded on the right: row i is real in its first ``counts[i]`` columns, from ``starts[i]``."""
-        width = ids.shape[1]
-        steps = torch.arange(width)
-        real = steps[None] < counts[:, None]
-        positions = (starts[:, None] + steps).clamp(max=self.max_length - 1)
-        length = int((starts + counts).max())
-        last = (counts - 1).tolist()
-        kept = sorted(set(last))
-        options: dict[str, Any] = (
-            {"logits_to_keep": torch.tensor(kept, device=self.device)} if self._keeps_logits else {}
-        )
-        placement = Placement.of(
-            [flight.slot for flight in flights],
-            torch.where(real, positions, torch.tensor(self.max_length)).to(self.device),
-            length,
-        )
-        # prompts from their beginning need no more than the causal mask, for which the model has faster kernels
-        mask = None if phase == "prefill" and not starts.any() else self._mask(positions, length)
-        selection = self.bank.select([flight.request.modules.strengths for flight in flights])
+        steps = torch.arange(ids.shape[1])
+        positions = torch.tensor(starts)[:, None] + steps
+        real = steps < torch.tensor(counts)[:, None]
+        kept = sorted({count - 1 for count in counts})
+        options: dict[str, Any] = {}
+        if self._keeps_logits and not everywhere:
+            options["logits_to_keep"] = torch.tensor(kept, device=self.device)
+        written = positions if phase == "decode" else positions.masked_fill(~real, self.max_length)
+        slots = [flight.slot for flight in flights]
+        placement = Placement.of(slots, starts, counts, written.to(self.device), self._in_place)
+        positions = positions.clamp_(max=self.max_length - 1).to(self.device)
         counted = real.to(self.device) if phase == "prefill" else None
+        selection = self._select(flights)
+        attention = slot_attention(self._config, placement) if self._in_place else nullcontext()
         with (
             torch.inference_mode(),
             self.cache.placed(placement),
-            self.intervention.step(selection, phase=phase, counted=counted),
+            attention,
+            self.intervention.step(
+                selection, phase=phase, counted=counted, places=self._places(selection, placement, starts)
+            ),
         ):
             logits: Tensor = self.model(
                 input_ids=ids.to(self.device),
-                position_ids=positions.to(self.device),
-                attention_mask=mask,
+                position_ids=positions,
+                attention_mask=self._mask(positions, placement.length),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             ).logits
-        columns = [kept.index(at) for at in last] if self._keeps_logits else last
-        return logits[torch.arange(len(last)), columns]
+        if everywhere:
+            return logits
+        if len(kept) == 1 and self._keeps_logits:
+            return logits[:, 0]
+        columns = [kept.index(count - 1) if self._keeps_logits else count - 1 for count in counts]
+        return logits[torch.arange(len(counts)), columns]
+
+    def _places(self, selection: Selection | None, placement: Placement, starts: Sequence[int]) -> Places | None:
+        """Where gates with memory find and leave their state; None where no gate of the step has one."""
+        if selection is None or not selection.remembers:
+            return None
+        begin = torch.tensor(starts, device=self.device)
+        return Places(self.gate_memory, placement.slots, placement.positions, begin)
+
+    def _select(self, flights: Sequence[Flight]) -> Selection | None:
+        """The selection of these rows, kept while the rows stay the same: making its key is slow for many modules."""
+        sets = [flight.request.modules.identity for flight in flights]
+        if not any(sets):
+            return None
+        if sets != self._selected[0]:
+            self._selected = sets, self.bank.select([flight.request.modules.strengths for flight in flights])
+        return self._selected[1]
 
     def _mask(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """What each query sees: [B,1,T,length], by layer type where the model mixes full and sliding attention."""
-        keys = torch.arange(length)
+        """What each query sees, [B,1,T,length], by layer type where the model mixes full and sliding attention."""
+        keys = torch.arange(length, device=self.device)
         full = keys <= positions[:, None, :, None]
         if self._window is None:
             return self._in_kind(full)
@@ -107,11 +136,8 @@ class Runner:
         return {"full_attention": self._in_kind(full), "sliding_attention": self._in_kind(sliding)}
 
     def _in_kind(self, visible: Tensor) -> Tensor:
-        """A boolean mask for SDPA, an additive one for the eager attention."""
-        visible = visible.to(self.device)
-        if self._config._attn_implementation == "sdpa":
-            return visible
-        return torch.zeros_like(visible, dtype=self.dtype).masked_fill(~visible, torch.finfo(self.dtype).min)
+        """To be added to the scores: made once a pass, where a boolean mask would be converted at every layer."""
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     def self_test(self, flight: Flight) -> None:
         """Prefill in two chunks and one decode step must give the logits of the plain model; also warms up.
@@ -135,6 +161,11 @@ class Runner:
                 f"{float(error):.2g} "
                 "(relative), so this family needs its own kind of cache; serve another model, or use unbind_core.attach"
             )
+
+    def recover(self) -> None:
+        """After a failed pass: give the device its unused memory back, so that the next one finds some."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Take the hooks off the model."""

@@ -1,18 +1,19 @@
-"""Logits -> one token for each row: greedy, or nucleus sampling from the request's own random numbers.
+"""Logits -> one token for each row, and log-probabilities where they are asked for.
 
-Each request draws one uniform number a step from its own generator, so a seed gives the same answer whatever else is in
-the batch.
+Each request draws one uniform number a token from its own generator, and each row is computed from itself alone, so a
+seed gives the same answer whatever else is in the batch. Greedy rows without penalties cost one argmax for all.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from server.engine.request import Sampling
+from server.engine.request import Flight, Sampling, TokenLogprob
 
 
 def uniform_source(seed: int | None) -> Callable[[], float]:
@@ -20,36 +21,95 @@ def uniform_source(seed: int | None) -> Callable[[], float]:
     return random.Random(seed).random
 
 
-def sample(
-    logits: Tensor, samplings: Sequence[Sampling], draws: Sequence[Callable[[], float]]
-) -> tuple[list[int], list[bool]]:
-    """Token of each row and whether the row was finite; ``logits`` [B,V]. All-greedy batches take one argmax."""
+def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[bool]]:
+    """Token of each row and whether the row was finite; ``logits`` [B,V] stay as they are."""
     best, tokens = logits.max(dim=-1)  # max propagates NaN, so it checks the row as well
-    chosen = tokens.tolist()
-    hot = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
+    chosen, sound = tokens.tolist(), best.isfinite().tolist()
+    special = [i for i, f in enumerate(flights) if sound[i] and (_shapes(f.request.sampling) or _hot(f))]
+    if not special:
+        return chosen, sound
+    rows = logits[special].float()
+    picked = [flights[i] for i in special]
+    for row, flight in zip(rows, picked, strict=True):
+        if _shapes(flight.request.sampling):
+            _reshape(row, flight.request.sampling, flight.prompt, flight.output)
+    for i, token in zip(special, rows.argmax(dim=-1).tolist(), strict=True):
+        chosen[i] = token
+    hot = [i for i, flight in enumerate(picked) if _hot(flight)]
     if hot:
-        picked = _nucleus(
-            logits[hot].float(),
-            torch.tensor([samplings[i].temperature for i in hot], device=logits.device),
-            torch.tensor([samplings[i].top_p for i in hot], device=logits.device),
-            torch.tensor([draws[i]() for i in hot], dtype=torch.float64, device=logits.device),
-        )
-        for i, token in zip(hot, picked, strict=True):
-            chosen[i] = token
-    return chosen, best.isfinite().tolist()
+        for i, token in zip(hot, _draw(rows[hot], [picked[i] for i in hot]), strict=True):
+            chosen[special[i]] = token
+    return chosen, sound
 
 
-def _nucleus(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> list[int]:
-    """Inverse transform over the fewest likeliest tokens whose mass reaches ``top_p``; all [B] but logits [B,V]."""
-    shifted = logits - logits.max(dim=-1, keepdim=True).values  # before dividing: a tiny temperature would overflow
-    probabilities, order = torch.softmax(shifted / temperature[:, None], dim=-1).sort(
-        dim=-1, descending=True, stable=True
+def _hot(flight: Flight) -> bool:
+    return flight.request.sampling.temperature > 0
+
+
+def _shapes(sampling: Sampling) -> bool:
+    """Whether logits change before anything is chosen."""
+    return bool(
+        sampling.logit_bias
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1
     )
-    mass = probabilities.double().cumsum(dim=-1)
-    kept = (mass - probabilities) < top_p[:, None]  # a token stays while the mass before it is short of top_p
-    kept[:, 0] = True
-    total = (probabilities.double() * kept).sum(dim=-1)
-    index = (mass < (uniform * total)[:, None]).sum(dim=-1)
-    last = kept.sum(dim=-1) - 1
+
+
+def _reshape(row: Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """Penalties and bias, on one row [V] in place.
+
+    Repetition divides a positive logit of any token seen, prompt included, and multiplies a negative one; presence and
+    frequency are subtracted for tokens of the answer, once and per occurrence; the bias is added last.
+    """
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prompt, *output}), device=row.device)
+        value = row[seen]
+        factor = sampling.repetition_penalty
+        row[seen] = torch.where(value > 0, value / factor, value * factor)
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(output)
+        seen = torch.tensor(list(counts), device=row.device)
+        often = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+        row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * often
+    if isinstance(sampling.logit_bias, Mapping):
+        at = torch.tensor(list(sampling.logit_bias), device=row.device)
+        row[at] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype, device=row.device)
+
+
+def _draw(logits: Tensor, flights: Sequence[Flight]) -> list[int]:
+    """Inverse transform over what top_k, top_p and min_p leave, likeliest first; ``logits`` float32 [B,V].
+
+    Order: temperature, top_k, then top_p of the mass that top_k leaves, and min_p as a share of the likeliest token.
+    """
+    samplings = [flight.request.sampling for flight in flights]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    temperature = column([sampling.temperature for sampling in samplings])
+    shifted = (logits - logits.max(dim=-1, keepdim=True).values).double()  # first: a tiny temperature would overflow
+    probabilities, order = torch.softmax(shifted / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
+    top_k = column([sampling.top_k or logits.shape[1] for sampling in samplings])
+    probabilities *= torch.arange(logits.shape[1], device=logits.device) < top_k
+    mass = probabilities.cumsum(dim=-1)
+    # a token stays while the mass before it is short of top_p
+    probabilities *= (mass - probabilities) < column([sampling.top_p for sampling in samplings]) * mass[:, -1:]
+    probabilities *= probabilities >= column([sampling.min_p for sampling in samplings]) * probabilities[:, :1]
+    mass = probabilities.cumsum(dim=-1)
+    uniform = column([flight.draw() for flight in flights])
+    index = (mass <= uniform * mass[:, -1:]).sum(dim=-1)
+    last = (probabilities > 0).sum(dim=-1) - 1
     tokens: list[int] = order.gather(1, torch.minimum(index, last)[:, None])[:, 0].tolist()
     return tokens
+
+
+def logprobs(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """Log-probability of each row's token under the model itself, before penalties and temperature; ``logits`` [B,V]."""
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    values, ids = scores.topk(min(alternatives, scores.shape[1]), dim=-1)
+    return [
+        TokenLogprob(token, value, tuple(zip(row_ids, row_values, strict=True)))
+        for token, value, row_ids, row_values in zip(tokens, chosen, ids.tolist(), values.tolist(), strict=True)
+    ]

@@ -1,14 +1,19 @@
-"""Who computes what in the next step. Deques and integers only: no tensor, so it is tested in milliseconds.
+"""Who computes what in the next step, and where. Deques and integers only: no tensor, so it is tested in milliseconds.
 
-A request waits, gets a slot, prefills in chunks, then joins the decode batch until it is finished.
+A request waits, gets the slot that already knows most of its prompt, prefills the rest in chunks, then joins the decode
+batch until it is finished.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.engine.request import Flight, Status
+
+LEAST_PREFIX = 8  # fewer common tokens are worth less than what the slot would forget
 
 
 class QueueFull(Exception):
@@ -32,6 +37,12 @@ class Chunk:
         """Whether this chunk ends the prompt, so that its last state predicts the first new token."""
         return self.start + self.count == len(self.flight.prompt)
 
+    @property
+    def shape(self) -> tuple[bool, int, int]:
+        """Chunks of equal shape share a forward pass: padding them to the longest costs less than a pass each."""
+        wants_all = self.flight.request.sampling.prompt_logprobs is not None
+        return wants_all, max(self.count, 32).bit_length(), max(self.start, 256).bit_length()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -39,6 +50,44 @@ class Plan:
 
     prefill: tuple[Chunk, ...]
     decode: tuple[Flight, ...]
+
+    def passes(self) -> list[Plan]:
+        """The forward passes it takes: decode first, as somebody reads along, then prompts of like shape together."""
+        by_shape: dict[tuple[bool, int, int], list[Chunk]] = {}
+        for chunk in self.prefill:
+            by_shape.setdefault(chunk.shape, []).append(chunk)
+        decode = [Plan((), self.decode)] if self.decode else []
+        return decode + [Plan(tuple(chunks), ()) for chunks in by_shape.values()]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a free slot still holds: the tokens whose keys and values are valid, and the modules they depend on."""
+
+    tokens: tuple[int, ...] = ()
+    modules: tuple[tuple[str, float], ...] = ()
+    since: int = -1  # on the scheduler's own clock; lower is older
+
+    def common(self, flight: Flight) -> int:
+        """How many positions ``flight`` can take over; never its whole prompt, whose last state is still needed."""
+        if self.modules != flight.request.modules.identity or flight.request.sampling.prompt_logprobs is not None:
+            return 0
+        return min(common_prefix(self.tokens, flight.prompt), len(flight.prompt) - 1)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning, by bisection on slices, which compare much faster than items in a loop."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+NOTHING_KEPT = Kept()
 
 
 class Scheduler:
@@ -50,6 +99,8 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self.waiting: deque[Flight] = deque()
         self.slots: list[Flight | None] = [None] * slots
+        self.kept: list[Kept] = [NOTHING_KEPT] * slots
+        self._clock = itertools.count()
 
     @property
     def admitted(self) -> list[Flight]:
@@ -59,7 +110,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing runs."""
-        return not self.waiting and not self.admitted
+        return not self.waiting and not any(self.slots)
 
     def check_fits(self, prompt: int, max_tokens: int) -> None:
         """Raise PromptTooLong where prompt and answer together exceed a slot."""
@@ -81,22 +132,36 @@ class Scheduler:
         """Give free slots to waiting requests and share out this step's prompt tokens, oldest request first."""
         while self.waiting and None in self.slots:
             flight = self.waiting.popleft()
-            flight.slot = self._choose_slot(flight)
+            flight.slot, common = self._choose_slot(flight)
+            flight.computed = flight.cached_tokens = common
             flight.status = Status.PREFILLING
+            flight.admitted = next(self._clock)
             self.slots[flight.slot] = flight
-        decode = tuple(flight for flight in self.admitted if flight.status is Status.RUNNING)
+            self.kept[flight.slot] = NOTHING_KEPT
+        running: list[Flight] = []
+        prefilling: list[Flight] = []
+        for flight in self.admitted:
+            (running if flight.status is Status.RUNNING else prefilling).append(flight)
         left = self.chunk_tokens
         chunks = []
-        for flight in self.admitted:
-            if flight.status is Status.PREFILLING and left > 0:
+        for flight in sorted(prefilling, key=lambda flight: flight.admitted):
+            if left > 0:
                 count = min(left, len(flight.prompt) - flight.computed)
                 chunks.append(Chunk(flight, flight.computed, count))
                 left -= count
-        return Plan(tuple(chunks), decode)
+        return Plan(tuple(chunks), tuple(running))
 
-    def _choose_slot(self, flight: Flight) -> int:
-        """The lowest free slot, which keeps the decode batch dense; where a common prefix will be looked for."""
-        return self.slots.index(None)
+    def _choose_slot(self, flight: Flight) -> tuple[int, int]:
+        """The free slot with the longest common prefix under the same modules, and its length.
+
+        Without one worth having: the lowest empty slot, else the one unused for longest.
+        """
+        free = [slot for slot, holder in enumerate(self.slots) if holder is None]
+        common = {slot: self.kept[slot].common(flight) for slot in free}
+        best = max(free, key=lambda slot: common[slot])
+        if common[best] < LEAST_PREFIX:
+            best = min(free, key=lambda slot: self.kept[slot].since)
+        return best, common[best]
 
     def computed(self, plan: Plan) -> None:
         """The plan's keys and values are in their slots; prompts that are complete join the decode batch."""
@@ -107,10 +172,13 @@ class Scheduler:
         for flight in plan.decode:
             flight.computed += 1
 
-    def finish(self, flight: Flight) -> None:
-        """Take a request out, from the queue or its slot."""
+    def finish(self, flight: Flight, keep: bool = True) -> None:
+        """Take a request out, from the queue or its slot. ``keep`` false: what its slot holds is not to be trusted."""
         flight.status = Status.FINISHED
         if flight.slot >= 0:
+            if keep:
+                known = (*flight.prompt, *flight.output)[: flight.computed]
+                self.kept[flight.slot] = Kept(known, flight.request.modules.identity, next(self._clock))
             self.slots[flight.slot] = None
             flight.slot = -1
         elif flight in self.waiting:

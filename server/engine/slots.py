@@ -6,7 +6,7 @@ The runner places each step's rows before the forward pass and masks what a row 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,24 +17,47 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 @dataclass(frozen=True)
+class Run:
+    """Rows ``row`` .. ``row + count - 1`` of a batch, which live in as many slots in a row from ``slot``.
+
+    ``start``: the latest position at which one of them begins; ``length``: how many positions they may look at.
+    """
+
+    row: int
+    slot: int
+    count: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where the rows of one forward pass live.
 
     ``slots`` int64 [B]; ``positions`` int64 [B,T], where new keys are written (``max_length`` is the bin for padding);
-    ``length``: how many positions, from 0, the rows may look at.
+    ``length``: how many positions, from 0, the longest row may look at. ``in_place``: attention reads the storages.
     """
 
     slots: Tensor
     positions: Tensor
     length: int
-    first: int
-    contiguous: bool
+    runs: tuple[Run, ...]
+    in_place: bool
 
     @classmethod
-    def of(cls, slots: list[int], positions: Tensor, length: int) -> Placement:
-        """Slots in a row are read in place; others are gathered."""
-        contiguous = slots == list(range(slots[0], slots[0] + len(slots)))
-        return cls(torch.tensor(slots, device=positions.device), positions, length, slots[0], contiguous)
+    def of(
+        cls, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], positions: Tensor, in_place: bool
+    ) -> Placement:
+        """Rows in the order of their slots make the fewest runs."""
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        runs = []
+        first = 0
+        for row in range(1, len(slots) + 1):
+            if row == len(slots) or slots[row] != slots[row - 1] + 1:
+                start, length = max(starts[first:row]), max(ends[first:row])
+                runs.append(Run(first, slots[first], row - first, start, length))
+                first = row
+        return cls(torch.tensor(slots, device=positions.device), positions, max(ends), tuple(runs), in_place)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -57,7 +80,10 @@ class SlotLayer(CacheLayerMixin):
         return like.new_zeros((self.slots, like.shape[1], self.max_length + 1, like.shape[3]))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B,H,T,D] to the rows' places; return keys and values [B,H,length,D] of the rows' slots."""
+        """Write [B,H,T,D] to the rows' places; return keys and values [B,H,length,D] of the rows' slots.
+
+        The whole storages, for attention that reads in place.
+        """
         if self.placement is None:
             raise RuntimeError("a slot cache is only written inside SlotCache.placed()")
         if not self.is_initialized:
@@ -68,8 +94,10 @@ class SlotLayer(CacheLayerMixin):
         assert storage is not None and self.placement is not None
         at = self.placement
         storage[at.slots[:, None], :, at.positions] = new.transpose(1, 2)
-        if at.contiguous:
-            return storage[at.first : at.first + len(at.slots), :, : at.length]
+        if at.in_place:
+            return storage
+        if len(at.runs) == 1:
+            return storage[at.runs[0].slot : at.runs[0].slot + at.runs[0].count, :, : at.length]
         return storage[at.slots, :, : at.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -125,6 +125,31 @@ class ModuleRow(Base):
     changed_at: Mapped[float]
 
 
+class KeyRow(Base):
+    """A key, known by the SHA-256 of its text. Revoked keys stay: what was once locked never falls open."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    digest: Mapped[str] = mapped_column(unique=True)
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    profile: Mapped[str | None] = mapped_column(default=None)
+    per_minute: Mapped[float | None] = mapped_column(default=None)
+    burst: Mapped[int] = mapped_column(default=1)
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None] = mapped_column(default=None)
+    revoked_at: Mapped[float | None] = mapped_column(default=None)
+
+
+class RulesRow(Base):
+    """The rules of a scope: ``global``, ``key:ID`` or ``profile:NAME``."""
+
+    __tablename__ = "policies"
+    scope: Mapped[str] = mapped_column(primary_key=True)
+    rules: Mapped[dict[str, Any]]
+    updated_at: Mapped[float]
+
+
 class AuditRow(Base):
     """What was done, by whom, to what. Rows are added, never changed: the database refuses it."""
 

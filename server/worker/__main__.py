@@ -5,15 +5,13 @@ A way in of its own, because the command line imports what the worker never need
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
+from server.logs import set_up_logging
 from server.settings import load_settings
 from server.worker.process import main
 
 settings = load_settings(environment=os.environ)
-logging.basicConfig(
-    level=settings.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
-)
+set_up_logging(settings.log_level, settings.log_format)
 main(settings, int(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -22,7 +22,7 @@ RETAIN = [
     RetainRow(f"class Item{i}:\n    size = {i}\n\n    def area(self):\n        return self.size ** 2\n")
     for i in range(24)
 ]
-WIDE = FitOptions(budgets=Budgets(kl=5.0, nll=5.0, bleu=1.0))
+WIDE = FitOptions(gate="paper", budgets=Budgets(kl=5.0, nll=5.0, bleu=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_same_rows_give_the_same_module(loaded: LoadedModel) -> None:
 
 
 def test_the_chosen_candidate_raises_the_forget_loss_most_within_the_budgets(loaded: LoadedModel) -> None:
-    _, report = run(loaded, FitOptions(budgets=Budgets(kl=0.05, nll=0.05, bleu=1.0), full_scan=True))
+    _, report = run(loaded, FitOptions(gate="paper", budgets=Budgets(kl=0.05, nll=0.05, bleu=1.0), full_scan=True))
     allowed = [
         trial
         for trial in report.scan
@@ -69,7 +69,7 @@ def test_a_fit_leaves_the_model_as_it_was(loaded: LoadedModel) -> None:
 
 
 def test_budgets_that_nothing_meets_end_as_ineffective_with_a_module_that_changes_nothing(loaded: LoadedModel) -> None:
-    module, report = run(loaded, FitOptions(budgets=Budgets(kl=0.0, nll=-1.0)))
+    module, report = run(loaded, FitOptions(gate="paper", budgets=Budgets(kl=0.0, nll=-1.0)))
     assert report.outcome == "ineffective"
     assert report.selected is None
     assert module.kappa == 0.0
@@ -120,7 +120,7 @@ def test_a_bad_option_is_named(loaded: LoadedModel, options: FitOptions, message
 
 def test_too_few_rows_are_refused_with_the_number_needed(loaded: LoadedModel) -> None:
     with pytest.raises(InsufficientRows, match="at least 3"):
-        fit(loaded.model, loaded.tokenizer, FORGET[:2], RETAIN, name="m", identity=loaded.identity)
+        fit(loaded.model, loaded.tokenizer, FORGET[:2], RETAIN, name="m", identity=loaded.identity, options=WIDE)
 
 
 def test_verify_reports_rows_apart_by_what_the_fit_did_with_them(loaded: LoadedModel, tmp_path: Path) -> None:

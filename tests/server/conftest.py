@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from server.engine.engine import Engine
@@ -16,8 +14,10 @@ from server.registry.database import connect, upgrade
 from server.registry.registry import Registry
 from tests.core.conftest import save_checkpoint
 from tests.server.databases import KINDS, NOTE, new_database, postgresql
-from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
-from unbind_core.module import PARTITIONS, UnbindModule
+from tests.server.live import Live, live
+from tests.server.modules import build_module
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.module import UnbindModule
 
 MakeModule = Callable[..., UnbindModule]
 
@@ -39,23 +39,6 @@ def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     """Its tokenizer."""
     made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
     return made
-
-
-def build_module(
-    identity: ModelIdentity, name: str, layer: int = 1, seed: int = 0, kappa: float = 30.0
-) -> UnbindModule:
-    """A module whose gate opens often, so that its effect shows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def unit() -> Tensor:
-        vector = torch.randn(identity.hidden_size, generator=generator)
-        return vector / vector.norm()
-
-    return UnbindModule(
-        name=name, layer=layer, w=unit(), v=unit(), s_ref=-0.5, tau=0.1, kappa=kappa, quantile=0.5,
-        model=identity, forms=("plain",), partitions=dict.fromkeys(PARTITIONS, ()), budgets={}, measured={},
-        forget_digest="0" * 64, created_at="2026-01-01T00:00:00+00:00", versions={}, settings={},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -104,3 +87,11 @@ def registry(database_url: str, tmp_path: Path) -> Iterator[Registry]:
     made = Registry(engine, tmp_path / "audit.head")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that anybody may ask, with two modules and two profiles; tests leave it as they found it."""
+    profiles = {"safe": {"modules": {"one": 0.5}}, "strict": {"modules": ["one"], "enforced": ["two"]}}
+    with live(checkpoint, tmp_path_factory.mktemp("open"), profiles=profiles) as running:
+        yield running

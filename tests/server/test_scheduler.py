@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ from server.engine.request import Flight, GenerationRequest, Status
 from server.engine.scheduler import PromptTooLong, QueueFull, Scheduler
 
 
-def _flight(tokens: int) -> Flight:
+def make_flight(tokens: Iterable[int]) -> Flight:
+    """A request for the scheduler alone."""
     text: Any = None  # the scheduler never looks at it
-    return Flight(GenerationRequest(tuple(range(tokens))), text, lambda _: None, lambda: 0.0)
+    return Flight(GenerationRequest(tuple(tokens)), text, lambda _: None, lambda: 0.0)
+
+
+def _flight(tokens: int) -> Flight:
+    return make_flight(range(tokens))
 
 
 def _scheduler(**changes: int) -> Scheduler:
@@ -58,6 +64,14 @@ def test_the_queue_holds_what_fits_the_free_slots_and_the_limit() -> None:
     scheduler.check_room(2)
     with pytest.raises(QueueFull):
         scheduler.check_room(3)
+
+
+def test_prompts_of_like_shape_share_a_pass_and_others_do_not() -> None:
+    scheduler = _scheduler(slots=4, chunk_tokens=1000, max_length=500)
+    flights = [_flight(4), _flight(30), _flight(400), _flight(7)]
+    scheduler.waiting.extend(flights)
+    shared = [[chunk.flight for chunk in plan.prefill] for plan in scheduler.schedule().passes()]
+    assert shared == [[flights[0], flights[1], flights[3]], [flights[2]]]
 
 
 def test_what_does_not_fit_is_told_by_how_many_tokens() -> None:

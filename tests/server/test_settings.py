@@ -25,7 +25,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ({}, {}, "prot = 1", "unknown setting 'prot'"),
         ({"port": "many"}, {}, "", r"flags: port \('many'\)"),
         ({}, {"UNBIND_DTYPE": "int3"}, "", r"environment: dtype \('int3'\)"),
-        ({}, {}, "max_slots = 0", r"max_slots \(0\)"),
+        ({}, {}, "max_slots = -1", r"max_slots \(-1\)"),
         ({}, {}, "port = ", "not TOML"),
         ({}, {"UNBIND_WORKER": "perhaps"}, "", "environment: worker"),
     ],
@@ -56,6 +56,37 @@ def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> Non
     environment = made.to_environment()
     assert "secret" not in environment.values() and "secret" not in repr(made)
     assert load_settings({}, environment) == made.model_copy(update={"admin_key": ""})
+
+
+def test_modules_of_the_server_and_profiles_come_from_the_file_and_travel(tmp_path: Path) -> None:
+    file = tmp_path / "unbind.toml"
+    file.write_text(
+        'enforced = ["a", "b"]\ncors_origins = ["https://ide.example"]\n'
+        '[profiles.team]\nmodules = {c = 0.5}\nenforced = ["d"]\n[profiles.open]\n'
+    )
+    made = load_settings({}, {}, file)
+    assert made.enforced == {"a": 1.0, "b": 1.0} and made.profiles["team"].modules == {"c": 0.5}
+    assert load_settings({}, made.to_environment()) == made
+    flags = load_settings(
+        {"enforced": "a, b", "cors_origins": "x,y", "profiles": '{"team": {"modules": {"c": 0.5}}}'}, {}
+    )
+    assert flags.enforced == made.enforced and flags.cors_origins == ("x", "y") and set(flags.profiles) == {"team"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"enforced": "../a"}, "enforced"),
+        ({"enforced": '{"a": 0}'}, "enforced"),
+        ({"profiles": "team"}, "profiles.*not JSON"),
+        ({"profiles": '{"gpt-o3": {}}'}, "profiles.*o1, o3 or o4"),
+        ({"profiles": '{"team": {"moduls": []}}'}, "profiles"),
+        ({"request_timeout": "0"}, "request_timeout"),
+    ],
+)
+def test_bad_rules_in_settings_are_named(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load_settings(flags, {})
 
 
 def test_settings_do_not_change() -> None:

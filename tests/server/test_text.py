@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.text import TextStream
@@ -29,6 +30,23 @@ def _run(ids: list[int], stop: tuple[str, ...]) -> tuple[str, bool]:
 def test_pieces_join_to_the_text(text: str) -> None:
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert _run(ids, ()) == (TOKENIZER.decode(ids), False)
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_any_tokens_give_what_the_tokenizer_decodes(ids: list[int]) -> None:
+    decoded = TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert _run(ids, ()) == (decoded, False)
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_vocabularies_of_other_kinds_are_decoded_by_the_tokenizer(ids: list[int]) -> None:
+    other = build_tokenizer()
+    other.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    stream = TextStream(other, ())
+    text = "".join(stream.push(token)[0] for token in ids) + stream.flush()
+    assert text.replace("\ufffd", "") == _run(ids, ())[0].replace("\ufffd", "")
 
 
 @given(st.text(alphabet="abé\n", max_size=30), st.lists(st.text(alphabet="abé\n", min_size=1, max_size=4), max_size=3))

@@ -1,0 +1,71 @@
+"""How answers leave: whole as JSON, or as server-sent events; a client that goes away takes its requests with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from server.api.generation import Generation, Result
+from server.errors import ApiError, error_body
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event_bytes(event: Any) -> bytes:
+    """One event, ended as the protocol wants it."""
+    return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def whole(request: Request, generation: Generation, shape: Callable[[list[Result]], Any]) -> Response:
+    """The answer as JSON."""
+    work = asyncio.create_task(generation.whole())
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=499)
+        return JSONResponse(shape(work.result()), headers=generation.headers)
+    finally:
+        generation.cancel()
+        for task in (work, gone):
+            task.cancel()
+            with suppress(asyncio.CancelledError, ApiError):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; whatever ends the connection frees the requests. ``done``: the last line, where there is one."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[dict[str, Any]], done: bytes = DONE) -> None:
+        self._generation = generation
+        headers = {**generation.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_encoded(events, done), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send, and put away."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()
+
+
+async def _encoded(events: AsyncIterator[dict[str, Any]], done: bytes) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            yield event_bytes(event)
+    except ApiError as error:
+        yield event_bytes(error_body(error.status, error.message, error.param, error.code))
+    if done:
+        yield done

@@ -1,0 +1,110 @@
+"""Who asks: the key in ``Authorization: Bearer``, ``api-key`` or ``x-api-key``, its scopes and its rate.
+
+Without any key in the registry a server on loopback takes everybody for a caller who may infer. A key that is known is
+held to its own rules everywhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from server.errors import ApiError
+from server.exposure import on_loopback
+from server.registry.access import SCOPES, Key, key_digest
+from server.service import Service, service
+
+KEY_HEADERS = ("api-key", "x-api-key")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whoever sent a request. ``key`` is None for the admin key and where no key is needed."""
+
+    scopes: frozenset[str]
+    key: Key | None = None
+
+    def may(self, scope: str) -> bool:
+        """Whether a scope is among the caller's."""
+        return scope in self.scopes
+
+
+ADMINISTRATOR = Caller(frozenset(SCOPES))
+ANYBODY = Caller(frozenset({"inference", "report"}))
+
+
+def keys_needed(served: Service) -> bool:
+    """Whether inference needs a key: once one was ever made, and beyond loopback unless told otherwise."""
+    open_to_all = on_loopback(served.settings) or served.settings.insecure
+    return bool(served.access.current.keys) or not open_to_all
+
+
+def identify(request: Request, now: float) -> Caller | None:
+    """The caller whose key the request carries; None where it carries none that is known. Raises ApiError 401."""
+    given = _given_key(request)
+    if not given:
+        return None
+    served = service(request)
+    if hmac.compare_digest(given.encode("utf-8", "surrogateescape"), served.admin_key.encode()):
+        return ADMINISTRATOR
+    key = served.access.current.keys.get(key_digest(given))
+    if key is None:
+        return None
+    if not key.usable(now):
+        state = "revoked" if key.revoked_at is not None else "expired"
+        raise _unauthorised(f"the key '{key.name}' is {state}; ask for a new one")
+    return Caller(key.scopes, key)
+
+
+async def inference(request: Request) -> Caller:
+    """A caller who may infer, and has not asked too often. Raises ApiError 401, 403, 429."""
+    served = service(request)
+    caller = identify(request, time.time())
+    if caller is None:
+        if keys_needed(served):
+            raise _unauthorised("this server needs a key: send 'Authorization: Bearer KEY'")
+        return ANYBODY
+    if not caller.may("inference"):
+        raise _forbidden("inference")
+    key = caller.key
+    if key is not None and key.per_minute is not None:
+        wait = served.limiter.take(key.id, key.per_minute, key.burst, time.monotonic())
+        if wait > 0:
+            raise ApiError(
+                429,
+                f"the key '{key.name}' may ask {key.per_minute:g} times a minute; the next request may come in {wait:.1f} s",
+                code="rate_limited",
+                headers={"Retry-After": str(math.ceil(wait))},
+            )
+    return caller
+
+
+async def administrator(request: Request) -> Caller:
+    """A caller with the admin scope. Raises ApiError 401, 403."""
+    caller = identify(request, time.time())
+    if caller is None:
+        raise _unauthorised(
+            "this route needs the admin key: send 'Authorization: Bearer KEY' (the server printed it at its start)"
+        )
+    if not caller.may("admin"):
+        raise _forbidden("admin")
+    return caller
+
+
+def _given_key(request: Request) -> str:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and given.strip():
+        return given.strip()
+    return next((value.strip() for name in KEY_HEADERS if (value := request.headers.get(name))), "")
+
+
+def _unauthorised(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _forbidden(scope: str) -> ApiError:
+    return ApiError(403, f"this key does not have the scope '{scope}'", code="missing_scope")

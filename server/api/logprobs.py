@@ -1,0 +1,119 @@
+"""Log-probabilities in the two shapes that clients know: the completions' lists and the chat's objects."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from server.engine.request import TokenLogprob
+
+REPLACEMENT = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+FLOOR = -9999.0  # JSON has no minus infinity
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet in which byte-level tokenizers write bytes: printable ones as themselves, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@lru_cache(maxsize=4)
+def _added(tokenizer: PreTrainedTokenizerBase) -> dict[int, bool]:
+    """Tokens that stand for themselves, and whether texts leave them out. The library makes the table anew each time."""
+    return {token: bool(added.special) for token, added in tokenizer.added_tokens_decoder.items()}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """The bytes that a token stands for, alone; a part of a character too."""
+    written = tokenizer.convert_ids_to_tokens(token)
+    if not isinstance(written, str):
+        return b""
+    if token in _added(tokenizer):
+        return written.encode()
+    if found := _BYTE.fullmatch(written):
+        return bytes([int(found[1], 16)])
+    if "▁" in written:
+        return written.replace("▁", " ").encode()
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    alphabet = _byte_of_character()
+    if REPLACEMENT in text and all(character in alphabet for character in written):
+        return bytes(alphabet[character] for character in written)
+    return text.encode()
+
+
+def token_text(raw: bytes) -> str:
+    """A token as text; one that is half a character as ``bytes:\\xe2\\x82``."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, FLOOR)
+
+
+class LegacyLogprobs:
+    """The shape of ``/v1/completions``; keeps count of the text over the chunks of a stream."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, entries: Sequence[TokenLogprob | None], prompt: Sequence[int] = ()) -> dict[str, list[Any]]:
+        """Parallel lists. The first entries are those of the echoed ``prompt``; nothing predicts its first token."""
+        shaped: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for index, entry in enumerate(entries):
+            token = entry.token if entry is not None else prompt[0]
+            raw = token_bytes(self._tokenizer, token)
+            shaped["tokens"].append(token_text(raw))
+            shaped["token_logprobs"].append(_finite(entry.logprob) if entry is not None else None)
+            shaped["top_logprobs"].append(self._top(entry) if entry is not None else None)
+            shaped["text_offset"].append(self._place(raw if self._shown(token, index < len(prompt)) else b""))
+        return shaped
+
+    def _shown(self, token: int, prompted: bool) -> bool:
+        """Special tokens are in the text only where the prompt spelt them, which it does not with the beginning's."""
+        if prompted:
+            return bool(token != self._tokenizer.bos_token_id)
+        return not _added(self._tokenizer).get(token, False)
+
+    def _place(self, raw: bytes) -> int:
+        """Where a token begins in the text; what was half a character before it and stays so stands in front."""
+        decoded = self._decoder.decode(raw)
+        self._offset += len(decoded)
+        try:
+            return self._offset - len(raw.decode())
+        except UnicodeDecodeError:
+            return self._offset - len(decoded)
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """Text -> log-probability; the likelier of two tokens that read alike, and the chosen one always."""
+        top: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            top.setdefault(token_text(token_bytes(self._tokenizer, token)), _finite(logprob))
+        return top
+
+
+def chat_logprobs(tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+    """The shape of ``/v1/chat/completions``."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = token_bytes(tokenizer, token)
+        return {"token": token_text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = [
+        {**one(entry.token, entry.logprob), "top_logprobs": [one(*alternative) for alternative in entry.top]}
+        for entry in entries
+        if entry is not None
+    ]
+    return {"content": content, "refusal": None}

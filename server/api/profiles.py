@@ -1,0 +1,29 @@
+"""Profiles: named sets of modules that a key, a model alias or a path can choose. From the settings file or the registry."""
+
+from __future__ import annotations
+
+from server.errors import ApiError
+from server.rules import Rules
+from server.service import Service
+
+PREFIX = "profile:"
+
+
+def profile_names(served: Service) -> list[str]:
+    """Every profile there is."""
+    kept = (scope.removeprefix(PREFIX) for scope in served.access.current.rules if scope.startswith(PREFIX))
+    return sorted({*served.settings.profiles, *kept})
+
+
+def profile_rules(served: Service, name: str, *, asked: bool = False) -> Rules:
+    """The rules of a profile. Raises ApiError: 404 where a request ``asked`` for one that is not there, else 503."""
+    found = served.settings.profiles.get(name) or served.access.current.rules.get(PREFIX + name)
+    if found is not None:
+        return found
+    if asked:
+        known = ", ".join(profile_names(served)) or "none"
+        raise ApiError(404, f"profile '{name[:80]}' does not exist; there are: {known}", code="profile_not_found")
+    raise ApiError(
+        503, f"the key's profile '{name[:80]}' does not exist; nothing is served without it",
+        code="profile_unavailable", headers={"Retry-After": "10"},
+    )  # fmt: skip

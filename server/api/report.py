@@ -1,0 +1,61 @@
+"""What the gates did to one answer, for ``"unbind": {"report": true}``: counts by module and a value for each token.
+
+Fed from the engine's deltas; a page can colour tokens with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.engine.pinned import PinnedSet
+from server.engine.request import Delta
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in values.items()}
+
+
+class Report:
+    """Accumulates the activations of one choice: a module's gate is open where its value is over 0."""
+
+    def __init__(self, pinned: PinnedSet) -> None:
+        self._strengths = {entry.module.name: pinned.strengths[entry.key] for entry in pinned.entries}
+        self._labels = {entry.module.name: entry.label for entry in pinned.entries}
+        self._tokens: list[Mapping[str, float]] = []
+
+    def add(self, delta: Delta) -> None:
+        """Take in the tokens of a delta."""
+        self._tokens += delta.activations
+
+    def whole(self) -> dict[str, Any]:
+        """Everything, at the end of an answer that was not streamed."""
+        return {**self.totals(), "activations": [_rounded(values) for values in self._tokens]}
+
+    def totals(self) -> dict[str, Any]:
+        """Per module: its version, strength (0: measured only), positions evaluated and gates open."""
+        return {
+            "modules": [
+                {
+                    "module": self._labels[name],
+                    "name": name,
+                    "strength": strength,
+                    "positions": sum(name in values for values in self._tokens),
+                    "open": sum(values.get(name, 0.0) > 0 for values in self._tokens),
+                }
+                for name, strength in self._strengths.items()
+            ]
+        }
+
+    @staticmethod
+    def part(report: Report | None, delta: Delta, *, last: bool = True) -> dict[str, Any]:
+        """The ``unbind`` field for one chunk of a stream; the totals with the last. Nothing without a report."""
+        if report is None:
+            return {}
+        totals = report.totals() if last and delta.finish_reason else {}
+        return {"unbind": {**totals, "activations": [_rounded(values) for values in delta.activations]}}
+
+    @staticmethod
+    def end(report: Report | None) -> dict[str, Any]:
+        """The ``unbind`` field of a chunk that only ends the answer."""
+        return {} if report is None else {"unbind": {**report.totals(), "activations": []}}

@@ -1,0 +1,115 @@
+"""``unbind key create|list|revoke``: keys straight in the registry's database, with the server running or not."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.table import Column, Table
+
+from server.cli.console import clear_errors, screen, write_json
+from server.cli.flags import settings_from
+from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope
+from server.registry.audit import Actor
+from server.registry.registry import open_registry
+from server.rules import Rules
+from unbind_core.errors import UnbindError
+
+commands = typer.Typer(help="Keys for clients.", no_args_is_help=True)
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="the server's data folder")]
+AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
+OPERATOR = Actor("operator", "command line")
+
+
+def _access(config: Path | None, data_dir: Path | None) -> Access:
+    return Access(open_registry(settings_from(config, data_dir=data_dir)).transactions)
+
+
+@commands.command("create")
+def create(
+    name: Annotated[str, typer.Argument(help="whom it is for")],
+    scope: Annotated[
+        list[str] | None, typer.Option("--scope", help=f"one of {', '.join(SCOPES)}; may be repeated; else inference")
+    ] = None,
+    enforce: Annotated[
+        list[str] | None, typer.Option("--enforce", help="a module that is always on; may be repeated")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="a module that requests may add; may be repeated; else all")
+    ] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="the profile it always runs under")] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.0, help="days until it expires")] = None,
+    per_minute: Annotated[float | None, typer.Option("--per-minute", min=0.001, help="requests a minute")] = None,
+    burst: Annotated[int | None, typer.Option("--burst", min=1, help="requests at once")] = None,
+    config: Config = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it, once: only its hash is kept."""
+    with clear_errors():
+        wanted = scope or ["inference"]
+        scopes: list[Scope] = [known for known in get_args(Scope) if known in wanted]
+        if wrong := set(wanted) - set(SCOPES):
+            raise UnbindError(f"--scope: '{min(wrong)}' is unknown; choose from {', '.join(SCOPES)}")
+        try:
+            rules = Rules.model_validate({"enforced": enforce or [], "allowed": allow})
+        except ValueError as error:
+            raise UnbindError(f"--enforce, --allow: not the name of a module ({error})") from None
+        now = time.time()
+        key, text = _access(config, data_dir).create_key(
+            name, OPERATOR, now, scopes=tuple(scopes), rules=rules, profile=profile,
+            expires_at=now + days * 86_400 if days is not None else None, per_minute=per_minute, burst=burst,
+        )  # fmt: skip
+    if as_json:
+        write_json({**_view(key), "key": text})
+        return
+    screen.print(f"{text}   ({key.id}; it is not shown again)", highlight=False, soft_wrap=True, markup=False)
+
+
+@commands.command("list")
+def list_keys(config: Config = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Every key, revoked ones too."""
+    with clear_errors():
+        keys = sorted(_access(config, data_dir).current.keys.values(), key=lambda key: key.created_at)
+    if as_json:
+        write_json([_view(key) for key in keys])
+        return
+    table = Table(Column("id", no_wrap=True), "name", "scopes", "profile", "a minute", "expires", "state")
+    now = time.time()
+    for key in keys:
+        state = "revoked" if key.revoked_at is not None else "usable" if key.usable(now) else "expired"
+        expires = datetime.fromtimestamp(key.expires_at, UTC).isoformat(timespec="minutes") if key.expires_at else ""
+        rate = f"{key.per_minute:g}" if key.per_minute is not None else ""
+        table.add_row(key.id, key.name, ", ".join(sorted(key.scopes)), key.profile or "", rate, expires, state)
+    screen.print(table)
+
+
+@commands.command("revoke")
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="its id, from unbind key list")],
+    config: Config = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make a key useless for good; a running server knows within a second."""
+    with clear_errors():
+        try:
+            key = _access(config, data_dir).revoke_key(key_id, OPERATOR, time.time())
+        except NoSuchKey as error:
+            raise UnbindError(f"{error}; unbind key list shows them") from None
+    screen.print(f"revoked {key.id} ({key.name})", highlight=False, markup=False)
+
+
+def _view(key: Key) -> dict[str, Any]:
+    return {
+        "id": key.id, "name": key.name, "scopes": sorted(key.scopes), "profile": key.profile,
+        "requests_per_minute": key.per_minute, "expires_at": key.expires_at, "revoked_at": key.revoked_at,
+    }  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(commands, name="key")

@@ -1,0 +1,99 @@
+"""Attention that reads the slots in place: what the model's layers call while the runner's rows are placed.
+
+The library's own function repeats keys and values for grouped heads wherever there is a mask, and needs one tensor of
+keys for the whole batch. Here a run of neighbouring slots is a view, and each run looks no further than its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from server.engine.slots import Placement, Run
+
+NAME = "unbind_slots"
+REPLACES = "sdpa"
+QUERY_BLOCK = 64  # on the CPU: a block of queries reads the keys up to its own end instead of the chunk's
+_placed: ContextVar[Placement | None] = ContextVar("placement", default=None)
+
+
+@contextmanager
+def slot_attention(config: Any, placement: Placement) -> Iterator[None]:
+    """The layers of a model with this configuration attend as ``placement`` says."""
+    before = config._attn_implementation
+    token = _placed.set(placement)
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _placed.reset(token)
+
+
+def _attend(
+    _module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Query [B,Hq,T,D]; key and value whole storages [slots,H,positions,D]; additive mask [B,1,T,L] -> [B,T,Hq,D]."""
+    placement = _placed.get()
+    if placement is None:
+        raise RuntimeError("slot attention works inside slot_attention() only")
+    steps = query.shape[2]
+    parts = []
+    for run in placement.runs:
+        rows, slots = slice(run.row, run.row + run.count), slice(run.slot, run.slot + run.count)
+        attend = _one_token if steps == 1 else _chunk
+        parts.append(attend(run, query[rows], key[slots], value[slots], attention_mask[rows], scaling))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)), None
+
+
+def _one_token(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Query heads that share keys stand as queries of one head, so that nothing is repeated."""
+    count, heads, _, size = query.shape
+    folded = query.view(count, key.shape[1], heads // key.shape[1], size)
+    out = functional.scaled_dot_product_attention(
+        folded, key[:, :, : run.length], value[:, :, : run.length], mask[..., : run.length], scale=scaling
+    )
+    return out.reshape(count, 1, heads, size)
+
+
+def _chunk(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """A causal triangle at the end of what is there already, in blocks that leave out most of what is masked."""
+    steps = query.shape[2]
+    block = QUERY_BLOCK if query.device.type == "cpu" else steps
+    parts = []
+    for begin in range(0, steps, block):
+        end = min(steps, begin + block)
+        length = min(run.length, run.start + end)
+        part = functional.scaled_dot_product_attention(
+            query[:, :, begin:end],
+            *_shared(query, key[:, :, :length], value[:, :, :length]),
+            mask[:, :, begin:end, :length],
+            scale=scaling,
+            enable_gqa=query.device.type == "cpu" and query.shape[1] != key.shape[1],
+        )
+        parts.append(part.transpose(1, 2))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _shared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Grouped heads repeated where the fast kernels of a device cannot share them under a mask."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or query.device.type == "cpu":
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+
+AttentionInterface.register(NAME, _attend)

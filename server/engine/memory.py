@@ -1,0 +1,99 @@
+"""How many slots of which length fit: decided once, before anything is allocated.
+
+Keys and values are allocated whole at start, so what the engine holds does not grow with traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unbind_core.errors import UnbindError
+
+SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory; the rest is for activations and for whoever else runs there
+MOST_SLOTS = {"cpu": 16, "cuda": 128}  # on a CPU more rows a step make each wait longer and the sum hardly faster
+LONGEST = 8192
+GIB = 1024**3
+
+
+class DoesNotFit(UnbindError):
+    """Keys and values of the slots asked for exceed the free memory; the message says by how much and what to do."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The slots, and the memory that their keys and values take."""
+
+    slots: int
+    length: int
+    position_bytes: int
+    free_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """All keys and values; a slot has one position more, where padding goes."""
+        return self.slots * (self.length + 1) * self.position_bytes
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.slots} slots x {self.length} positions x {self.position_bytes / 1024:.1f} KiB = "
+            f"{self.bytes / GIB:.2f} GiB of keys and values, of {self.free_bytes / GIB:.1f} GiB free"
+        )
+
+
+def plan_memory(model: Any, slots: int = 0, length: int = 0, free: int | None = None) -> MemoryPlan:
+    """The slots to allocate; 0 leaves a number to what the model can use and the device has free.
+
+    Raises DoesNotFit where the numbers given, or a single slot, need more than there is.
+    """
+    device = next(model.parameters()).device
+    free = free_bytes(device) if free is None else free
+    budget = int(free * SHARE.get(device.type, 0.5))
+    position = position_bytes(model)
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    if length > trained:
+        raise DoesNotFit(f"max_model_len {length}: the model has {trained} positions; lower --max-model-len to that")
+    fits = budget // (position * max(slots, 1)) - 1  # positions of each slot
+    chosen = length or min(trained, LONGEST, max(fits, 16))
+    plan = MemoryPlan(
+        slots or max(1, min(MOST_SLOTS.get(device.type, 16), budget // (position * (chosen + 1)))),
+        chosen,
+        position,
+        free,
+    )
+    if plan.bytes > (free if slots and length else budget):
+        raise DoesNotFit(
+            f"{plan} on {device}; lower --max-slots or --max-model-len: {max(budget // position, 0)} positions fit in all"
+        )
+    return plan
+
+
+@torch.inference_mode()
+def position_bytes(model: Any) -> int:
+    """Bytes of keys and values of one position, all layers: measured on one token, as families differ in what they keep."""
+    ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    return sum(part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated: on the device, or of this machine and the control group it may be confined to."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = _read("/proc/meminfo").splitlines()
+    found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        found.append(max(0, int(limit) - int(used)))
+    return min(found, default=4 * GIB)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,41 @@
+"""Who can reach the server, and whether it may start so: beyond loopback only with keys, or on somebody's word."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+
+from server.registry.access import Access
+from server.registry.registry import open_registry
+from server.settings import Settings
+from unbind_core.errors import UnbindError
+
+
+class Exposed(UnbindError):
+    """The server would be open to a network without any key."""
+
+
+def on_loopback(settings: Settings) -> bool:
+    """Whether only this machine can reach the server."""
+    if settings.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(settings: Settings) -> None:
+    """Raise Exposed where the server would listen beyond loopback without a key. An admin key that was set is one."""
+    if on_loopback(settings) or settings.insecure or settings.admin_key:
+        return
+    registry = open_registry(settings)
+    try:
+        if any(key.usable(time.time()) for key in Access(registry.transactions).current.keys.values()):
+            return
+    finally:
+        registry.close()
+    raise Exposed(
+        f"host {settings.host} is reachable from other machines and no key exists; make one with "
+        f"'unbind key create NAME --data-dir {settings.data_dir}', set admin_key, listen on 127.0.0.1, or start with --insecure"
+    )

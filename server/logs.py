@@ -1,0 +1,38 @@
+"""How log lines look: one line for people, or one JSON object for machines, on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+FIELDS = ("request_id", "method", "route", "status", "seconds", "key_id", "profile")
+
+
+class JsonFormatter(logging.Formatter):
+    """Time, level, logger and message, and what a line says in fields of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One JSON object without line ends."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in FIELDS if getattr(record, name, None) is not None}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up_logging(level: str, form: str = "text") -> None:
+    """Log to standard error from ``level`` on."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level != "debug":
+        for chatty in ("uvicorn.error", "httpx", "asyncio"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,159 @@
+"""Who may ask, and under which modules: keys, stored as hashes, and the rules of each scope.
+
+The admin API and ``unbind key`` write; requests read a ``Snapshot``, so that no request waits for the database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from sqlalchemy import select
+
+from server.registry.audit import Actor, append
+from server.registry.tables import KeyRow, RulesRow
+from server.registry.transactions import Transactions
+from server.rules import NO_RULES, Rules
+
+SCOPES = ("inference", "report", "admin")
+Scope = Literal["inference", "report", "admin"]
+SERVER_SCOPE = "global"
+
+
+class NoSuchKey(Exception):
+    """No key has this id."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key as requests see it."""
+
+    id: str
+    name: str
+    scopes: frozenset[str]
+    profile: str | None
+    per_minute: float | None
+    burst: int
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+
+    def usable(self, now: float) -> bool:
+        """Neither revoked nor expired."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Every key by the digest of its text, and the rules by scope."""
+
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    rules: Mapping[str, Rules] = field(default_factory=dict)
+
+    def of(self, scope: str) -> Rules:
+        """The rules of a scope; none where nothing was said."""
+        return self.rules.get(scope, NO_RULES)
+
+
+def key_digest(text: str) -> str:
+    """What is stored of a key. It is random and long, so that one round of a plain hash is enough."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class Access:
+    """Keys and rules in the registry's database. ``current`` is as fresh as the last ``refresh`` or change made here.
+
+    Every change is told of in the audit trail, in its own transaction.
+    """
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._refreshing = threading.Lock()  # else an older snapshot could be put in place of a newer one
+        self.current = Snapshot()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what any process has written since."""
+        with self._refreshing, self._transactions.look() as session:
+            self.current = Snapshot(
+                {row.digest: _key(row) for row in session.scalars(select(KeyRow))},
+                {row.scope: Rules.model_validate(row.rules) for row in session.scalars(select(RulesRow))},
+            )
+
+    def create_key(
+        self, name: str, actor: Actor, now: float, *, scopes: tuple[Scope, ...] = ("inference",),
+        rules: Rules = NO_RULES, profile: str | None = None, expires_at: float | None = None,
+        per_minute: float | None = None, burst: int | None = None,
+    ) -> tuple[Key, str]:  # fmt: skip
+        """A new key, and its text, which is not kept anywhere."""
+        text = f"ubk_{secrets.token_urlsafe(24)}"
+        row = KeyRow(
+            id=f"key_{uuid.uuid4().hex[:16]}", name=name, digest=key_digest(text), scopes=list(scopes), profile=profile,
+            per_minute=per_minute, burst=burst or max(1, int(per_minute or 1)), created_at=now, expires_at=expires_at,
+        )  # fmt: skip
+        with self._transactions.change() as session:
+            session.add(row)
+            session.flush()
+            key = _key(row)
+            said = rules.model_dump(mode="json")
+            if rules != NO_RULES:
+                session.add(RulesRow(scope=f"key:{row.id}", rules=said, updated_at=now))
+            append(
+                session, now, actor, "key.create", key.id, {"name": name, "scopes": sorted(scopes)},
+                after={**_record(key), "rules": said},
+            )  # fmt: skip
+        self.refresh()
+        return key, text
+
+    def revoke_key(self, key_id: str, actor: Actor, now: float) -> Key:
+        """Make a key useless for good. Raises NoSuchKey."""
+        with self._transactions.change() as session:
+            row = session.get(KeyRow, key_id, with_for_update=True)
+            if row is None:
+                raise NoSuchKey(f"no key '{key_id[:80]}'")
+            key = _key(row)
+            if row.revoked_at is None:
+                before, row.revoked_at = key, now
+                key = _key(row)
+                append(
+                    session, now, actor, "key.revoke", key_id, {"name": key.name},
+                    before=_record(before), after=_record(key),
+                )  # fmt: skip
+        self.refresh()
+        return key
+
+    def put_rules(self, scope: str, rules: Rules, actor: Actor, now: float) -> None:
+        """Write the rules of a scope, whole."""
+        with self._transactions.change() as session:
+            row = session.get(RulesRow, scope, with_for_update=True)
+            before, said = row.rules if row is not None else None, rules.model_dump(mode="json")
+            session.merge(RulesRow(scope=scope, rules=said, updated_at=now))
+            append(session, now, actor, "rules.put", scope, said, before=before, after=said)
+        self.refresh()
+
+    def delete_rules(self, scope: str, actor: Actor, now: float) -> bool:
+        """Forget the rules of a scope; whether there were any."""
+        with self._transactions.change() as session:
+            row = session.get(RulesRow, scope, with_for_update=True)
+            if row is not None:
+                session.delete(row)
+                append(session, now, actor, "rules.delete", scope, {}, before=row.rules)
+        self.refresh()
+        return row is not None
+
+
+def _record(key: Key) -> dict[str, Any]:
+    """What the audit trail keeps a digest of."""
+    return {**asdict(key), "scopes": sorted(key.scopes)}
+
+
+def _key(row: KeyRow) -> Key:
+    return Key(
+        row.id, row.name, frozenset(row.scopes), row.profile, row.per_minute, row.burst, row.created_at,
+        row.expires_at, row.revoked_at,
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""What one scope says about modules: the whole server, a profile or a key.
+
+Written in the settings file or by the admin API, kept by the registry, united into one answer by ``policy.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+MAX_STRENGTH = 10.0
+MAX_MODULES = 4096
+ModuleName = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Strength = Annotated[float, Field(gt=0, le=MAX_STRENGTH, allow_inf_nan=False)]
+
+
+def _not_mistaken(name: str) -> str:
+    if any(part in name for part in ("o1", "o3", "o4")):
+        raise ValueError("must not hold o1, o3 or o4: in a model's name some editors take them for another service's")
+    return name
+
+
+ProfileName = Annotated[ModuleName, AfterValidator(_not_mistaken)]
+
+
+def from_json(value: Any) -> Any:
+    """A flag or an environment variable gives text: its JSON value."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error})") from None
+
+
+def _from_names(value: Any) -> Any:
+    """A list of names is each at its calibrated strength."""
+    if isinstance(value, (list, tuple)):
+        if not all(isinstance(name, str) for name in value):
+            raise ValueError("must be a list of module names, or an object of module names and strengths")
+        return dict.fromkeys(value, 1.0)
+    return value
+
+
+def _from_text(value: Any) -> Any:
+    """Text is JSON, or names with commas between them."""
+    if isinstance(value, str) and not value.lstrip().startswith(("{", "[")):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return from_json(value)
+
+
+Strengths = Annotated[
+    dict[ModuleName, Strength],
+    Field(max_length=MAX_MODULES),
+    BeforeValidator(_from_names),
+    BeforeValidator(_from_text),
+]
+
+
+class Rules(BaseModel):
+    """The rules of one scope. Strengths are multiples of the calibrated one; a list of names means 1 each."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    modules: Annotated[Strengths, Field(description="on wherever this scope applies, as far as the key allows")] = {}
+    enforced: Annotated[Strengths, Field(description="on wherever this scope applies, whatever anybody allows")] = {}
+    shadow: Annotated[
+        list[ModuleName], Field(max_length=MAX_MODULES, description="measured where they are not on, never applied")
+    ] = []
+    allowed: Annotated[
+        list[ModuleName] | None,
+        Field(max_length=MAX_MODULES, description="what requests may add; null allows every module"),
+    ] = None
+
+
+NO_RULES = Rules()

@@ -1,0 +1,406 @@
+"""The choice among gates: from the simplest to the richest, the first that forgets within the budgets (``gate="auto"``).
+
+Levels: the paper's linear gate where it can tell the rows apart; a network with one head a row over a window of positions, with
+one threshold, then with a lower one to close, then wider. What each reached is in the report. Strength is the least that
+reaches the target: what is gained by more is paid for wherever a gate opens by mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unbind_core.axis import constrained_axis, gradient_axis, output_axis
+from unbind_core.calibration import Budgets
+from unbind_core.detector import fisher_detector
+from unbind_core.errors import FittingError
+from unbind_core.evaluation import PREFIXES, RowScore, forget_scores
+from unbind_core.gates import activation
+from unbind_core.hooks import attach
+from unbind_core.module import UnbindModule
+from unbind_core.moments import CrossMoments, Moments
+from unbind_core.network import FIRST_POSITION, WINDOWS, Network, Separation, evidence, separation, train_network
+from unbind_core.options import FitReport, Target
+from unbind_core.paper import fit_paper, forget_statistics
+from unbind_core.preparation import Preparation
+from unbind_core.progress import Progress
+from unbind_core.retained import retain_completions, retain_replay, retain_states
+from unbind_core.search import Replay, RetainCompletions, edit_of
+
+MOST_LAYERS = 8  # a deep model's upper layers are much alike
+SCREEN_WIDTH, SCREEN_STEPS = 64, 120
+STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
+CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
+LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
+PROBED_ROWS = 24  # so many rows say whether a strength suffices; the choice is then checked on all
+GRADIENT_ROWS = 60
+NEW_TOKENS = 128
+WAYS = (
+    "original",
+    *(f"prefix-{k}" for k in PREFIXES),
+)  # the ways to ask under which rows are recited; the others are for verify
+RESAMPLES, CONFIDENCE = 1000, 0.95
+
+
+def upper_bound(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
+    """95 % upper confidence bound of sum(a) / sum(b) over (a, b) of each row, by bootstrap over rows."""
+    table = torch.tensor(parts, dtype=torch.float64)
+    drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))
+    sums = table[drawn].sum(1)
+    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(CONFIDENCE))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a module costs on the retain-calibration rows: means, and upper bounds of them."""
+
+    nll: float
+    kl: float
+    open_rate: float
+    bounds: Budgets
+
+    def within(self, budgets: Budgets) -> bool:
+        """Whether every bound is within its budget."""
+        return all(getattr(self.bounds, key) <= value for key, value in asdict(budgets).items())
+
+
+@dataclass(frozen=True)
+class Forgot:
+    """What is left of the rows under a module: shares of the former F-BLEU by form, rows with long spans, mean recovery."""
+
+    f_bleu_left: dict[str, float]
+    spans: int
+    recovery: float
+
+    def reaches(self, target: Target) -> bool:
+        """Whether this is as little as was aimed at."""
+        gone = all(left <= 1 - target.f_bleu_cut for left in self.f_bleu_left.values())
+        return gone and self.spans == 0 and self.recovery <= target.recovery
+
+
+class _Auto:
+    """One run: what is captured once, and the trials on it."""
+
+    def __init__(self, given: Preparation) -> None:
+        self.given, self.clock = given, given.clock
+        self.budgets, self.target = given.options.limits, given.options.target
+        self.layers = _spread(given.layers, MOST_LAYERS)
+        self.every = list(range(len(given.forget)))
+        self.levels: list[dict[str, Any]] = []
+        self._capture()
+
+    def _capture(self) -> None:
+        given, layers = self.given, self.layers
+        with self.clock.stage("retain states"):
+            self.retained = retain_states(
+                given.model, given.retain_windows(given.parts.retain_fit), layers, pad=given.pad,
+                limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=given.identity.fingerprint,
+                progress=given.progress,
+            )  # fmt: skip
+        with self.clock.stage("calibration states"):
+            windows = given.retain_windows(given.parts.retain_calibration)
+            self.retain = retain_replay(
+                given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=given.identity.fingerprint
+            )
+        with self.clock.stage("forget states and gradients"):
+            some = given.forget_windows(_spread(self.every, GRADIENT_ROWS))
+            self.moments, self.cross = forget_statistics(given.model, some, layers, given.pad, given.progress)
+            self.forget = Replay(given.model, given.forget_windows(self.every), layers, pad=given.pad)
+        with self.clock.stage("rows before"):
+            self.probed = _spread(self.every, PROBED_ROWS)
+            self.before = self._scores(self.every, None, attempts=0)
+        with self.clock.stage("retain completions"):
+            self.completions: RetainCompletions = retain_completions(
+                given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache,
+                given.identity.fingerprint, given.progress,
+            )  # fmt: skip
+
+    # What is measured of a module.
+
+    def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
+        given = self.given
+        chosen = [given.forget[i] for i in rows]
+        bank = edit_of(module, self.retain.device)[0] if module is not None else None
+
+        def editing() -> AbstractContextManager[object]:
+            return attach(given.model, bank) if bank is not None else nullcontext()
+
+        return forget_scores(
+            given.model, given.tokenizer, chosen, forms=given.forms, attempts=attempts, ways=WAYS,
+            new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
+        )  # fmt: skip
+
+    def forgot(self, module: UnbindModule, rows: Sequence[int]) -> Forgot:
+        """Greedy completions under the module against those before it: the prompts first, then with the target's first tokens."""
+        found = self._forgot(module, rows, attempts=0)
+        return self._forgot(module, rows, attempts=1) if found.reaches(self.target) else found
+
+    def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
+        after = self._scores(rows, module, attempts)
+        left = {}
+        for form in self.given.forms:
+            whole = sum(self.before[i].bleu[form] for i in rows)
+            left[form] = sum(score.bleu[form] for score in after) / max(whole, 1e-9)
+        long = sum(score.span >= self.target.span for score in after)
+        return Forgot(left, long, sum(score.recovery for score in after) / len(after))
+
+    def cost(self, module: UnbindModule) -> Cost:
+        """What the module does to the retain-calibration rows."""
+        bank, selection = edit_of(module, self.retain.device)
+        outcome = self.retain.run(bank, selection, module.layer, kl_budget=float("inf"))
+        rows = list(outcome.rows.values())
+        drops = self.completions.drops(bank, selection, module.layer)
+        bounds = Budgets(
+            kl=upper_bound([(row.kl, row.scored) for row in rows]),
+            nll=upper_bound([(row.nll, row.scored) for row in rows]),
+            bleu=upper_bound([(drop, 1.0) for drop in drops]) if drops else 0.0,
+            open_rate=upper_bound([(float(row.opened), row.positions) for row in rows]),
+        )
+        scored, positions = sum(row.scored for row in rows), sum(row.positions for row in rows)
+        return Cost(
+            sum(row.nll for row in rows) / scored, sum(row.kl for row in rows) / scored,
+            sum(row.opened for row in rows) / positions, bounds,
+        )  # fmt: skip
+
+    # The levels.
+
+    def linear(self) -> tuple[UnbindModule, FitReport] | None:
+        """The paper's gate, where at the budgeted opening rate it covers enough of the forget positions to have a chance."""
+        best = (0.0, -1)
+        with self.clock.stage("linear screen"):
+            for layer in self.layers:
+                retain = self._retain_moments(layer)
+                detector = fisher_detector(self.moments[layer], retain, self.given.options.ridge)
+                w, s_ref = detector.w.float()[None], torch.tensor([detector.s_ref], device=self.retain.device)
+                theirs = torch.cat(
+                    [activation(states, w, s_ref)[:, 0] for _, _, states in _sequences(self.retain, layer)]
+                )
+                allowed = max(1, round(self.budgets.open_rate * len(theirs)))
+                tau = theirs.topk(allowed).values[-1]
+                ours = torch.cat(
+                    [activation(states[first:], w, s_ref)[:, 0] for _, first, states in _sequences(self.forget, layer)]
+                )
+                best = max(best, (float((ours > tau).float().mean()), layer))
+        coverage, layer = best
+        level: dict[str, Any] = {"gate": "paper", "layer": layer, "coverage": round(coverage, 4)}
+        self.levels.append(level)
+        few = len(self.every) < 3
+        if coverage < LINEAR_COVERAGE or few:
+            level["verdict"] = (
+                "fewer than 3 rows cannot be split as the paper does" if few else
+                f"at the budgeted opening rate it opens on {coverage:.0%} of the forget positions; {LINEAR_COVERAGE:.0%} are needed"
+            )  # fmt: skip
+            return None
+        options = replace(self.given.options, gate="paper", budgets=self.budgets)
+        module, report = fit_paper(replace(self.given, options=options))
+        if report.outcome != "calibrated":
+            level["verdict"] = "no strength within the budgets"
+            return None
+        cost, forgot = self.cost(module), self.forgot(module, self.every)
+        level |= {"cost": asdict(cost), "forgot": asdict(forgot)}
+        if cost.within(self.budgets) and forgot.reaches(self.target):
+            level["verdict"] = "chosen"
+            return module, report
+        level["verdict"] = "misses the target" if cost.within(self.budgets) else "over budget"
+        return None
+
+    def _retain_moments(self, layer: int) -> Moments:
+        """From a sample of the kept states that is ample for a covariance."""
+        states = self.retained[layer]
+        moments = Moments(states.shape[1], self.retain.device)
+        moments.add(states[:: max(1, len(states) // (64 * states.shape[1]))])
+        return moments
+
+    def best_layer(self) -> tuple[int, list[dict[str, Any]]]:
+        """The layer at which a small network tells forget from retain rows best, and what each layer gave."""
+        found = []
+        with self.clock.stage("layer screen"):
+            for layer in self.layers:
+                network = self._train(layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}")
+                split = self._separation(network, layer, WINDOWS[1])
+                found.append({"layer": layer, **split.to_json()})
+        best = max(found, key=lambda one: (one["margin"], one["layer"]))
+        return int(best["layer"]), found
+
+    def _train(self, layer: int, width: int, steps: int, stage: str) -> Network:
+        parts = [
+            (row, states[min(FIRST_POSITION, first) : -1]) for row, first, states in _sequences(self.forget, layer)
+        ]
+        rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
+        states = torch.cat([states for _, states in parts])
+        return train_network(
+            states, rows, self.retained[layer], width=width, steps=steps, seed=self.given.options.seed,
+            progress=self.given.progress, stage=stage,
+        )  # fmt: skip
+
+    def _separation(self, network: Network, layer: int, window: int) -> Separation:
+        ours, theirs = (
+            evidence(((row, first, network.scores(states)) for row, first, states in _sequences(of, layer)), window)
+            for of in (self.forget, self.retain)
+        )
+        return separation(ours, theirs, window, self.budgets.open_rate / 2)
+
+    def axes(self, layer: int) -> dict[str, Tensor]:
+        """Candidate output axes FP32 [d], each pointing so that subtracting it raises the loss.
+
+        The mean gradient first: on the demo model the text under it ends, where under the others it goes round in circles.
+        """
+        cross: CrossMoments = self.cross[layer]
+        retain = self._retain_moments(layer)
+        eigen = output_axis(cross).v0
+        eigen = eigen if float(cross.gradient @ eigen) < 0 else -eigen
+        found = {
+            "gradient": gradient_axis(cross),
+            "paper": eigen,
+            "constrained": constrained_axis(cross, retain, self.given.options.ridge),
+        }
+        return {name: (axis / axis.norm()).float().cpu() for name, axis in found.items()}
+
+    def network(self, layer: int, width: int) -> Iterator[tuple[UnbindModule, Forgot, dict[str, Any]]]:
+        """Modules of one network, for each closing threshold and axis, at the least strength that reaches the target."""
+        steps = network_steps(len(self.every))
+        with self.clock.stage("detector"):
+            net = self._train(layer, width, steps, f"detector of {width}")
+            splits = [self._separation(net, layer, window) for window in WINDOWS]
+        split = max(splits, key=lambda one: one.margin)
+        norm = float(self.retained[layer].float().norm(dim=1).mean())
+        tensors = {
+            "w": net.w.cpu(), "b": net.b.cpu(), "heads": net.heads.cpu(), "heads_b": net.heads_b.cpu(),
+        }  # fmt: skip
+        tau = split.threshold - split.reference
+
+        def module(axis: Tensor, strength: float, closing: float) -> UnbindModule:
+            return self.given.module(
+                layer=layer, detector="network", v=axis, s_ref=split.reference, tau=tau, kappa=strength * norm,
+                tau_close=None if closing == 1 else closing * tau, window=split.window, quantile=None, measured={}, **tensors,
+            )  # fmt: skip
+
+        axes = self.axes(layer)
+        for closing in CLOSING:
+            for name, axis in axes.items():
+                level: dict[str, Any] = {
+                    "gate": "network", "layer": layer, "width": width, "steps": steps, "tau_close": closing, "axis": name,
+                    "separation": split.to_json(),
+                }  # fmt: skip
+                self.levels.append(level)
+
+                def at(strength: float, axis: Tensor = axis, closing: float = closing) -> UnbindModule:
+                    return module(axis, strength, closing)
+
+                yield self._least(at, level)
+
+    def _least(
+        self, at: Callable[[float], UnbindModule], level: dict[str, Any]
+    ) -> tuple[UnbindModule, Forgot, dict[str, Any]]:
+        """The module at the least strength that reaches the target, or else at the largest that the budgets allow."""
+        with self.clock.stage("strength"):
+            low, high = 0, len(STRENGTHS)
+            costs: dict[int, Cost] = {}
+            while low < high:  # the largest strength within the budgets: costs grow with it
+                middle = (low + high) // 2
+                costs[middle] = self.cost(at(STRENGTHS[middle]))
+                low, high = (middle + 1, high) if costs[middle].within(self.budgets) else (low, middle)
+            affordable = low
+            low, high = 0, max(affordable - 1, 0)
+            if high and self.forgot(at(STRENGTHS[high]), self.probed).reaches(self.target):
+                while low < high:  # the least of these that reaches the target
+                    middle = (low + high) // 2
+                    reached = self.forgot(at(STRENGTHS[middle]), self.probed).reaches(self.target)
+                    low, high = (low, middle) if reached else (middle + 1, high)
+            else:
+                low = high
+            forgot = self.forgot(at(STRENGTHS[low]), self.every)
+            while not forgot.reaches(self.target) and low + 1 < affordable:  # the probe was kinder than all rows are
+                low += 1
+                forgot = self.forgot(at(STRENGTHS[low]), self.every)
+        cost = costs.get(low) or self.cost(at(STRENGTHS[low]))
+        level |= {"strength": STRENGTHS[low], "cost": asdict(cost), "forgot": asdict(forgot)}
+        if affordable == 0:
+            level["verdict"] = "no strength within the budgets"
+        else:
+            level["verdict"] = "chosen" if forgot.reaches(self.target) else "misses the target"
+        self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
+        return at(STRENGTHS[low]), forgot, level
+
+
+def network_steps(rows: int) -> int:
+    """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
+    return min(2500, 250 + 8 * rows)
+
+
+def network_widths(rows: int) -> tuple[int, ...]:
+    """Hidden widths to try, the smaller first."""
+    return (128, 512) if rows <= 32 else (256, 512) if rows <= 150 else (512,)
+
+
+def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
+    """The first of the levels that reaches the target within the budgets; else the best within the budgets, outcome "short".
+
+    Outcome "ineffective", with kappa 0, where no level has any strength within the budgets.
+    """
+    run = _Auto(given)
+    if (plain := run.linear()) is not None:
+        module, report = plain
+        return module, replace(report, levels=run.levels, seconds=run.clock.seconds)
+    layer, screened = run.best_layer()
+    best: tuple[float, UnbindModule, dict[str, Any]] | None = None
+    last: UnbindModule | None = None
+    for width in network_widths(len(run.every)):
+        for module, forgot, level in run.network(layer, width):
+            last = module
+            if level["verdict"] == "no strength within the budgets":
+                continue
+            left = max(forgot.f_bleu_left.values()) + forgot.recovery
+            if best is None or left < best[0]:
+                best = (left, module, level)
+            if level["verdict"] == "chosen":
+                return _finish(run, module, level, "calibrated", screened)
+    if best is not None:
+        best[2]["verdict"] = "chosen: the best within the budgets"
+        return _finish(run, best[1], best[2], "short", screened)
+    if last is None:
+        raise FittingError("no layer's states could be told apart; are the rows memorised at all?")
+    return _finish(run, replace(last, kappa=0.0), run.levels[-1], "ineffective", screened)
+
+
+def _finish(
+    run: _Auto, module: UnbindModule, level: dict[str, Any], outcome: str, screened: list[dict[str, Any]]
+) -> tuple[UnbindModule, FitReport]:
+    """The module with what was measured, and the report."""
+    positions = {
+        "forget": run.forget.count,
+        "retain_fit": len(run.retained[module.layer]),
+        "retain_calibration": run.retain.count,
+    }
+    measured = {**{key: value for key, value in level.items() if key != "verdict"}, "positions": positions}
+    report = FitReport(
+        outcome=outcome,
+        selected=None if outcome == "ineffective" else level,
+        scan=[],
+        layers=screened,
+        positions=positions,
+        seconds=run.clock.seconds,
+        exactness=run.given.exactness,
+        gate="network",
+        levels=run.levels,
+    )
+    return replace(module, measured=measured), report
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of the items, evenly spread, the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round((i + 1) * len(items) / most) - 1] for i in range(most)]
+
+
+def _sequences(replay: Replay, layer: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(row, first predictor position, states [T,d]) of every window, without its padding."""
+    for kept in replay.kept:
+        for index, window in enumerate(kept.batch.windows):
+            yield window.row, window.first_target - 1, kept.states[layer][index, : len(window.ids)]

@@ -1,0 +1,154 @@
+"""The network detector: a hidden layer and one head a forget row, trained on captured states to tell whose row this is.
+
+A linear detector asks "is this protected code?" of every state and is often wrong where rows are many and dimensions few. This one
+asks "is this row 17?". Ordinary code resembles some protected row at many a position, but another one at the next, so the
+mean of one row's score over a window of positions tells them apart where no single score can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.errors import FittingError
+from unbind_core.gates import network_scores, windowed
+from unbind_core.progress import ProgressCallback, counted, silent
+
+BATCH = 4096
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
+FIRST_POSITION = 8  # before it a sequence is too short to be told apart
+WINDOWS = (8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Network:
+    """f(h) = heads relu(w h + b) + heads_b, FP32: w [h,d], b [h], heads [K,h], heads_b [K]; one head a forget row.
+
+    A head's score is the log odds, as trained, of its row against retained code.
+    """
+
+    w: Tensor
+    b: Tensor
+    heads: Tensor
+    heads_b: Tensor
+
+    def scores(self, states: Tensor) -> Tensor:
+        """f of states [...,d] -> [...,K]."""
+        return network_scores(states, self.w, self.b, self.heads, self.heads_b)
+
+
+def train_network(
+    forget: Tensor,
+    rows: Tensor,
+    retain: Tensor,
+    *,
+    width: int,
+    steps: int,
+    seed: int = 0,
+    progress: ProgressCallback = silent,
+    stage: str = "detector",
+) -> Network:
+    """Train by cross-entropy over "retained" and the K rows, half of each batch from either side.
+
+    ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. AdamW, weight decay, learning rate
+    falling to zero. Deterministic for a seed and device. Raises FittingError where the loss is not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device, count = forget.device, int(rows.max()) + 1
+    sample = retain[:: max(1, len(retain) // 50_000)].float()
+    mean, deviation = sample.mean(0), sample.std(0).clamp(min=1e-6)
+    hidden, out = (
+        nn.utils.skip_init(nn.Linear, i, o, device=device) for i, o in ((forget.shape[1], width), (width, count + 1))
+    )
+    for part in (hidden, out):
+        bound = part.in_features**-0.5
+        for parameter in part.parameters():
+            parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+    optimizer = torch.optim.AdamW(
+        [*hidden.parameters(), *out.parameters()], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
+    targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
+    with torch.enable_grad():
+        for _ in counted(range(steps), steps, stage, progress):
+            ours = torch.randint(len(forget), (BATCH // 2,), generator=generator)
+            theirs = torch.randint(len(retain), (BATCH // 2,), generator=generator)
+            x = (torch.cat((forget[ours], retain[theirs])).float() - mean) / deviation
+            y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = out(hidden(x).relu())
+            loss = nn.functional.cross_entropy(logits.float(), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    if not bool(torch.isfinite(loss)):
+        raise FittingError("the detector's loss is not finite; check the rows and the model's dtype")
+    with torch.no_grad():
+        w = hidden.weight / deviation
+        return Network(
+            w.contiguous(),
+            (hidden.bias - w @ mean).contiguous(),
+            (out.weight[1:] - out.weight[:1]).contiguous(),
+            (out.bias[1:] - out.bias[:1]).contiguous(),
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The largest head's windowed score of one sequence, FP32 [T], and from where on its gate should be open."""
+
+    row: int
+    first: int
+    e: Tensor
+
+
+def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int) -> list[Evidence]:
+    """e_t of (row, first position that matters, scores [T,K]) for a window, unclipped."""
+    found = []
+    for row, first, scores in sequences:
+        seen = torch.arange(1, len(scores) + 1, device=scores.device)
+        found.append(Evidence(row, first, windowed(scores.unsqueeze(0), window, seen)[0].amax(-1)))
+    return found
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How far apart a detector puts forget and retain evidence with one window.
+
+    ``retained`` is the lowest threshold that keeps the opening rate of retain rows within the budget, ``highest`` the largest
+    retain score of all, ``forgotten`` the score that all but 0.5 % of the forget positions reach, ``reference`` the mean
+    retain score (the paper's s_ref). ``margin`` is the gap, in units of the distance between the two medians.
+    """
+
+    window: int
+    reference: float
+    retained: float
+    highest: float
+    forgotten: float
+    margin: float
+
+    def to_json(self) -> dict[str, float]:
+        """As reports hold it."""
+        return {key: round(value, 4) for key, value in self.__dict__.items()}
+
+    @property
+    def threshold(self) -> float:
+        """Where to open: a quarter into the gap between the two sides if there is one, else what the retain side allows."""
+        gap = self.forgotten - self.highest
+        return self.highest + 0.25 * gap if gap > 0 else max(self.retained, min(self.forgotten, self.highest))
+
+
+def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:
+    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open."""
+    ours = torch.cat([one.e[one.first :] for one in forget])
+    theirs = torch.cat([one.e for one in retain])
+    allowed = max(1, round(rate * len(theirs)))
+    retained = float(theirs.topk(allowed).values[-1])
+    forgotten = float(ours.kthvalue(max(1, round(0.005 * len(ours)))).values)
+    spread = float(ours.median() - theirs.median())
+    margin = (forgotten - retained) / spread if spread > 0 else -1.0
+    return Separation(window, float(theirs.mean()), retained, float(theirs.max()), forgotten, margin)
