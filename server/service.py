@@ -105,15 +105,28 @@ class Service:
                 name: entry.digest for name, entry in self.engine.modules.current.items()
             }:
                 wanted: list[StoredModule] = list(scan.modules.values())
-                await asyncio.wrap_future(self.engine.sync_modules([(m.module, m.digest) for m in wanted]))
+                # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
+                # between would be refused. Where loading fails, what cannot be had is demanded all the same.
+                staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
+                self.scan = replace(scan, modules=staying)
+                try:
+                    await asyncio.wrap_future(self.engine.sync_modules([(m.module, m.digest) for m in wanted]))
+                finally:
+                    self.scan = scan
                 log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
             self.scan = scan
 
     @property
     def missing_modules(self) -> list[str]:
-        """Modules that every request must run under and that are not loaded."""
-        demanded = {*self.settings.enforced, *self.access.current.of(SERVER_SCOPE).enforced}
-        return sorted(demanded - self.engine.modules.current.keys())
+        """Modules that every request must run under and that are not active here."""
+        rules = self.access.current.of(SERVER_SCOPE)
+        demanded = {*self.settings.enforced, *rules.enforced, *rules.modules, *self.scan.enforced([SERVER_SCOPE])}
+        return sorted(demanded - self.applicable)
+
+    @property
+    def applicable(self) -> set[str]:
+        """The modules that a policy can apply: loaded, and not in shadow."""
+        return self.engine.modules.current.keys() - self.scan.shadow
 
     async def _watch_modules(self) -> None:
         while True:

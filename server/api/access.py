@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from server.api.admin import Acting, Served, admin_router, refusals
-from server.api.profiles import PREFIX, profile_names, profile_rules
+from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
 from server.errors import ApiError
 from server.registry.access import SERVER_SCOPE, Key, NoSuchKey, Scope
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths
@@ -160,13 +160,12 @@ def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[
 
 def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
     fixed = {"settings": {"enforced": served.settings.enforced}} if scope == SERVER_SCOPE else {}
-    missing = sorted({*rules.modules, *rules.enforced} - served.engine.modules.current.keys())
+    missing = sorted({*rules.modules, *rules.enforced} - served.applicable)
     return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
 
 
 def _known_scope(served: Service, scope: str) -> None:
-    keys = {f"key:{key.id}" for key in served.access.current.keys.values()}
-    if scope == SERVER_SCOPE or scope in keys:
+    if scope in scopes(served):
         return
     if scope.startswith(PREFIX):
         _known_profile(served, scope.removeprefix(PREFIX))

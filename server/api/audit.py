@@ -13,7 +13,7 @@ router = admin_router()
 
 @router.get("/audit")
 def list_audit(
-    served: Served, after: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    served: Served, after: Annotated[int, Query(ge=0, lt=2**31)] = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> dict[str, Any]:
     """The rows that follow number ``after``."""
     with refusals():

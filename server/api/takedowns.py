@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from server.api.admin import Acting, Served, admin_router, refusals
 from server.api.intake import MAX_ROWS, Intake, from_json, from_upload
+from server.api.profiles import scopes
 from server.errors import ApiError
 from server.registry import retention
 from server.registry.files import has_forget, purge, save_forget
@@ -224,6 +225,12 @@ def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any
     count = served.loaded.identity.num_layers
     if any(layer >= count for layer in options.layers or []):
         raise ApiError(400, f"options.layers: the model has layers 0 to {count - 1}", param="options.layers")
+    if options.scope is not None and options.scope not in scopes(served):
+        raise ApiError(
+            400,
+            f"options.scope: '{options.scope}' does not exist; make the key or the profile first",
+            param="options.scope",
+        )
     plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True)
     for field in ("effective_at", "expires_at"):
         if (at := getattr(options, field)) is not None:

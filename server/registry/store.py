@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,33 @@ class StoredModule:
 
 @dataclass(frozen=True)
 class Scan:
-    """The modules to load, by name; why files were refused; which shipped files there are, by digest."""
+    """The modules to load, by name; why files were refused; which shipped files there are, by digest.
+
+    ``absent``: name -> record of the modules that should be loaded and cannot be.
+    """
 
     modules: dict[str, StoredModule]
     problems: dict[str, str]
     present: frozenset[str] = frozenset()
+    absent: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def shadow(self) -> frozenset[str]:
+        """The modules that are measured and never applied."""
+        return frozenset(name for name, stored in self.modules.items() if stored.shadow)
+
+    def enforced(self, scopes: Collection[str]) -> list[str]:
+        """The active modules whose records say that they apply in one of these scopes, loaded or not."""
+        absent = (name for name, record in self.absent.items() if _demanded(record, scopes))
+        return [*(name for name, stored in self.modules.items() if _demanded(stored.record, scopes)), *absent]
+
+    def measured(self, scopes: Collection[str]) -> list[str]:
+        """The modules in shadow whose scope is one of these, or that have none and are measured everywhere."""
+        return [name for name, stored in self.modules.items() if stored.shadow and stored.scope in ("", *scopes)]
+
+
+def _demanded(record: Mapping[str, Any], scopes: Collection[str]) -> bool:
+    return record.get("state") == ModuleState.ACTIVE and record.get("scope") in scopes
 
 
 class ModuleStore:
@@ -69,15 +91,17 @@ class ModuleStore:
         self._records.pass_time(time.time())
         shipped, problems = self._found_files()
         modules: dict[str, StoredModule] = {}
+        absent: dict[str, dict[str, Any]] = {}
         for record in self._records.live(self._identity.fingerprint):
             try:
                 module = self._of(record, shipped)
             except (ModuleFileError, DamagedObject, StoreUnreachable, OSError) as error:
                 problems[f"{record['name']} ({record['id']})"] = str(error)
+                absent[record["name"]] = record
                 continue
             if module is not None:
                 modules[record["name"]] = module
-        return Scan(modules, problems, frozenset(shipped))
+        return Scan(modules, problems, frozenset(shipped), absent)
 
     def _of(self, record: dict[str, Any], shipped: dict[str, StoredModule]) -> StoredModule | None:
         digest = str(record["digest"])
