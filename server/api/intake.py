@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from unbind_core.errors import DataError, InsufficientRows
-from unbind_core.rows import MINIMUM_FORGET_ROWS, ForgetRow, forget_row, parse_forget
+from unbind_core.rows import ForgetRow, forget_row, parse_forget
 
 MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
@@ -76,11 +76,8 @@ def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> I
                 f"{where}: holds half of a surrogate pair, which is no character; mend its encoding"
             ) from None
         kept.setdefault((row.prompt, row.continuation), row)
-    if len(kept) < MINIMUM_FORGET_ROWS:
-        same = "" if len(kept) == len(rows) else f" ({len(rows)} given, the others are duplicates)"
-        raise InsufficientRows(
-            f"rows: {len(kept)} different{same}; at least {MINIMUM_FORGET_ROWS} are needed to fit and to check"
-        )
+    if not kept:
+        raise InsufficientRows("rows: none given; at least one is needed")
     return Intake(list(kept.values()), len(rows) - len(kept), files_skipped)
 
 

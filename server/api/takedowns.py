@@ -22,8 +22,8 @@ from server.registry import retention
 from server.registry.files import has_forget, purge, save_forget
 from server.registry.refusals import Refusal
 from server.service import Service
-from unbind_core.errors import DataError
-from unbind_core.rows import forget_digest
+from unbind_core.errors import DataError, InsufficientRows
+from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
 from unbind_core.windows import encode
 
 router = admin_router()
@@ -34,12 +34,13 @@ _Allowed = Annotated[float, Field(gt=0, le=1)]
 
 
 class BudgetOptions(BaseModel):
-    """What a module may cost on retain rows; the defaults are the method's."""
+    """What a module may cost on retain rows; those that are left out are the gate's own."""
 
     model_config = _STRICT
-    kl: _Allowed = 0.01
-    nll: _Allowed = 0.01
-    bleu: _Allowed = 0.01
+    kl: _Allowed | None = None
+    nll: _Allowed | None = None
+    bleu: _Allowed | None = None
+    open_rate: Annotated[_Allowed | None, Field(description="of gate 'auto'")] = None
 
 
 class TakedownOptions(BaseModel):
@@ -48,6 +49,7 @@ class TakedownOptions(BaseModel):
     model_config = _STRICT
     layers: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
+    gate: Literal["auto", "paper"] = "auto"
     budgets: BudgetOptions | None = None
     activation: Literal["auto", "manual", "shadow"] = "auto"
     scope: Annotated[StrictStr, Field(pattern=r"^(global|(profile|key):[A-Za-z0-9._-]{1,64})$")] | None = None
@@ -127,6 +129,10 @@ async def post_takedown(
     else:
         body = _validated(TakedownBody, _json(await request.body(), "the body"))
         fields, intake = body, await asyncio.to_thread(from_json, body.rows)
+    if fields.options.gate == "paper" and len(intake.rows) < MINIMUM_FORGET_ROWS:
+        raise InsufficientRows(
+            f"rows: {len(intake.rows)} different; options.gate 'paper' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
+        )
     options = _checked_options(served, fields.options)
     positions = await asyncio.to_thread(_positions, served, intake)
     if fields.options.dry_run:
@@ -231,7 +237,7 @@ def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any
             f"options.scope: '{options.scope}' does not exist; make the key or the profile first",
             param="options.scope",
         )
-    plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True)
+    plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True, exclude_none=True)
     for field in ("effective_at", "expires_at"):
         if (at := getattr(options, field)) is not None:
             plain[field] = at.timestamp()

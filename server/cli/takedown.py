@@ -34,6 +34,7 @@ def submit(
     effective_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     expires_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     seed: int = 0,
+    gate: Annotated[str, typer.Option(help="auto, or paper for exactly the published one.")] = "auto",
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions and time.")] = False,
     idempotency_key: Text = None,
@@ -46,7 +47,7 @@ def submit(
     notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
     options = {
         "activation": activation, "scope": scope, "effective_at": effective_at, "expires_at": expires_at, "seed": seed,
-        "replace": replace, "dry_run": dry_run,
+        "gate": gate, "replace": replace, "dry_run": dry_run,
     }  # fmt: skip
     fields = {
         "name": name, "notice": _given(notice), "options": _given(options),
@@ -160,7 +161,7 @@ def _table(jobs: list[dict[str, Any]]) -> Table:
         left = "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s"
         table.add_row(
             job["id"], job["module"], job["state"], job["stage"], f"{100 * job['progress']:.0f} %", left,
-            job["outcome"] or job["error"] or "",
+            job["error"] or (job["result"] or {}).get("remark") or job["outcome"] or "",
         )  # fmt: skip
     return table
 

@@ -73,8 +73,13 @@ def _sections(payload: Mapping[str, Any]) -> Iterable[str]:
 
 def _fit(report: Mapping[str, Any]) -> Iterable[str]:
     chosen = report.get("selected")
-    if chosen:
-        allowed = report.get("budgets") or {}
+    allowed = report.get("budgets") or {}
+    if chosen and chosen.get("cost"):
+        bounds = chosen["cost"]["bounds"]
+        names = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU drop", "open_rate": "gates open"}
+        rows = [(label, float(bounds[key]), float(allowed[key])) for key, label in names.items() if key in allowed]
+        yield "<h2>Cost against budget</h2><p>Upper 95 % bounds.</p>" + plots.bars(rows)
+    elif chosen:
         measures = (
             ("retain KL", "retain_kl", "kl"),
             ("retain NLL increase", "retain_nll_increase", "nll"),
@@ -87,7 +92,29 @@ def _fit(report: Mapping[str, Any]) -> Iterable[str]:
                 if chosen.get(key) is not None
             ]
         )
-    yield "<h2>Candidates</h2>" + plots.scan(report.get("scan") or [])
+    if report.get("scan") or not report.get("levels"):
+        yield "<h2>Candidates</h2>" + plots.scan(report.get("scan") or [])
+    if report.get("levels"):
+        yield "<h2>Gates that were tried</h2>" + _levels(report["levels"])
+
+
+def _levels(levels: Iterable[Mapping[str, Any]]) -> str:
+    """What each kind of gate reached, and why it was or was not taken."""
+    lines = []
+    for level in levels:
+        forgot = level.get("forgot") or {}
+        left = ", ".join(f"{form} {_number(share)}" for form, share in forgot.get("f_bleu_left", {}).items())
+        kind = ("gate", "layer", "width", "tau_close", "axis", "strength")
+        lines.append(
+            [
+                *(_number(level.get(key)) for key in kind),
+                left,
+                _number(forgot.get("recovery")),
+                level.get("verdict", ""),
+            ]
+        )
+    heads = ["gate", "layer", "width", "closing", "axis", "strength", "share of F-BLEU left", "recovery", "verdict"]
+    return _rows(heads, lines)
 
 
 def _before_after(table: Mapping[str, Any]) -> str:

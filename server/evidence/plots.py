@@ -44,7 +44,7 @@ def histogram(found: Mapping[str, Any]) -> str:
     x = _at(threshold, low, high)
     body.append(f'<path d="M{x:.1f} 10V{HEIGHT - EDGE}" stroke="#000" stroke-dasharray="4 3"/>')
     body.append(f'<text x="{x + 4:.1f}" y="20">threshold {threshold:.4g}</text>')
-    return _frame("".join(body), "gate score w'h - s", "share of positions (log)")
+    return _frame("".join(body), str(found.get("score", "gate score w'h - s")), "share of positions (log)")
 
 
 def scan(trials: Sequence[Mapping[str, Any]]) -> str:

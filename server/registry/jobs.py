@@ -229,6 +229,7 @@ def _held(session: Session, claim: Claim) -> Job:
 def _end(session: Session, job: Job, state: JobState, actor: Actor, now: float, error: str | None = None) -> None:
     job.state, job.finished_at, job.lease_owner, job.error = state, now, None, error
     job.message = {JobState.SUCCEEDED: "done", JobState.CANCELLED: "cancelled", JobState.FAILED: "failed"}[state]
+    job.message = (job.result or {}).get("remark") or job.message
     if state == JobState.SUCCEEDED:
         job.progress = job.stage_progress = 1.0
     outcome = (job.result or {}).get("outcome")

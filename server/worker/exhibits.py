@@ -13,7 +13,8 @@ from torch import Tensor
 
 from unbind_core.architecture import LoadedModel
 from unbind_core.bank import ModuleBank
-from unbind_core.capture import capture_states
+from unbind_core.capture import frozen, recording
+from unbind_core.gates import NetworkGates
 from unbind_core.generation import Sampling, complete
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
@@ -41,26 +42,38 @@ def exhibits(
 def histograms(
     loaded: LoadedModel, module: UnbindModule, forget: Sequence[Window], retain: Sequence[Window]
 ) -> dict[str, Any]:
-    """Counts of w'h - s_ref over target positions, in common bins, with the threshold."""
+    """Counts of what the gate goes by over target positions, in common bins, with the threshold.
+
+    That is w'h - s_ref for the paper's gate; for a network the windowed evidence in units of its threshold.
+    """
     scores = {"forget": _scores(loaded, module, forget), "retain": _scores(loaded, module, retain)}
     every = torch.cat([found for found in scores.values() if len(found)] or [torch.zeros(1)])
-    low, high = float(every.min()), float(max(every.max(), torch.tensor(module.tau)))
+    threshold = module.tau if module.heads is None else 1.0
+    low, high = float(every.min()), max(float(every.max()), threshold)
     high = high if high > low else low + 1.0
     return {
         "low": low,
         "high": high,
-        "threshold": module.tau,
+        "threshold": threshold,
+        "score": "gate score w'h - s" if module.heads is None else "evidence in units of the threshold",
         "counts": {name: torch.histc(found, BINS, low, high).int().tolist() for name, found in scores.items()},
     }
 
 
 def _scores(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]) -> Tensor:
-    pad, device = pad_id(loaded.tokenizer), next(loaded.model.parameters()).device
-    w = module.w.to(device)
-    found = [
-        (capture_states(loaded.model, batch, [module.layer]).states[module.layer].float() @ w - module.s_ref).cpu()
-        for batch in batches(windows, pad, device=device)
-    ]
+    model, device = loaded.model, next(loaded.model.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in module.tensors.items()}
+    found = []
+    for batch in batches(windows, pad_id(loaded.tokenizer), device=device):
+        with torch.no_grad(), frozen(model), recording(model, [module.layer]) as states:
+            model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
+        whole = states[module.layer]
+        if module.heads is None:
+            scores = whole.float() @ tensors["w"] - module.s_ref
+        else:
+            gates = NetworkGates([module], [tensors], [0], len(module.heads) + 1, device)
+            scores = gates(module.layer, whole, batch.attention_mask.bool(), None)[0][..., 0]
+        found.append(scores[batch.predictors].cpu())
     return torch.cat(found) if found else torch.zeros(0)
 
 

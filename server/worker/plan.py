@@ -20,6 +20,7 @@ PLANS: Mapping[JobKind, Mapping[str, float]] = {
 
 NOTHING_TO_REMOVE = "nothing_to_remove"
 CALIBRATED = "calibrated"
+SHORT = "short"
 OVER_BUDGET = "over_joint_budget"
 
 
@@ -49,9 +50,20 @@ def ends(stage: str, result: Mapping[str, Any]) -> str | None:
     """The outcome with which a stage's result ends the whole job, None where the job goes on."""
     if stage == "check" and not result["memorised"]:
         return NOTHING_TO_REMOVE
-    if stage == "fit" and result["outcome"] != CALIBRATED:
+    if stage == "fit" and result["outcome"] not in (CALIBRATED, SHORT):
         return str(result["outcome"])
     return None
+
+
+def remark(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What there is to know of a module although it was made, "" where nothing is."""
+    if results.get("fit", {}).get("outcome") != SHORT:
+        return ""
+    forgot = (results["fit"].get("selected") or {}).get("forgot") or {}
+    left = ", ".join(f"{form} {share:.0%}" for form, share in forgot.get("f_bleu_left", {}).items())
+    return "short: the module is within its budgets, but forgets less than was aimed at" + (
+        f" (F-BLEU left: {left}; rows with long exact spans: {forgot['spans']})" if left else ""
+    )
 
 
 def progress_of(kind: JobKind, stage: str, within: float) -> float:

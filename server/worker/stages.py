@@ -22,11 +22,11 @@ from server.registry.tables import JobKind, Origin
 from server.settings import Settings, load_settings
 from server.worker.plan import Task
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.calibration import Budgets
 from unbind_core.errors import DataError
 from unbind_core.evaluation import extractable, verify
 from unbind_core.fitting import FitOptions, fit
 from unbind_core.module import UnbindModule
+from unbind_core.options import BUDGETS
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
 
@@ -96,7 +96,7 @@ def check(context: Context) -> dict[str, Any]:
 def fit_module(context: Context) -> dict[str, Any]:
     """Fit and calibrate; leaves the module file and the whole report in the attempt's folder."""
     loaded, settings, options = context.loaded, context.settings, context.task.options
-    layers = options.get("layers")
+    layers, gate = options.get("layers"), str(options.get("gate") or FitOptions().gate)
     module, report = fit(
         loaded.model,
         loaded.tokenizer,
@@ -108,7 +108,8 @@ def fit_module(context: Context) -> dict[str, Any]:
         options=FitOptions(
             layers=tuple(layers) if layers else None,
             seed=int(options.get("seed") or 0),
-            budgets=Budgets(**(options.get("budgets") or {})),
+            gate=gate,
+            budgets=replace(BUDGETS[gate], **options["budgets"]) if options.get("budgets") else None,
         ),
         progress=context.progress,
         cache=settings.data_dir / "cache",

@@ -32,7 +32,7 @@ from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState, Origin
 from server.settings import PREFIX, Settings
 from server.worker.hands import Child
-from server.worker.plan import OVER_BUDGET, PLANS, Task, ends, progress_of, verdict
+from server.worker.plan import OVER_BUDGET, PLANS, Task, ends, progress_of, remark, verdict
 
 log = logging.getLogger("unbind.worker")
 COMMAND = (sys.executable, "-m", "server.worker.child")
@@ -213,6 +213,8 @@ class Worker:
         results = {stage: finished["result"] for stage, finished in stages.items()}
         outcome = next((found for stage in results if (found := ends(stage, results[stage]))), None)
         result = {"outcome": outcome or "verified", **results}
+        if said := remark(results):
+            result["remark"] = said
         joint = results.get("joint", {"within": True})
         if not joint["within"]:
             result["joint_verdict"] = verdict(joint)

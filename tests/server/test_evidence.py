@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from server.cli import build
 from server.evidence.bundle import evidence
+from server.evidence.page import page
 from server.evidence.signing import BadEvidence, signing_key, verify
 from server.registry.database import open_database
 from server.registry.files import job_dir, save_json
@@ -74,6 +75,23 @@ def test_the_page_shows_plots_and_tables_and_runs_and_fetches_nothing(document: 
     assert "0.004" in document["html"] and "threshold" in document["html"] and "takedown.submit" in document["html"]
     actions = [row["action"] for row in document["payload"]["audit"]]
     assert {"takedown.submit", "module.add", "module.activate", "job.succeeded"} <= set(actions)
+
+
+def test_the_page_tells_of_gates_with_memory(document: dict[str, Any]) -> None:
+    bounds = {"kl": 0.001, "nll": 0.002, "bleu": 0.0, "open_rate": 0.001}
+    level = {
+        "gate": "network",
+        "layer": 3,
+        "width": 128,
+        "axis": "gradient",
+        "cost": {"bounds": bounds},
+        "verdict": "chosen",
+    }
+    payload = copy.deepcopy(document["payload"])
+    payload["report"] = {"selected": level, "scan": [], "levels": [level], "budgets": dict.fromkeys(bounds, 0.005)}
+    payload["exhibits"]["histograms"]["score"] = "evidence <b>"
+    html = page(payload)
+    assert html.count("<svg") == 2 and "gradient" in html and "evidence &lt;b&gt;" in html and "0.0020 of 0.005" in html
 
 
 def test_any_change_is_found(document: dict[str, Any]) -> None:

@@ -148,6 +148,11 @@ def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     assert shop.ended(unknown)[0]["outcome"] == "nothing_to_remove"
     manual = shop.submit("manual", activation="manual")
     assert shop.ended(manual)[0]["outcome"] == "calibrated"
+    (short,) = shop.ended(shop.submit("short", fit="short"))
+    assert short["outcome"] == "active" and short["message"] == short["result"]["remark"]
+    assert "less than was aimed at" in short["message"]
+    (nothing,) = shop.ended(shop.submit("nothing", fit="ineffective"))
+    assert nothing["outcome"] == "ineffective" and nothing["module_id"] is None
 
 
 def killings(shop: Workshop, count: int, workers: int, seed: int) -> None:
@@ -196,10 +201,11 @@ def test_a_worker_killed_at_a_stage_is_followed_by_one_that_goes_on_there(shop: 
     worker.kill()
     worker.wait()
     shop.wait(lambda: not shop.children(), 2)  # its child ends with it
-    killed = time.monotonic()
     shop.start()
+    shop.wait(lambda: sum("waits for takedowns" in line for line in shop.log) == 2)
+    ready = time.monotonic()
     shop.wait(lambda: shop.job(job_id)["attempt"] == 2)
-    assert time.monotonic() - killed < LEASE + 4
+    assert time.monotonic() - ready < LEASE + 4
     (job,) = shop.ended(job_id)
     assert job["outcome"] == "active" and before.items() <= job["timings"].items()
     shop.check_what_is_left([job_id])
