@@ -79,6 +79,9 @@ class Settings(BaseModel):
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
     worker_threads: Annotated[int, Field(ge=1, description="torch threads of the worker")] = 2
+    prepare: Annotated[bool, Field(description="have idle workers compute what takedowns need of the retain rows")] = (
+        True
+    )
     verify_attempts: Annotated[
         int, Field(ge=0, le=20, description="completions a row and access condition in verification; 0: one, plain")
     ] = 0

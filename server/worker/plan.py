@@ -16,6 +16,7 @@ PLANS: Mapping[JobKind, Mapping[str, float]] = {
     JobKind.TAKEDOWN: {"check": 0.05, "fit": 0.53, "verify": 0.36, "joint": 0.04, "publish": 0.02},
     JobKind.VERIFY: {"verify": 1.0},
     JobKind.ACTIVATE: {"joint": 1.0},
+    JobKind.PREPARE: {"prepare": 1.0},
 }
 
 NOTHING_TO_REMOVE = "nothing_to_remove"

@@ -24,7 +24,7 @@ from server.worker.plan import Task
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import DataError
 from unbind_core.evaluation import extractable, verify
-from unbind_core.fitting import FitOptions, fit
+from unbind_core.fitting import FitOptions, fit, prepare_retained
 from unbind_core.module import UnbindModule
 from unbind_core.options import BUDGETS
 from unbind_core.progress import Progress
@@ -45,7 +45,9 @@ class Context:
     @cached_property
     def loaded(self) -> LoadedModel:
         """The model that is served."""
-        return _model(self.settings)
+        settings = self.settings
+        torch.set_num_threads(settings.worker_threads)
+        return _model(settings.model, settings.adapter, settings.dtype, settings.device, settings.served_name)
 
     @cached_property
     def forget(self) -> list[ForgetRow]:
@@ -80,11 +82,9 @@ class Context:
 
 
 @cache
-def _model(settings: Settings) -> LoadedModel:
-    torch.set_num_threads(settings.worker_threads)
-    dtype = getattr(torch, settings.dtype)
-    loaded = load_model(settings.model, settings.adapter, dtype=dtype, device=settings.device)
-    return replace(loaded, identity=replace(loaded.identity, name=settings.served_name))
+def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str) -> LoadedModel:
+    loaded = load_model(model, adapter, dtype=getattr(torch, dtype), device=device)
+    return replace(loaded, identity=replace(loaded.identity, name=name))
 
 
 def check(context: Context) -> dict[str, Any]:
@@ -163,6 +163,17 @@ def publish(context: Context) -> dict[str, Any]:
     return {"digest": digest, "file": f"final-{MODULE_FILE}", "fingerprint": context.loaded.identity.fingerprint}
 
 
+def prepare(context: Context) -> dict[str, Any]:
+    """What every takedown needs of the retain rows alone goes into the cache."""
+    loaded, settings = context.loaded, context.settings
+    calibration = retain_rows(settings.retain_calibration) if settings.retain_calibration else ()
+    seconds = prepare_retained(
+        loaded.model, loaded.tokenizer, retain_rows(settings.retain), retain_calibration=calibration,
+        identity=loaded.identity, progress=context.progress, cache=settings.data_dir / "cache",
+    )  # fmt: skip
+    return {"seconds": seconds}
+
+
 def retain_rows(path: Path) -> list[RetainRow]:
     """Rows of a settings' file. Raises DataError naming it and the remedy."""
     try:
@@ -195,4 +206,5 @@ STAGES = {
     "verify": _stage(verify_module),
     "joint": _stage(joint),
     "publish": _stage(publish),
+    "prepare": _stage(prepare),
 }

@@ -63,6 +63,8 @@ class Worker:
         self.registry = open_registry(settings)
         self.objects = ObjectStore(settings.published_store)
         self._standby: Child | None = None
+        self._preparer: Child | None = None
+        self._prepared = not settings.prepare
 
     def run(self) -> None:
         """Claim and work until asked to stop. No job's error ends the loop."""
@@ -74,6 +76,10 @@ class Worker:
                     self._ready()
                     with _device(self.settings) as free:
                         claim = self._claim() if free else None
+                        if claim is None and free:
+                            self._prepare()
+                        else:
+                            self._stop_preparing()
                         if claim is not None:
                             worked = True
                             self.work(claim)
@@ -82,6 +88,7 @@ class Worker:
                 if not worked:
                     self.stop.wait(POLL_SECONDS)
         finally:
+            self._stop_preparing()
             if self._standby is not None:
                 self._standby.kill()
             self.registry.close()
@@ -89,9 +96,36 @@ class Worker:
     def _ready(self) -> Child:
         """A child that waits for a task, its imports behind it."""
         if self._standby is None or not self._standby.alive:
-            environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-            self._standby = Child(self._command, environment | self.settings.to_environment())
+            self._standby = self._child()
         return self._standby
+
+    def _child(self) -> Child:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        return Child(self._command, environment | self.settings.to_environment())
+
+    # While nothing waits: what takedowns need of the retain rows, by a child of its own, which is killed when a job comes. What it
+    # has finished is in the cache by then.
+
+    def _prepare(self) -> None:
+        if self._prepared:
+            return
+        if self._preparer is None:
+            self._preparer = self._child()
+            folder = str(private(self.settings.data_dir / "cache"))
+            self._preparer.give(Task("", JobKind.PREPARE, "", "", {}, folder, {}))
+        while not self._preparer.messages.empty():
+            said = self._preparer.messages.get()
+            if said is None or "failed" in said or "finished" in said:
+                reason = (said or {"failed": "its process died"}).get("failed")
+                log.info("retain rows: %s", f"could not be prepared ({reason})" if reason else "prepared for takedowns")
+                self._prepared = True
+                self._stop_preparing()
+                return
+
+    def _stop_preparing(self) -> None:
+        if self._preparer is not None:
+            self._preparer.kill()
+            self._preparer = None
 
     def _claim(self) -> Claim | None:
         settings = self.settings

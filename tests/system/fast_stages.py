@@ -63,7 +63,7 @@ def child_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-STAGES = {name: _stage(name) for name in ("check", "fit", "verify", "joint", "publish")}
+STAGES = {name: _stage(name) for name in ("check", "fit", "verify", "joint", "publish", "prepare")}
 
 
 if __name__ == "__main__":

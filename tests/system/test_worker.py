@@ -32,7 +32,8 @@ class Workshop:
     """A registry, and workers with fast stages on it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.settings = Settings(data_dir=folder / "data", lease_seconds=LEASE, **{"max_attempts": 10_000, **settings})
+        given = {"lease_seconds": LEASE, "max_attempts": 10_000, "prepare": False, **settings}
+        self.settings = Settings(data_dir=folder / "data", **given)
         self.registry: Registry = open_registry(self.settings)
         self.workers: list[subprocess.Popen[str]] = []
         self.log: list[str] = []
@@ -134,6 +135,18 @@ def workshop(folder: Path, **settings: Any) -> Iterator[Workshop]:
 def shop(tmp_path: Path) -> Iterator[Workshop]:
     with workshop(tmp_path) as made:
         yield made
+
+
+def test_an_idle_worker_prepares_and_yields_to_a_job(tmp_path: Path) -> None:
+    with workshop(tmp_path, prepare=True) as shop:
+        shop.start(FAST_STAGE_SECONDS="120")
+        shop.wait(lambda: len(shop.children()) == 2)  # one prepares, one waits for a job
+        (job,) = shop.ended(shop.submit("m", seconds=0.05))
+        assert job["outcome"] == "active"
+    with workshop(tmp_path, prepare=True) as shop:
+        shop.start()
+        shop.wait(lambda: any("prepared for takedowns" in line for line in shop.log))
+        shop.wait(lambda: len(shop.children()) == 1)
 
 
 def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
