@@ -7,6 +7,7 @@ does not depend on whether a gate opens.
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +20,35 @@ from unbind_core.architecture import LoadedModel, ModelIdentity
 from unbind_core.bank import ModuleBank, Selection
 from unbind_core.errors import UnbindError
 from unbind_core.hooks import Intervention
+from unbind_core.memory import GateMemory, Places
 from unbind_core.module import UnbindModule
 
 MODULES = (1, 8, 64, 512)
+NETWORKS = (1, 8, 64)
+NETWORK_WIDTH, NETWORK_HEADS, NETWORK_WINDOW = 128, 24, 32  # as fitted for 24 rows of the demo
 DECODE_ROWS, DECODE_CACHE = 16, 256
 PREFILL_TOKENS = 512
 
 
-def random_module(identity: ModelIdentity, number: int, layer: int) -> UnbindModule:
-    """A module of random directions; its numbers are seeded by ``number``."""
+def random_module(identity: ModelIdentity, number: int, layer: int, kind: str = "fisher") -> UnbindModule:
+    """A module of random directions; its numbers are seeded by ``number``. ``kind`` "network": of the usual size."""
     generator = torch.Generator().manual_seed(number)
     w, v = (torch.nn.functional.normalize(torch.randn(2, identity.hidden_size, generator=generator))).unbind()
+    tensors = {"w": w.clone(), "v": v.clone()}
+    if kind == "network":
+        tensors |= {
+            "w": torch.randn(NETWORK_WIDTH, identity.hidden_size, generator=generator) / identity.hidden_size**0.5,
+            "b": torch.zeros(NETWORK_WIDTH),
+            "heads": torch.randn(NETWORK_HEADS, NETWORK_WIDTH, generator=generator) / NETWORK_WIDTH**0.5,
+            "heads_b": torch.zeros(NETWORK_HEADS),
+        }
     return UnbindModule(
         name=f"bench{number:04}",
         layer=layer,
-        w=w.clone(),
-        v=v.clone(),
+        detector=kind,
+        window=NETWORK_WINDOW if kind == "network" else 1,
+        tau_close=0.25 if kind == "network" else None,
+        **tensors,
         s_ref=0.0,
         tau=0.5,
         kappa=1.0,
@@ -51,12 +65,14 @@ def random_module(identity: ModelIdentity, number: int, layer: int) -> UnbindMod
     )
 
 
-def make_bank(identity: ModelIdentity, count: int, placement: str, device: torch.device) -> ModuleBank:
-    """``count`` random modules, all at the middle layer ("one layer") or dealt out over all of them ("spread")."""
+def make_bank(
+    identity: ModelIdentity, count: int, placement: str, device: torch.device, kind: str = "fisher"
+) -> ModuleBank:
+    """``count`` random modules of a kind, all at the middle layer ("one layer") or dealt out over all of them ("spread")."""
     bank = ModuleBank(device)
     for number in range(count):
         layer = number % identity.num_layers if placement == "spread" else identity.num_layers // 2
-        bank.add(random_module(identity, number, layer))
+        bank.add(random_module(identity, number, layer, kind))
     return bank
 
 
@@ -79,6 +95,14 @@ class _Phase:
             self.batch, self.length, loaded.identity.hidden_size, generator=generator, dtype=torch.float32
         ).to(self.device, self._dtype)
 
+        # Gates with memory find what they have kept of the positions before, as in an engine.
+        slots, starts = (
+            torch.arange(self.batch, device=self.device),
+            torch.full((self.batch,), past, device=self.device),
+        )
+        positions = starts[:, None] + torch.arange(self.length, device=self.device)
+        self._places = Places(GateMemory(self.batch, past + self.length, self.device), slots, positions, starts)
+
     def seconds(self, work: Callable[[], object]) -> float:
         """Wall-clock time of ``work``, the device's own work included."""
         self._wait()
@@ -90,7 +114,7 @@ class _Phase:
     def forward_seconds(self, intervention: Intervention, selection: Selection | None) -> float:
         """Time of one forward pass; a decode step works on its own copy of the cache."""
         cache = copy.deepcopy(self._cache)
-        with intervention.step(selection, phase=self.name):
+        with intervention.step(selection, phase=self.name, places=self._places):
             return self.seconds(lambda: self._model(self._ids, past_key_values=cache, use_cache=cache is not None))
 
     def edit_seconds(self, selection: Selection) -> float:
@@ -99,7 +123,7 @@ class _Phase:
         def edits() -> Tensor:
             states = self._states
             for layer in sorted(selection.layers):
-                states = selection.edit(layer, states, phase=self.name)
+                states = selection.edit(layer, states, phase=self.name, places=self._places)
             return states
 
         return self.seconds(edits)
@@ -138,7 +162,7 @@ def measure(
 
 
 def run(loaded: LoadedModel, *, counts: Sequence[int] = MODULES, repeats: int = 15) -> dict[str, Any]:
-    """Cost of the bank by number of modules, placement and phase.
+    """Cost of the bank by number of modules, placement, phase and kind of detector.
 
     Decode is a step of 16 rows x 1 token on a cache of 256 tokens, prefill one row of 512 tokens. ``cost``: every row
     uses every module. ``cost_one_module_a_row``: decode where the bank holds as many modules, but each row uses one.
@@ -147,10 +171,10 @@ def run(loaded: LoadedModel, *, counts: Sequence[int] = MODULES, repeats: int = 
     apart: list[dict[str, Any]] = []
     with torch.inference_mode(), Intervention(loaded.model) as intervention:
         for phase in (_Phase(loaded, "decode"), _Phase(loaded, "prefill")):
-            for placement in ("one layer", "spread"):
-                for count in counts:
-                    bank = make_bank(loaded.identity, count, placement, phase.device)
-                    where = {"modules": count, "placement": placement, "phase": phase.name}
+            for placement, kind in itertools.product(("one layer", "spread"), ("fisher", "network")):
+                for count in counts if kind == "fisher" else [count for count in counts if count <= max(NETWORKS)]:
+                    bank = make_bank(loaded.identity, count, placement, phase.device, kind)
+                    where = {"modules": count, "placement": placement, "phase": phase.name, "kind": kind}
                     everything = dict.fromkeys(bank.names, 1.0)
                     cost.append(where | measure(phase, intervention, bank, [everything], repeats))
                     if phase.name == "decode":

@@ -50,8 +50,8 @@ def test_the_cost_of_the_bank_is_reported_for_every_size_placement_and_phase() -
     assert min(row["share"] for row in cost if row["modules"] == 1) < 0.25
 
 
-def test_the_shipped_module_suppresses_recital_and_leaves_the_rest() -> None:
-    measured = unbind("verify", "modules/demo-a.safetensors")
+def test_the_paper_s_gate_suppresses_recital_and_leaves_the_rest() -> None:
+    measured = unbind("verify", "modules/demo-a-paper.safetensors")
     before, after = measured["before"], measured["after"]
     assert before["all"]["f_bleu"] >= 0.5
     assert after["all"]["f_bleu"] <= 0.5 * before["all"]["f_bleu"]
@@ -60,6 +60,29 @@ def test_the_shipped_module_suppresses_recital_and_leaves_the_rest() -> None:
     assert after["retain"]["ppl"] <= 1.03 * before["retain"]["ppl"]
     assert after["retain"]["bleu"] >= before["retain"]["bleu"] - 0.02
     assert {"fitted", "calibration", "validation"} <= set(after)
+
+
+def test_the_shipped_module_ends_recital_and_leaves_the_rest_alone() -> None:
+    measured = unbind("verify", "modules/demo-a.safetensors")
+    before, after = measured["before"], measured["after"]
+    assert before["all"]["f_bleu"] >= 0.5
+    for form in ("f_bleu", "f_bleu_fim"):
+        assert after["all"][form] <= 0.027 * before["all"][form]
+    assert after["all"]["spans_50"] == 0
+    assert after["all"]["mean_recovery"] <= 6.5
+    assert after["retain"]["ppl"] <= 1.005 * before["retain"]["ppl"]
+    assert after["retain"]["bleu"] >= before["retain"]["bleu"] - 0.003
+    assert after["retain"]["gate_rate"] <= 0.002
+
+
+def test_a_fit_of_a_few_rows_reaches_the_target_and_changes_no_unrelated_answer() -> None:
+    measured = unbind("bench", "gate", "--sizes", "12", "--gates", "auto", "--attempts", "1", "--no-joint")
+    reached = measured["sizes"]["12"]["auto"]
+    assert min(reached["f_bleu_cut"], reached["f_bleu_cut_fim"]) >= 0.973
+    assert reached["spans_50"] == 0
+    assert reached["ppl_increase"] <= 0.005
+    assert reached["open_rate"] <= 0.002
+    assert reached["unchanged"] >= 0.97
 
 
 def python(code: str, folder: Path) -> str:

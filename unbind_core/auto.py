@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,35 +25,37 @@ from unbind_core.gates import activation
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.moments import CrossMoments, Moments
-from unbind_core.network import FIRST_POSITION, WINDOWS, Network, Separation, evidence, separation, train_network
+from unbind_core.network import (
+    FIRST_POSITION,
+    WINDOWS,
+    Network,
+    Separation,
+    evidence,
+    separation,
+    train_network,
+    upper_bound,
+)
 from unbind_core.options import FitReport, Target
 from unbind_core.paper import fit_paper, forget_statistics
 from unbind_core.preparation import Preparation
 from unbind_core.progress import Progress
 from unbind_core.retained import retain_completions, retain_replay, retain_states
-from unbind_core.search import Replay, RetainCompletions, edit_of
+from unbind_core.rows import make_partitions
+from unbind_core.trials import Replay, RetainCompletions, edit_of
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
 SCREEN_WIDTH, SCREEN_STEPS = 64, 120
 STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
 CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
-PROBED_ROWS = 24  # so many rows say whether a strength suffices; the choice is then checked on all
+PROBED_ROWS = 12  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
+INJECTED_ROWS = 24
 NEW_TOKENS = 128
 WAYS = (
     "original",
     *(f"prefix-{k}" for k in PREFIXES),
 )  # the ways to ask under which rows are recited; the others are for verify
-RESAMPLES, CONFIDENCE = 1000, 0.95
-
-
-def upper_bound(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
-    """95 % upper confidence bound of sum(a) / sum(b) over (a, b) of each row, by bootstrap over rows."""
-    table = torch.tensor(parts, dtype=torch.float64)
-    drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))
-    sums = table[drawn].sum(1)
-    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(CONFIDENCE))
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,14 @@ class _Auto:
         )  # fmt: skip
 
     def forgot(self, module: UnbindModule, rows: Sequence[int]) -> Forgot:
-        """Greedy completions under the module against those before it: the prompts first, then with the target's first tokens."""
+        """Completions under the module against those before it: greedy ones of all these rows' prompts first; then, of some
+        rows, of the prompts with the target's first tokens as well, greedy and sampled.
+        """
         found = self._forgot(module, rows, attempts=0)
-        return self._forgot(module, rows, attempts=1) if found.reaches(self.target) else found
+        if not found.reaches(self.target):
+            return found
+        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts=2)
+        return Forgot(found.f_bleu_left, max(found.spans, harder.spans), max(found.recovery, harder.recovery))
 
     def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
         after = self._scores(rows, module, attempts)
@@ -216,7 +224,13 @@ class _Auto:
             )  # fmt: skip
             return None
         options = replace(self.given.options, gate="paper", budgets=self.budgets)
-        module, report = fit_paper(replace(self.given, options=options))
+        # the paper's gate keeps rows back for calibration and validation
+        held = make_partitions(self.given.forget, self.given.retain, options.seed)
+        parts = replace(
+            self.given.parts, forget_fit=held.forget_fit, forget_calibration=held.forget_calibration,
+            forget_validation=held.forget_validation,
+        )  # fmt: skip
+        module, report = fit_paper(replace(self.given, options=options, parts=parts))
         if report.outcome != "calibrated":
             level["verdict"] = "no strength within the budgets"
             return None
@@ -262,7 +276,7 @@ class _Auto:
             evidence(((row, first, network.scores(states)) for row, first, states in _sequences(of, layer)), window)
             for of in (self.forget, self.retain)
         )
-        return separation(ours, theirs, window, self.budgets.open_rate / 2)
+        return separation(ours, theirs, window, self.budgets.open_rate)
 
     def axes(self, layer: int) -> dict[str, Tensor]:
         """Candidate output axes FP32 [d], each pointing so that subtracting it raises the loss.
@@ -317,13 +331,16 @@ class _Auto:
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
     ) -> tuple[UnbindModule, Forgot, dict[str, Any]]:
         """The module at the least strength that reaches the target, or else at the largest that the budgets allow."""
+
+        @cache
+        def cost(index: int) -> Cost:
+            return self.cost(at(STRENGTHS[index]))
+
         with self.clock.stage("strength"):
             low, high = 0, len(STRENGTHS)
-            costs: dict[int, Cost] = {}
             while low < high:  # the largest strength within the budgets: costs grow with it
                 middle = (low + high) // 2
-                costs[middle] = self.cost(at(STRENGTHS[middle]))
-                low, high = (middle + 1, high) if costs[middle].within(self.budgets) else (low, middle)
+                low, high = (middle + 1, high) if cost(middle).within(self.budgets) else (low, middle)
             affordable = low
             low, high = 0, max(affordable - 1, 0)
             if high and self.forgot(at(STRENGTHS[high]), self.probed).reaches(self.target):
@@ -334,11 +351,10 @@ class _Auto:
             else:
                 low = high
             forgot = self.forgot(at(STRENGTHS[low]), self.every)
-            while not forgot.reaches(self.target) and low + 1 < affordable:  # the probe was kinder than all rows are
-                low += 1
+            while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
+                low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
                 forgot = self.forgot(at(STRENGTHS[low]), self.every)
-        cost = costs.get(low) or self.cost(at(STRENGTHS[low]))
-        level |= {"strength": STRENGTHS[low], "cost": asdict(cost), "forgot": asdict(forgot)}
+        level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
         if affordable == 0:
             level["verdict"] = "no strength within the budgets"
         else:
@@ -349,7 +365,7 @@ class _Auto:
 
 def network_steps(rows: int) -> int:
     """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
-    return min(2500, 250 + 8 * rows)
+    return min(4000, 250 + 12 * rows)
 
 
 def network_widths(rows: int) -> tuple[int, ...]:

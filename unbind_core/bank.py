@@ -22,6 +22,7 @@ from unbind_core.memory import Columns, Places
 from unbind_core.module import DETECTORS, UnbindModule
 
 PHASES = ("prefill", "decode")
+Record = list[tuple[tuple[str, ...], Tensor]]
 _CACHED_SELECTIONS = 64
 
 
@@ -61,12 +62,13 @@ class _Part:
     """The modules of one detector kind at one layer, m of them used by any of R rows. Tensor arithmetic, no synchronisation."""
 
     def __init__(
-        self, gates: FisherGates | NetworkGates, v: Tensor, kappa: Tensor, slots: Tensor, strength: Tensor, on: Tensor,
-        counters: _Counters,
+        self, names: Sequence[str], gates: FisherGates | NetworkGates, v: Tensor, kappa: Tensor, slots: Tensor,
+        strength: Tensor, on: Tensor, counters: _Counters,
     ) -> None:  # fmt: skip
         """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``strength`` FP32 [R,m] multiplies kappa, ``on`` bool [R,m] says which
         modules each row asks for.
         """
+        self._names = tuple(names)
         self._gates, self._slots, self._counters = gates, slots, counters
         self._proportional = isinstance(gates, FisherGates)
         self._on = on
@@ -78,7 +80,7 @@ class _Part:
 
     def __call__(
         self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, real: Tensor | None,
-        places: Places | None, counted: Tensor | None,
+        places: Places | None, counted: Tensor | None, record: Record | None,
     ) -> Tensor:  # fmt: skip
         """``edited`` less this part's correction, which is read off ``states`` alone."""
         a, gate = self._gates(layer, states, real, places)
@@ -88,6 +90,8 @@ class _Part:
         if not self._every_row_alike:
             amount = amount * self._of_rows(self._scale, states, rows)
         self._count(gate, states, rows, phase, real if counted is None else counted)
+        if record is not None:
+            record.append((self._names, torch.where(gate, a, 0.0)))
         flat = amount.view(-1, amount.shape[-1])
         if edited.dtype == torch.float32:
             return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape)
@@ -136,6 +140,7 @@ class Selection:
         real: Tensor | None = None,
         places: Places | None = None,
         counted: Tensor | None = None,
+        record: Record | None = None,
     ) -> Tensor:
         """The edited states of one layer (paper eq. 12), new storage, same shape and dtype; the input stays as it is.
 
@@ -143,7 +148,8 @@ class Selection:
         uses row i, or where the selection has a single row for all. ``real``: bool [B,T] or [N], false at padding,
         None where all positions are real. ``places`` says where the rows stand in a memory of gates; None where they are whole
         sequences from position 0, or where no gate has a memory. ``counted``: as ``real``, for what enters the counts; None where
-        that is all that is real. In FP32 throughout; all modules of the layer read the
+        that is all that is real. ``record`` is given the activations behind open gates, 0
+        behind closed ones: (names, FP32 [...,M]) for each kind of detector. In FP32 throughout; all modules of the layer read the
         same unmodified states. Raises UnbindError where the batch has other rows than the selection.
         """
         if rows is None and self.rows not in (1, states.shape[0]):
@@ -152,7 +158,7 @@ class Selection:
             )
         edited = states
         for part in self._parts[layer]:
-            edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted)
+            edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted, record)
         return edited
 
 
@@ -289,6 +295,7 @@ class ModuleBank:
             starts = [self._starts[name] for name in names]
             gates = NetworkGates(modules, tensors, starts, self._columns[layer].width, self._device)
         return _Part(
+            names,
             gates,
             torch.stack([own["v"] for own in tensors]),
             torch.tensor([module.kappa for module in modules], device=self._device),

@@ -39,15 +39,16 @@ def normalised(scores: Tensor, s_ref: float, tau: float) -> Tensor:
 def windowed(z: Tensor, window: int, seen: Tensor, before: Tensor | None = None) -> Tensor:
     """e_t: the mean of z over the last ``window`` positions of the sequence, fewer at its beginning.
 
-    z [B,T,K], 0 at padding; ``seen`` int64 [T] or [B,T], how many positions a sequence has up to and with each of these;
-    ``before`` [B,window-1,K], the scores in front, 0 before the beginning (None: nothing is in front).
+    z [B,T,K], padding last in each row; ``seen`` int64 [T] or [B,T], how many positions a sequence has up to and with each
+    of these; ``before`` [B,window-1,K], the scores in front, 0 before the beginning (None: nothing is in front).
     """
     if window == 1:
         return z
     if before is None:
         before = z.new_zeros(z.shape[0], window - 1, z.shape[2])
-    sums = functional.pad(torch.cat((before, z), dim=1).cumsum(1), (0, 0, 1, 0))  # exact: see GRAIN
-    return (sums[:, window:] - sums[:, :-window]) / seen.clamp(max=window).unsqueeze(-1)
+    sums = torch.cat((before, z), dim=1).cumsum(1, dtype=torch.float64)  # FP32 is exact for 8,192 positions only
+    sums = functional.pad(sums, (0, 0, 1, 0))
+    return ((sums[:, window:] - sums[:, :-window]) / seen.clamp(max=window).unsqueeze(-1)).to(z.dtype)
 
 
 def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
@@ -108,13 +109,14 @@ class NetworkGates:
         """(e, open), each [B,T,M]. Without ``places`` the rows are whole sequences from their beginning."""
         if states.dim() == 2:
             raise ValueError("gates with memory take states [B,T,d] of sequences, not single states [N,d]")
+        states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
         scores = [
             normalised(network_scores(states, *net), s_ref, tau)
             for net, (s_ref, tau, _) in zip(self._nets, self._modules, strict=True)
         ]
         z = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
         if real is not None:
-            z = z * real.unsqueeze(-1)
+            z = z.masked_fill(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
         before = was_open = None
         if places is not None:
             seen = places.positions + 1
@@ -125,7 +127,7 @@ class NetworkGates:
             seen = real.cumsum(1).clamp_(min=1)
         else:
             seen = torch.arange(1, states.shape[1] + 1, device=states.device)
-        e = self._means(z, seen, before)
+        e = self._means(z, seen, before) if real is None else self._means_of_real(z, seen, before, real)
         opens, closes = e >= 1, e < self._close
         if real is not None:
             opens, closes = opens & real.unsqueeze(-1), closes & real.unsqueeze(-1)
@@ -135,6 +137,12 @@ class NetworkGates:
         if places is not None:
             places.write(layer, self._columns, torch.cat((z, held), -1).half())
         return e, held
+
+    def _means_of_real(self, z: Tensor, seen: Tensor, before: Tensor | None, real: Tensor) -> Tensor:
+        """The means with padding moved behind the real positions, and back: a window reaches over it, wherever it stands."""
+        order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        e = self._means(z.take_along_dim(order.unsqueeze(-1), 1), seen.gather(1, order), before)
+        return torch.empty_like(e).scatter_(1, order.unsqueeze(-1).expand_as(e), e)
 
     def _means(self, z: Tensor, seen: Tensor, before: Tensor | None) -> Tensor:
         """e [B,T,M] from the scores of all heads [B,T,H] and those in front [B,longest,H]."""

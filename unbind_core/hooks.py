@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unbind_core.architecture import decoder_stack
-from unbind_core.bank import ModuleBank, Selection
+from unbind_core.bank import ModuleBank, Record, Selection
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.memory import GateMemory, Places
 
@@ -32,6 +34,7 @@ class _Step:
     real: Tensor | None
     places: Places | None
     counted: Tensor | None
+    record: Record | None
 
 
 class _LayerHook:
@@ -51,7 +54,9 @@ class _LayerHook:
                 f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
                 "give override= the path of layers that return their hidden states"
             )
-        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.real, step.places, step.counted)
+        edited = step.selection.edit(
+            self._layer, states, step.rows, step.phase, step.real, step.places, step.counted, step.record
+        )
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 
@@ -107,6 +112,7 @@ class Intervention:
         real: Tensor | None = None,
         places: Places | None = None,
         counted: Tensor | None = None,
+        record: Record | None = None,
     ) -> Iterator[None]:
         """Apply a selection to the forward pass inside; None leaves the model alone. Arguments as
         :meth:`Selection.edit`.
@@ -121,7 +127,7 @@ class Intervention:
             )
         try:
             if selection is not None:
-                self.current = _Step(selection, rows, phase, real, places, counted)
+                self.current = _Step(selection, rows, phase, real, places, counted, record)
             yield
         finally:
             self.current = None
@@ -157,39 +163,69 @@ def _real_positions(mask: Any, batch: int, length: int) -> Tensor | None:
 
 
 class _Sequences:
-    """The gate memory of one generation after another: a pass without past begins anew."""
+    """The memories of gates inside one block: a pass without past begins a new one, its cache of keys and values carries it on."""
+
+    _serial = itertools.count()
 
     def __init__(self) -> None:
-        self._memory: GateMemory | None = None
+        self._block = next(self._serial)  # columns of another block's bank mean something else
+        self._latest: GateMemory | None = None
 
     def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> Places:
         """Where the rows of this pass stand; ``real`` bool [B, past and new positions] is false at padding."""
         before = past.get_seq_length() if past is not None else 0
-        if self._memory is None or not before or self._memory.slots != batch:
-            self._memory = GateMemory(batch, before + length, device)
-        memory = self._memory
+        block, memory = getattr(past, _MEMORY, (None, None))
+        if block != self._block or memory is None or not before or memory.slots != batch:
+            memory = GateMemory(batch, before + length, device)
         memory.lengthen(before + length)
-        _follow_beams(past, memory)
         if real is None:
             positions = (before + torch.arange(length, device=device)).expand(batch, length)
         else:
             counted = real.cumsum(1)[:, -length:] - 1
             positions = torch.where(real[:, -length:], counted, memory.length)
         starts = positions.min(1).values.clamp(max=memory.length - 1)
+        self._latest = memory
         return Places(memory, torch.arange(batch, device=device), positions, starts)
 
+    def keep(self, past: Any, output: Any) -> None:
+        """Leave the pass's memory with the cache that was given or made, where the next pass will look for it."""
+        if past is None:
+            parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+            past = next((part for part in parts if hasattr(part, "get_seq_length")), None)
+        if past is None or self._latest is None:
+            return
+        setattr(past, _MEMORY, (self._block, self._latest))
+        if _MEMORY not in vars(past.__class__):
+            past.__class__ = _remembering(past.__class__)
 
-def _follow_beams(past: Any, memory: GateMemory) -> None:
-    """Beam search reorders the rows of its cache between passes; the memory has to go along."""
-    if past is None or getattr(past, "_unbind_memory", None) is memory:
-        return
-    reorder = past.reorder_cache
 
-    def both(rows: Tensor) -> None:
-        reorder(rows)
-        memory.reorder(rows)
+_MEMORY = "_unbind_memory"
 
-    past.reorder_cache, past._unbind_memory = both, memory
+
+@cache
+def _remembering(kind: Any) -> Any:
+    """The same class of cache, but the memory of gates goes along where beam search and its like move the rows.
+
+    A class, as a copy of such a cache must move its own rows.
+    """
+
+    def moved(self: Any, rows: Tensor) -> None:
+        getattr(self, _MEMORY)[1].reorder(rows)
+
+    def reorder_cache(self: Any, beam_idx: Tensor) -> None:
+        kind.reorder_cache(self, beam_idx)
+        moved(self, beam_idx)
+
+    def batch_select_indices(self: Any, indices: Tensor) -> None:
+        kind.batch_select_indices(self, indices)
+        moved(self, indices)
+
+    def batch_repeat_interleave(self: Any, repeats: int) -> None:
+        kind.batch_repeat_interleave(self, repeats)
+        moved(self, torch.arange(getattr(self, _MEMORY)[1].slots).repeat_interleave(repeats))
+
+    methods = (reorder_cache, batch_select_indices, batch_repeat_interleave)
+    return type(kind.__name__, (kind,), {_MEMORY: (None, None)} | {method.__name__: method for method in methods})
 
 
 @contextmanager
@@ -240,17 +276,19 @@ def attach(
             step.__enter__()
             under_way.append(step)
 
-        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        def end(_module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if under_way and selection is not None and selection.remembers:
+                sequences.keep(signature.bind_partial(*args, **kwargs).arguments.get("past_key_values"), output)
             while under_way:
                 under_way.pop().__exit__(None, None, None)
 
         handles = [
             intervention.stack.register_forward_pre_hook(begin, with_kwargs=True),
-            intervention.stack.register_forward_hook(end, always_call=True),
+            intervention.stack.register_forward_hook(end, with_kwargs=True, always_call=True),
         ]
         try:
             yield intervention
         finally:
             for handle in handles:
                 handle.remove()
-            end(model, None, None)
+            end(model, (), {}, None)

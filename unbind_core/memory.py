@@ -48,7 +48,8 @@ class GateMemory:
             self._tables[layer] = longer
 
     def reorder(self, rows: Tensor) -> None:
-        """Slot i goes on with what slot ``rows[i]`` holds (int64 [slots]), as beam search reorders its cache."""
+        """Slot i goes on with what slot ``rows[i]`` holds, as beam search reorders its cache; int64, a slot for each entry."""
+        self.slots = len(rows)
         for layer, table in self._tables.items():
             self._tables[layer] = table.index_select(0, rows.to(self.device))
 

@@ -263,7 +263,6 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
     if set(module.tensors) != DETECTORS[module.detector]:
         yield "detector", f"'{module.detector}' needs the tensors {', '.join(sorted(DETECTORS[module.detector]))}"
     yield from _tensor_problems("v", module.v, (size,))
-    yield from _detector_problems(module, size)
     if abs(float(module.v.double().norm()) - 1) > _UNIT:
         yield "v", f"must have unit length, not {float(module.v.double().norm()):.4f}; the strength belongs in kappa"
     for field, low, needed in (
@@ -274,6 +273,7 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         value = getattr(module, field)
         if type(value) not in (int, float) or not math.isfinite(value) or value < low:
             yield field, f"is {value!r}; it must be a finite number{needed}"
+    yield from _detector_problems(module, size)
     if module.quantile is not None and not 0 <= module.quantile <= 1:
         yield "quantile", f"is {module.quantile!r}; it must lie between 0 and 1, or be null"
     for key in module.partitions:

@@ -21,6 +21,7 @@ BATCH = 4096
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
 FIRST_POSITION = 8  # before it a sequence is too short to be told apart
 WINDOWS = (8, 16, 32)
+RESAMPLES, CONFIDENCE = 1000, 0.95
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,10 @@ def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int) -> list[
 class Separation:
     """How far apart a detector puts forget and retain evidence with one window.
 
-    ``retained`` is the lowest threshold that keeps the opening rate of retain rows within the budget, ``highest`` the largest
-    retain score of all, ``forgotten`` the score that all but 0.5 % of the forget positions reach, ``reference`` the mean
-    retain score (the paper's s_ref). ``margin`` is the gap, in units of the distance between the two medians.
+    ``retained`` is the lowest threshold at which the bound of the retain rows' opening rate is within the budget,
+    ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of the forget positions reach,
+    ``reference`` the mean retain score (the paper's s_ref). ``margin`` is the gap between forgotten and retained, in units
+    of the distance between the two medians.
     """
 
     window: int
@@ -143,12 +145,32 @@ class Separation:
 
 
 def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:
-    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open."""
+    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, as a 95 % bound over rows."""
     ours = torch.cat([one.e[one.first :] for one in forget])
     theirs = torch.cat([one.e for one in retain])
-    allowed = max(1, round(rate * len(theirs)))
-    retained = float(theirs.topk(allowed).values[-1])
+    retained = _lowest_within(retain, theirs, rate)
     forgotten = float(ours.kthvalue(max(1, round(0.005 * len(ours)))).values)
     spread = float(ours.median() - theirs.median())
     margin = (forgotten - retained) / spread if spread > 0 else -1.0
     return Separation(window, float(theirs.mean()), retained, float(theirs.max()), forgotten, margin)
+
+
+def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:
+    """The lowest of some thresholds at which the bound of the opening rate is within ``rate``; if none is, just over them all."""
+    for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.02):
+        tau = float(every.topk(max(1, round(share * rate * len(every)))).values[-1])
+        rows: dict[int, tuple[float, float]] = {}
+        for one in retain:
+            opened, count = rows.get(one.row, (0.0, 0.0))
+            rows[one.row] = opened + float((one.e >= tau).sum()), count + len(one.e)
+        if upper_bound(list(rows.values())) <= rate:
+            return tau
+    return float(every.max()) * (1 + 1e-6) + 1e-6
+
+
+def upper_bound(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
+    """95 % upper confidence bound of sum(a) / sum(b) over (a, b) of each row, by bootstrap over rows."""
+    table = torch.tensor(parts, dtype=torch.float64)
+    drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))
+    sums = table[drawn].sum(1)
+    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(CONFIDENCE))

@@ -16,8 +16,8 @@ from unbind_core.calibration import NORM_STRENGTHS, QUANTILES, STRENGTHS, Budget
 from unbind_core.detector import RIDGE
 from unbind_core.windows import MAX_WINDOW
 
-# "auto" is held to half the paper's budgets, and to bounds of them: its gates open on little else than the forget set.
-BUDGETS = {"paper": Budgets(), "auto": Budgets(kl=0.005, nll=0.005, bleu=0.003, open_rate=0.002)}
+# "auto" is held to half the likelihood budgets of the paper, and its bounds to them, not its means.
+BUDGETS = {"paper": Budgets(), "auto": Budgets(kl=0.005, nll=0.005, bleu=0.01, open_rate=0.002)}
 GATES = tuple(BUDGETS)
 
 
@@ -25,13 +25,14 @@ GATES = tuple(BUDGETS)
 class Target:
     """What ``gate="auto"`` aims at on the rows to forget: the paper's own figures (its tables 1, 2 and 4).
 
-    ``f_bleu_cut``: share of the F-BLEU of the plain and of the fill-in-the-middle prompts that must go; no exact span of ``span``
-    tokens may be left under any of the six ways to ask, and the mean recovery may be at most ``recovery``.
+    ``f_bleu_cut``: share of the F-BLEU of the plain and of the fill-in-the-middle prompts that must go; no exact span of
+    ``span`` tokens may be left, and the mean recovery may be at most ``recovery``. A fit asks each way twice, and the best
+    of the paper's thirty attempts recovers more: 4 % leave room for its 6.5 %.
     """
 
     f_bleu_cut: float = 0.973
     span: int = 50
-    recovery: float = 0.065
+    recovery: float = 0.04
 
 
 @dataclass(frozen=True)

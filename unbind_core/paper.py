@@ -24,7 +24,8 @@ from unbind_core.options import FitOptions, FitReport
 from unbind_core.preparation import Preparation
 from unbind_core.progress import ProgressCallback, counted
 from unbind_core.retained import retain_completions, retain_moments, retain_replay
-from unbind_core.search import Replay, Trial, search
+from unbind_core.search import Trial, search
+from unbind_core.trials import Replay
 from unbind_core.windows import Window, batches
 
 

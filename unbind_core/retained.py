@@ -20,7 +20,7 @@ from unbind_core.generation import Sampling, complete
 from unbind_core.moments import Moments, load_moments, save_moments
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import RetainRow
-from unbind_core.search import BLEU_NEW_TOKENS, Replay, RetainCompletions
+from unbind_core.trials import BLEU_NEW_TOKENS, Replay, RetainCompletions
 from unbind_core.windows import MAX_WINDOW, Window, batches, encode_prompt, pad_id
 
 

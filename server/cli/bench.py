@@ -17,6 +17,7 @@ from server import demo
 from server.cli.console import (
     clear_errors,
     load,
+    notes,
     numbers,
     progress_bars,
     progress_lines,
@@ -137,10 +138,57 @@ def bench_filter(
     if as_json:
         write_json(figures)
         return
-    table = Table("modules", "placement", "phase", "share of a forward pass")
+    table = Table("modules", "kind", "placement", "phase", "share of a forward pass")
     for row in figures["cost"]:
-        table.add_row(str(row["modules"]), row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
+        table.add_row(str(row["modules"]), row["kind"], row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
     screen.print(table)
+
+
+@app.command("gate")
+def gate_command(
+    sizes: Annotated[str, typer.Option(help="Sizes of the forget sets, as in 24,40.")] = "5,12,24,40,120,300",
+    gates: Annotated[str, typer.Option(help="paper,auto or one of them.")] = "paper,auto",
+    attempts: Annotated[
+        int, typer.Option(help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
+    ] = 5,
+    joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
+    cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+) -> None:
+    """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
+    from server.bench_gate import gate_figures
+
+    with clear_errors():
+        chosen = numbers(sizes, int, "--sizes", "24,40") or ()
+        if not chosen or any(not 3 <= size <= 300 for size in chosen):
+            raise UnbindError("--sizes: whole numbers from 3 to 300, as in 24,40")
+        wanted = [gate.strip() for gate in gates.split(",")]
+        if not set(wanted) <= {"paper", "auto"}:
+            raise UnbindError(f"--gates: '{gates}' is not paper, auto or both")
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+        loaded = load(None, None, "float32", "cpu")
+        with progress_bars(as_json) as progress:
+            table = gate_figures(
+                loaded, sizes=chosen, gates=wanted, attempts=attempts, joint=joint, cache=cache, keep=keep,
+                progress=progress, report=notes.print,
+            )  # fmt: skip
+    if as_json:
+        write_json(table)
+        return
+    for size, entry in table["sizes"].items():
+        rows = Table("measure", *(gate for gate in wanted), title=f"{size} rows")
+        for key in entry[wanted[0]]:
+            if not isinstance(entry[wanted[0]][key], dict):
+                rows.add_row(key, *(_cell(entry[gate][key]) for gate in wanted))
+        screen.print(rows)
+    if joint:
+        screen.print({key: value for key, value in table["joint"].items() if key != "modules"})
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @app.command("serve")

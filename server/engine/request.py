@@ -85,7 +85,8 @@ class Delta:
 
     ``logprobs`` has one entry for each of ``tokens`` where the request asked for them; ``prompt_logprobs`` comes with
     the first delta, None at the first position, which nothing predicts.
-    ``activations``: module -> largest gate value, one entry a token, where the request asked for a report.
+    ``activations``: module -> activation behind its open gate (0: closed), one entry for each token and one for the end of
+    the text where the model chose it, if the request asked for a report.
     """
 
     text: str
@@ -115,6 +116,7 @@ class Flight:
     cached_tokens: int = 0
     output: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    activations: Mapping[str, float] = field(default_factory=dict)  # at the newest position, where a report is wanted
     cancelled: bool = False
 
     @property

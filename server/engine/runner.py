@@ -18,7 +18,7 @@ from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache
 from unbind_core.architecture import decoder_layers
-from unbind_core.bank import ModuleBank, Selection
+from unbind_core.bank import ModuleBank, Record, Selection
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.hooks import Intervention
 from unbind_core.memory import GateMemory, Places
@@ -87,6 +87,7 @@ class Runner:
             warm = torch.tensor([flight.request.sampling.warms_up for flight in flights])
             told = (real & ~warm[:, None]).to(self.device)
         selection = self._select(flights)
+        record: Record | None = [] if any(flight.request.report for flight in flights) else None
         attention = slot_attention(self._config, placement) if self._in_place else nullcontext()
         with (
             torch.inference_mode(),
@@ -98,7 +99,8 @@ class Runner:
                 real=real.to(self.device) if phase == "prefill" else None,
                 places=self._places(selection, placement, starts),
                 counted=told,
-            ),  # fmt: skip
+                record=record,
+            ),
         ):
             logits: Tensor = self.model(
                 input_ids=ids.to(self.device),
@@ -108,12 +110,26 @@ class Runner:
                 use_cache=True,
                 **options,
             ).logits
+        if record is not None:
+            self._report(flights, record, counts)
         if everywhere:
             return logits
         if len(kept) == 1 and self._keeps_logits:
             return logits[:, 0]
         columns = [kept.index(count - 1) if self._keeps_logits else count - 1 for count in counts]
         return logits[torch.arange(len(counts)), columns]
+
+    @staticmethod
+    def _report(flights: Sequence[Flight], record: Record, counts: Sequence[int]) -> None:
+        """Leave the gate activations at each row's last position with the requests that want them."""
+        last = torch.tensor(counts) - 1
+        found: list[dict[str, float]] = [{} for _ in flights]
+        for names, values in record:
+            for row, at_last in enumerate(values[torch.arange(len(counts)), last.to(values.device)].tolist()):
+                found[row] |= dict(zip(names, at_last, strict=True))
+        for flight, values_of in zip(flights, found, strict=True):
+            if flight.request.report:
+                flight.activations = {e.module.name: values_of.get(e.key, 0.0) for e in flight.request.modules.entries}
 
     def _places(self, selection: Selection | None, placement: Placement, starts: Sequence[int]) -> Places | None:
         """Where gates with memory find and leave their state; None where no gate of the step has one."""

@@ -98,15 +98,19 @@ class Stepper:
             return
         flight.output.append(token)
         if token in self.end_ids and not sampling.ignore_eos:
-            self._finish(flight, Delta(flight.text.flush(), (), "stop", prompt_logprobs=prompt))
+            gates = (
+                (flight.activations,) if flight.request.report else ()
+            )  # what made the answer end is of interest too
+            self._finish(flight, Delta(flight.text.flush(), (), "stop", prompt_logprobs=prompt, activations=gates))
             return
         text, stopped = flight.text.push(token)
+        gates = (flight.activations,) if flight.request.report else ()
         if stopped:
-            self._finish(flight, Delta(text, (token,), "stop", None, scored, prompt))
+            self._finish(flight, Delta(text, (token,), "stop", None, scored, prompt, gates))
         elif len(flight.output) >= sampling.max_tokens:
-            self._finish(flight, Delta(text + flight.text.flush(), (token,), "length", None, scored, prompt))
+            self._finish(flight, Delta(text + flight.text.flush(), (token,), "length", None, scored, prompt, gates))
         else:
-            flight.deliver(Delta(text, (token,), None, None, scored, prompt))
+            flight.deliver(Delta(text, (token,), None, None, scored, prompt, gates))
 
     def _finish(self, flight: Flight, delta: Delta, keep: bool = True) -> None:
         self.scheduler.finish(flight, keep)

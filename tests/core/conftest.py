@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -149,6 +150,40 @@ def make_module(
         "settings": {"seed": 0},
     }
     return UnbindModule(**(fields | changes))
+
+
+def make_network_module(
+    identity: ModelIdentity,
+    name: str = "a",
+    layer: int = 1,
+    *,
+    seed: int = 0,
+    width: int = 6,
+    heads: int = 3,
+    **changes: Any,
+) -> UnbindModule:
+    """A network module with a window and two thresholds, open at some of the positions of whole or half numbered states.
+
+    All its numbers are multiples of 1/4, so that scores of such states are exact however a batch is cut.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def quarters(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, generator=generator) / 4
+
+    fields: dict[str, Any] = {
+        "detector": "network",
+        "w": quarters(width, identity.hidden_size),
+        "b": quarters(width),
+        "heads": quarters(heads, width),
+        "heads_b": quarters(heads),
+        "s_ref": 1.5,
+        "tau": 1.0,
+        "tau_close": 0.5,
+        "window": 4,
+        "quantile": None,
+    }
+    return make_module(identity, name, layer, seed=seed, **(fields | changes))
 
 
 @pytest.fixture(scope="session")

@@ -268,6 +268,7 @@ def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_state_space_model_has_blocks_that_can_be_hooked() -> None:
+    torch.manual_seed(0)  # with some weights no gate opens on four tokens
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=3)).eval()
     tokenizer = build_tokenizer()
     loaded = LoadedModel(model, tokenizer, identify(model, tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,10 +15,10 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from tests.core.conftest import make_module
+from tests.core.conftest import make_module, make_network_module
 from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModelMismatch, ModuleFileError
-from unbind_core.module import PARTITIONS, UnbindModule
+from unbind_core.module import MAX_WINDOW, PARTITIONS, TENSORS, UnbindModule
 
 MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)
 
@@ -42,6 +43,44 @@ def test_a_saved_module_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (again.s_ref, again.tau, again.kappa, again.quantile) == (module.s_ref, module.tau, module.kappa, 0.5)
     assert again.partitions["forget_fit"] == (0, 2) and again.partitions["forget_validation"] == ()
     assert again.model == MODEL and again.forms == ("plain", "fim")
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 1, "tau_close": None, "heads": 1, "width": 1}, {"tau_close": 0.0}])
+def test_a_network_comes_back_as_it_was(tmp_path: Path, changes: dict[str, Any]) -> None:
+    module = make_network_module(MODEL, **changes)
+    digest = module.save(tmp_path / "a.safetensors")
+    again = UnbindModule.load(tmp_path / "a.safetensors", MODEL)
+    assert again == module and again.digest == module.digest == digest
+    assert set(again.tensors) == set(TENSORS)
+    assert all(torch.equal(part, module.tensors[name]) for name, part in again.tensors.items())
+    assert (again.detector, again.window, again.tau_close) == ("network", module.window, module.tau_close)
+    assert again.to_bytes() == module.to_bytes() == make_network_module(MODEL, **changes).to_bytes()
+    assert again.renamed("b").window == module.window
+
+
+def test_only_a_network_has_a_network() -> None:
+    assert len(make_network_module(MODEL).network) == 3
+    with pytest.raises(ModuleFileError, match="'fisher' has no network"):
+        _ = make_module(MODEL).network
+
+
+def test_a_network_file_that_was_damaged_or_lost_a_tensor_is_refused() -> None:
+    data = make_network_module(MODEL).to_bytes()
+    tensors, text = load_tensors(data), json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
+    for name in tensors:
+        fewer = {key: part for key, part in tensors.items() if key != name}
+        with pytest.raises(ModuleFileError, match="holds tensors"):
+            UnbindModule.from_bytes(save_tensors(fewer, metadata={"unbind": text}))
+        changed = tensors | {name: tensors[name] + 1}
+        with pytest.raises(ModuleFileError, match="altered"):
+            UnbindModule.from_bytes(save_tensors(changed, metadata={"unbind": text}))
+    with pytest.raises(ModuleFileError, match="holds tensors"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"detector": "fisher"}))
+    for position in random.Random(4).sample(range(len(data)), 100):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x01
+        with pytest.raises(ModuleFileError):
+            UnbindModule.from_bytes(bytes(damaged))
 
 
 def test_every_number_survives_to_the_last_bit(tmp_path: Path) -> None:
@@ -189,6 +228,52 @@ def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
 def test_a_value_that_cannot_be_applied_is_refused_by_its_name(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ModuleFileError, match=f"module '.*': {field} "):
         make_module(MODEL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"detector": "fisher"}, "detector"),
+        ({"detector": "forest"}, "detector"),
+        ({"b": None}, "detector"),
+        ({"heads": None, "heads_b": None}, "detector"),
+        ({"w": torch.ones(6, 15)}, "w"),
+        ({"w": torch.ones(5, 16)}, "w"),
+        ({"w": torch.ones(16)}, "w"),
+        ({"w": torch.zeros(6, 16)}, "w"),
+        ({"b": torch.ones(6, 1)}, "b"),
+        ({"b": torch.full((6,), math.nan)}, "b"),
+        ({"heads": torch.ones(3, 5)}, "heads"),
+        ({"heads": torch.full((3, 6), math.inf)}, "heads"),
+        ({"heads": torch.ones(3, 6, dtype=torch.float16)}, "heads"),
+        ({"heads": torch.ones(0, 6), "heads_b": torch.ones(0)}, "heads"),
+        ({"w": torch.ones(0, 16), "b": torch.ones(0), "heads": torch.ones(3, 0)}, "w"),
+        ({"heads_b": torch.ones(3, 1)}, "heads_b"),
+        ({"heads_b": torch.full((3,), math.inf)}, "heads_b"),
+        ({"v": torch.ones(16)}, "v"),
+        ({"window": 0}, "window"),
+        ({"window": MAX_WINDOW + 1}, "window"),
+        ({"window": 4.0}, "window"),
+        ({"window": True}, "window"),
+        ({"tau": 0.0, "tau_close": None}, "tau"),
+        ({"tau": math.nan}, "tau"),
+        ({"tau": math.inf}, "tau"),
+        ({"tau": "1"}, "tau"),
+        ({"s_ref": math.nan}, "s_ref"),
+        ({"tau_close": -0.1}, "tau_close"),
+        ({"tau_close": 1.5}, "tau_close"),
+        ({"tau_close": math.nan}, "tau_close"),
+        ({"tau_close": "low"}, "tau_close"),
+        ({"kappa": -1.0}, "kappa"),
+    ],
+)
+def test_a_network_that_cannot_be_applied_is_refused_by_the_fields_name(changes: dict[str, Any], field: str) -> None:
+    whole = make_network_module(MODEL)
+    with pytest.raises(ModuleFileError, match=f"module '.*': {field} "):
+        dataclasses.replace(whole, **changes)
+    assert (
+        dataclasses.replace(whole, b=torch.zeros(6), heads_b=torch.zeros(3)).layer == whole.layer
+    )  # these may be zero
 
 
 def test_metadata_that_is_not_json_is_refused_on_saving(tmp_path: Path) -> None:

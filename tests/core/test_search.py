@@ -14,7 +14,8 @@ from unbind_core.metrics import sentence_bleu
 from unbind_core.module import UnbindModule
 from unbind_core.progress import silent
 from unbind_core.replay import logits_above
-from unbind_core.search import Replay, RetainCompletions, Trial, search
+from unbind_core.search import Trial, search
+from unbind_core.trials import Replay, RetainCompletions
 from unbind_core.windows import Window, make_batch
 
 
