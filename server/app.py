@@ -10,7 +10,22 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from server import errors
-from server.api import access, admin, chat, completions, console, fim, health, infill, models, tokens
+from server.api import (
+    access,
+    audit,
+    chat,
+    completions,
+    console,
+    evidence,
+    fim,
+    health,
+    infill,
+    jobs,
+    models,
+    modules,
+    takedowns,
+    tokens,
+)
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.policy import HEADER
 from server.service import Service, load_served
@@ -34,7 +49,9 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
 
     app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None)
     errors.install(app)
-    for part in (completions, chat, fim, infill, tokens, models, admin, access, health, console):
+    inference = (completions, chat, fim, infill, tokens, models)
+    administration = (takedowns, jobs, modules, access, audit, evidence)
+    for part in (*inference, *administration, health, console):
         app.include_router(part.router)
     app.add_middleware(TimeLimit, seconds=settings.request_timeout)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)

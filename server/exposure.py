@@ -6,7 +6,7 @@ import ipaddress
 import time
 
 from server.registry.access import Access
-from server.registry.tables import open_database
+from server.registry.registry import open_registry
 from server.settings import Settings
 from unbind_core.errors import UnbindError
 
@@ -29,12 +29,12 @@ def check_exposure(settings: Settings) -> None:
     """Raise Exposed where the server would listen beyond loopback without a key. An admin key that was set is one."""
     if on_loopback(settings) or settings.insecure or settings.admin_key:
         return
-    database = open_database(settings.database)
+    registry = open_registry(settings)
     try:
-        if any(key.usable(time.time()) for key in Access(database).current.keys.values()):
+        if any(key.usable(time.time()) for key in Access(registry.transactions).current.keys.values()):
             return
     finally:
-        database.dispose()
+        registry.close()
     raise Exposed(
         f"host {settings.host} is reachable from other machines and no key exists; make one with "
         f"'unbind key create NAME --data-dir {settings.data_dir}', set admin_key, listen on 127.0.0.1, or start with --insecure"

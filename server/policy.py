@@ -2,7 +2,8 @@
 
 effective = enforced(server + key + profile) + (requested that the key allows). Requests only add: "not named" never
 means "off", and of two strengths the larger holds. What a policy names and the engine does not have is a 503, never an
-answer without it.
+answer without it. Modules' own records speak as well: an active one with a scope is enforced in it, one in shadow is
+measured and never applied, whoever names it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from server.engine.modules import ModuleTable
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError, invalid
+from server.registry.store import Scan
 from server.rules import MAX_MODULES, MAX_STRENGTH, Rules
 
 HEADER = "X-Unbind-Modules"
@@ -97,6 +99,12 @@ def resolve(asked: Mapping[str, float], scopes: Sequence[Rules] = (), profiles: 
     return Effective(strengths, required, tuple(sorted(shadow - strengths.keys())))
 
 
+def standing(scan: Scan, scopes: Collection[str]) -> Rules:
+    """What the modules' own records say for a call in these scopes (``global``, ``key:ID``, ``profile:NAME``)."""
+    enforced = dict.fromkeys(scan.enforced(scopes), 1.0)
+    return Rules.model_construct(modules={}, enforced=enforced, shadow=scan.measured(scopes), allowed=None)
+
+
 def _allowed(scopes: Iterable[Rules]) -> Collection[str] | None:
     """What every scope allows; None where none of them limits it."""
     limits = [frozenset(scope.allowed) for scope in scopes if scope.allowed is not None]
@@ -110,21 +118,25 @@ def _no_switching_off(name: str, required: bool) -> ApiError:
     return invalid(f"{FIELD}: requests only add modules; leave '{name[:80]}' out instead", FIELD, "cannot_switch_off")
 
 
-def pin(table: ModuleTable, effective: Effective) -> PinnedSet:
-    """The versions to run under. Raises UnknownModule, and ApiError 503 where a policy's module is not loaded."""
+def pin(table: ModuleTable, effective: Effective, shadow: Collection[str] = ()) -> PinnedSet:
+    """The versions to run under; those in ``shadow`` are never applied, also where they are named.
+
+    Raises UnknownModule, and ApiError 503 where a policy's module is not loaded or in shadow.
+    """
     current = table.current
     for name in sorted(effective.required):
-        if name not in current:
+        if name not in current or name in shadow:
             raise unavailable(name)
-    measured = {name: OFF for name in effective.shadow if name in current}
+    named_in_shadow = effective.strengths.keys() & set(shadow)
+    measured = dict.fromkeys((*named_in_shadow, *(name for name in effective.shadow if name in current)), OFF)
     return table.pin({**effective.strengths, **measured})
 
 
 def unavailable(name: str) -> ApiError:
-    """A module that a policy demands is not there."""
+    """A module that a policy demands is not there, or only measured."""
     return ApiError(
         503,
-        f"module '{name}' applies to this call by policy and is not loaded; nothing is served without it",
+        f"module '{name}' applies to this call by policy and is not active; nothing is served without it",
         code="module_unavailable",
         headers={"Retry-After": "10"},
     )

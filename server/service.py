@@ -18,10 +18,11 @@ from fastapi import Request
 from server.engine.engine import Engine, EngineStopped
 from server.engine.memory import plan_memory
 from server.ratelimit import RateLimiter
+from server.registry import retention
 from server.registry.access import SERVER_SCOPE, Access
-from server.registry.registry import Registry
+from server.registry.objects import ObjectStore
+from server.registry.registry import open_registry
 from server.registry.store import ModuleStore, Scan, StoredModule
-from server.registry.tables import open_database
 from server.settings import Settings
 from server.telemetry import Telemetry
 from server.worker.process import Supervisor
@@ -42,9 +43,8 @@ class Service:
         self.settings = settings
         self.loaded = loaded
         self.telemetry = Telemetry()
-        database = open_database(settings.database)
-        self.registry = Registry(database)
-        self.access = Access(database)
+        self.registry = open_registry(settings)
+        self.access = Access(self.registry.transactions)
         self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
         self.engine = Engine(
@@ -55,7 +55,8 @@ class Service:
             queue_limit=settings.queue_limit,
             chunk_tokens=settings.chunk_tokens,
         )
-        self.store = ModuleStore([settings.modules_dir, settings.published_dir], loaded.identity)
+        objects = ObjectStore(settings.published_store)
+        self.store = ModuleStore(settings.modules_dir, objects, self.registry.modules, loaded.identity)
         self.scan = Scan({}, {})
         self.fim = (
             parse_fim_template(loaded.tokenizer, settings.fim_template)
@@ -66,6 +67,7 @@ class Service:
         self.supervisor = Supervisor(settings)
         self.ready = False
         self.created = int(time.time())
+        self.offered: set[str] = set()  # finished jobs after which the modules were looked at
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -96,22 +98,35 @@ class Service:
         self.registry.close()
 
     async def refresh_modules(self) -> None:
-        """Bring the engine's modules in line with the folders."""
+        """Bring the engine's modules in line with the registry and the folders; what is due by now happens first."""
         async with self._refreshing:
             scan = await asyncio.to_thread(self.store.scan)
             if {name: m.digest for name, m in scan.modules.items()} != {
                 name: entry.digest for name, entry in self.engine.modules.current.items()
             }:
                 wanted: list[StoredModule] = list(scan.modules.values())
-                await asyncio.wrap_future(self.engine.sync_modules([(m.module, m.digest) for m in wanted]))
+                # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
+                # between would be refused. Where loading fails, what cannot be had is demanded all the same.
+                staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
+                self.scan = replace(scan, modules=staying)
+                try:
+                    await asyncio.wrap_future(self.engine.sync_modules([(m.module, m.digest) for m in wanted]))
+                finally:
+                    self.scan = scan
                 log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
             self.scan = scan
 
     @property
     def missing_modules(self) -> list[str]:
-        """Modules that every request must run under and that are not loaded."""
-        demanded = {*self.settings.enforced, *self.access.current.of(SERVER_SCOPE).enforced}
-        return sorted(demanded - self.engine.modules.current.keys())
+        """Modules that every request must run under and that are not active here."""
+        rules = self.access.current.of(SERVER_SCOPE)
+        demanded = {*self.settings.enforced, *rules.enforced, *rules.modules, *self.scan.enforced([SERVER_SCOPE])}
+        return sorted(demanded - self.applicable)
+
+    @property
+    def applicable(self) -> set[str]:
+        """The modules that a policy can apply: loaded, and not in shadow."""
+        return self.engine.modules.current.keys() - self.scan.shadow
 
     async def _watch_modules(self) -> None:
         while True:
@@ -119,10 +134,13 @@ class Service:
             try:
                 await self.refresh_modules()
                 await asyncio.to_thread(self.access.refresh)
+                await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
             except EngineStopped:
                 return
             except Exception:
-                log.exception("the module folders or the access rules could not be read; trying again")
+                log.exception(
+                    "modules or access rules could not be read; what is loaded is served, and it is tried again"
+                )
 
 
 def load_served(settings: Settings) -> LoadedModel:

@@ -18,6 +18,7 @@ from server.rules import ProfileName, Rules, Strengths, from_json
 PREFIX = "UNBIND_"
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
+NULLABLE = ("adapter", "retain_calibration", "retain_test", "audit_head")  # an empty variable means "none"
 
 
 class SettingsError(Exception):
@@ -78,6 +79,9 @@ class Settings(BaseModel):
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
     worker_threads: Annotated[int, Field(ge=1, description="torch threads of the worker")] = 2
+    prepare: Annotated[bool, Field(description="have idle workers compute what takedowns need of the retain rows")] = (
+        True
+    )
     verify_attempts: Annotated[
         int, Field(ge=0, le=20, description="completions a row and access condition in verification; 0: one, plain")
     ] = 0
@@ -86,10 +90,23 @@ class Settings(BaseModel):
         float, Field(gt=0, description="a job whose worker is silent this long is taken up again")
     ] = 15.0
     max_attempts: Annotated[int, Field(ge=1, description="workers that may die on a job before it is failed")] = 3
+    database_url: Annotated[
+        str,
+        Field(description="registry: sqlite:///FILE or postgresql+psycopg://...; in data_dir where empty", repr=False),
+    ] = ""
+    module_store: Annotated[
+        str, Field(description="where published modules are kept: folder or fsspec URL; in data_dir where empty")
+    ] = ""
+    audit_head: Annotated[
+        Path | None,
+        Field(description="file that remembers the audit trail's end; best on another disk; else in data_dir"),
+    ] = None
+    forget_retention_days: Annotated[
+        float, Field(ge=0, description="forget rows are deleted so long after their takedown; 0 keeps them")
+    ] = 0.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Field(description="least severe log line")] = (
         "info"
     )
-
     log_format: Annotated[Literal["text", "json"], Field(description="log lines for people, or a JSON object each")] = (
         "text"
     )
@@ -134,14 +151,19 @@ class Settings(BaseModel):
         return self.model_name or ("unbind-demo" if self.is_demo else self.model.resolve().name)
 
     @property
-    def published_dir(self) -> Path:
-        """Where the worker publishes modules."""
-        return self.data_dir / "modules"
+    def published_store(self) -> str:
+        """Where the worker publishes modules: a folder or an fsspec URL."""
+        return self.module_store or str(self.data_dir / "modules")
 
     @property
-    def database(self) -> Path:
-        """The registry's SQLite file."""
-        return self.data_dir / "unbind.sqlite"
+    def database_address(self) -> str:
+        """The registry's address for SQLAlchemy."""
+        return self.database_url or f"sqlite:///{self.data_dir / 'unbind.sqlite'}"
+
+    @property
+    def audit_head_file(self) -> Path:
+        """The file that remembers where the audit trail ends."""
+        return self.audit_head or self.data_dir / "audit.head"
 
     def to_environment(self) -> dict[str, str]:
         """The settings as a child process reads them back; the admin key stays here."""
@@ -151,9 +173,7 @@ class Settings(BaseModel):
             for key, value in plain.items()
             if value is not None
         }
-        return made | {
-            PREFIX + key.upper(): "" for key in ("adapter", "retain_calibration", "retain_test") if plain[key] is None
-        }
+        return made | {PREFIX + key.upper(): "" for key in NULLABLE if plain[key] is None}
 
 
 def load_settings(
@@ -206,4 +226,4 @@ def _written(value: Any) -> str:
 
 def _text(key: str, value: str) -> str | None:
     """An empty variable means "none" where a setting can be none."""
-    return None if value == "" and key in ("adapter", "retain_calibration", "retain_test") else value
+    return None if value == "" and key in NULLABLE else value

@@ -15,8 +15,10 @@ MAY_IMPORT = {
     "unbind_core": [],
     "server.engine": ["unbind_core"],
     "server.registry": ["server.settings", "server.rules", "unbind_core"],
-    "server.worker": ["server.registry", "server.settings", "server.rules", "unbind_core"],
+    "server.worker": ["server.registry", "server.settings", "server.rules", "server.logs", "unbind_core"],
+    "server.evidence": ["server.registry", "server.settings", "server.rules"],
     "server.rules": [],
+    "server.logs": [],
     "server.settings": ["server.rules"],
     "server.demo": ["unbind_core"],
 }

@@ -86,30 +86,54 @@ class Forgot:
         return gone and self.spans == 0 and self.recovery <= target.recovery
 
 
+@dataclass(frozen=True)
+class Retained:
+    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there, the
+    calibration windows with theirs, and the unedited completions.
+    """
+
+    layers: list[int]
+    states: dict[int, Tensor]
+    calibration: Replay
+    completions: RetainCompletions
+
+
+def retained(given: Preparation) -> Retained:
+    """From the cache where it is known; nothing of it depends on the forget rows."""
+    layers, fingerprint = _spread(given.layers, MOST_LAYERS), given.identity.fingerprint
+    with given.clock.stage("retain states"):
+        states = retain_states(
+            given.model, given.retain_windows(given.parts.retain_fit), layers, pad=given.pad,
+            limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=fingerprint, progress=given.progress,
+        )  # fmt: skip
+    with given.clock.stage("calibration states"):
+        windows = given.retain_windows(given.parts.retain_calibration)
+        calibration = retain_replay(
+            given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=fingerprint
+        )
+    with given.clock.stage("retain completions"):
+        completions = retain_completions(
+            given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache, fingerprint,
+            given.progress,
+        )  # fmt: skip
+    return Retained(layers, states, calibration, completions)
+
+
 class _Auto:
     """One run: what is captured once, and the trials on it."""
 
     def __init__(self, given: Preparation) -> None:
         self.given, self.clock = given, given.clock
         self.budgets, self.target = given.options.limits, given.options.target
-        self.layers = _spread(given.layers, MOST_LAYERS)
         self.every = list(range(len(given.forget)))
         self.levels: list[dict[str, Any]] = []
         self._capture()
 
     def _capture(self) -> None:
-        given, layers = self.given, self.layers
-        with self.clock.stage("retain states"):
-            self.retained = retain_states(
-                given.model, given.retain_windows(given.parts.retain_fit), layers, pad=given.pad,
-                limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=given.identity.fingerprint,
-                progress=given.progress,
-            )  # fmt: skip
-        with self.clock.stage("calibration states"):
-            windows = given.retain_windows(given.parts.retain_calibration)
-            self.retain = retain_replay(
-                given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=given.identity.fingerprint
-            )
+        given = self.given
+        kept = retained(given)
+        self.layers = layers = kept.layers
+        self.retained, self.retain, self.completions = kept.states, kept.calibration, kept.completions
         with self.clock.stage("forget states and gradients"):
             some = given.forget_windows(_spread(self.every, GRADIENT_ROWS))
             self.moments, self.cross = forget_statistics(given.model, some, layers, given.pad, given.progress)
@@ -117,11 +141,6 @@ class _Auto:
         with self.clock.stage("rows before"):
             self.probed = _spread(self.every, PROBED_ROWS)
             self.before = self._scores(self.every, None, attempts=0)
-        with self.clock.stage("retain completions"):
-            self.completions: RetainCompletions = retain_completions(
-                given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache,
-                given.identity.fingerprint, given.progress,
-            )  # fmt: skip
 
     # What is measured of a module.
 

@@ -79,17 +79,17 @@ class _Part:
         self._v = self._scale[0].unsqueeze(1) * v if self._every_row_alike else v
 
     def __call__(
-        self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, counted: Tensor | None,
-        places: Places | None, record: Record | None,
+        self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, real: Tensor | None,
+        places: Places | None, counted: Tensor | None, record: Record | None,
     ) -> Tensor:  # fmt: skip
         """``edited`` less this part's correction, which is read off ``states`` alone."""
-        a, gate = self._gates(layer, states, counted, places)
+        a, gate = self._gates(layer, states, real, places)
         if not self._every_row_alike:
             gate = gate & self._of_rows(self._on, states, rows)
         amount = torch.where(gate, a, 0.0) if self._proportional else gate.to(a.dtype)
         if not self._every_row_alike:
             amount = amount * self._of_rows(self._scale, states, rows)
-        self._count(gate, states, rows, phase, counted)
+        self._count(gate, states, rows, phase, real if counted is None else counted)
         if record is not None:
             record.append((self._names, torch.where(gate, a, 0.0)))
         flat = amount.view(-1, amount.shape[-1])
@@ -137,16 +137,18 @@ class Selection:
         states: Tensor,
         rows: Tensor | None = None,
         phase: str = "prefill",
-        counted: Tensor | None = None,
+        real: Tensor | None = None,
         places: Places | None = None,
+        counted: Tensor | None = None,
         record: Record | None = None,
     ) -> Tensor:
         """The edited states of one layer (paper eq. 12), new storage, same shape and dtype; the input stays as it is.
 
         ``states`` [B,T,d] or [N,d]. ``rows``: int64 [B] or [N], the selection's row of each; None where batch row i
-        uses row i, or where the selection has a single row for all. ``counted``: bool [B,T] or [N], false at padding,
+        uses row i, or where the selection has a single row for all. ``real``: bool [B,T] or [N], false at padding,
         None where all positions are real. ``places`` says where the rows stand in a memory of gates; None where they are whole
-        sequences from position 0, or where no gate has a memory. ``record`` is given the activations behind open gates, 0
+        sequences from position 0, or where no gate has a memory. ``counted``: as ``real``, for what enters the counts; None where
+        that is all that is real. ``record`` is given the activations behind open gates, 0
         behind closed ones: (names, FP32 [...,M]) for each kind of detector. In FP32 throughout; all modules of the layer read the
         same unmodified states. Raises UnbindError where the batch has other rows than the selection.
         """
@@ -156,7 +158,7 @@ class Selection:
             )
         edited = states
         for part in self._parts[layer]:
-            edited = part(edited, layer, states, rows, PHASES.index(phase), counted, places, record)
+            edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted, record)
         return edited
 
 

@@ -31,8 +31,9 @@ class _Step:
     selection: Selection
     rows: Tensor | None
     phase: str
-    counted: Tensor | None
+    real: Tensor | None
     places: Places | None
+    counted: Tensor | None
     record: Record | None
 
 
@@ -53,7 +54,9 @@ class _LayerHook:
                 f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
                 "give override= the path of layers that return their hidden states"
             )
-        edited = step.selection.edit(self._layer, states, step.rows, step.phase, step.counted, step.places, step.record)
+        edited = step.selection.edit(
+            self._layer, states, step.rows, step.phase, step.real, step.places, step.counted, step.record
+        )
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 
@@ -106,8 +109,9 @@ class Intervention:
         *,
         rows: Tensor | None = None,
         phase: str = "prefill",
-        counted: Tensor | None = None,
+        real: Tensor | None = None,
         places: Places | None = None,
+        counted: Tensor | None = None,
         record: Record | None = None,
     ) -> Iterator[None]:
         """Apply a selection to the forward pass inside; None leaves the model alone. Arguments as
@@ -123,7 +127,7 @@ class Intervention:
             )
         try:
             if selection is not None:
-                self.current = _Step(selection, rows, phase, counted, places, record)
+                self.current = _Step(selection, rows, phase, real, places, counted, record)
             yield
         finally:
             self.current = None
@@ -265,10 +269,10 @@ def attach(
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
             real = _real_positions(arguments.get("attention_mask"), batch, length)
-            counted = None if decoding or real is None else real[:, -length:]
+            new = None if decoding or real is None else real[:, -length:]
             places = sequences.places(batch, length, past, real, given.device) if selection.remembers else None
             phase = "decode" if decoding else "prefill"
-            step = intervention.step(selection, rows=rows, phase=phase, counted=counted, places=places)
+            step = intervention.step(selection, rows=rows, phase=phase, real=new, places=places)
             step.__enter__()
             under_way.append(step)
 

@@ -85,7 +85,9 @@ class Replay:
         self.layers = sorted({*layers, self.last})
         self.device = next(model.parameters()).device
         each = list(batches(windows, pad, tokens=tokens, device=self.device))
-        self.kept = (_load(cache, each, self.layers) if cache else None) or [self._keep(batch) for batch in each]
+        self.kept = (_load(cache, each, self.layers) if cache and each else None) or [
+            self._keep(batch) for batch in each
+        ]
         if cache and not cache.exists():
             _save(cache, self.kept)
         random.Random(0).shuffle(self.kept)  # so that the first few say something of all lengths

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from server.api.caller import administrator
-from server.api.profiles import PREFIX, profile_names, profile_rules
+from server.api.admin import Acting, Served, admin_router, refusals
+from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
 from server.errors import ApiError
 from server.registry.access import SERVER_SCOPE, Key, NoSuchKey, Scope
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths
-from server.service import Service, service
+from server.service import Service
 
-router = APIRouter(prefix="/admin/v1", tags=["access"], dependencies=[Depends(administrator)])
-Served = Annotated[Service, Depends(service)]
+router = admin_router()
 
 
 class KeyBody(BaseModel):
@@ -36,7 +34,7 @@ class KeyBody(BaseModel):
 
 
 @router.post("/keys", status_code=201)
-async def create_key(body: KeyBody, served: Served) -> dict[str, Any]:
+def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
     """Make a key; its text is in this answer and nowhere else."""
     now = time.time()
     if body.expires_at is not None and body.expires_in is not None:
@@ -44,11 +42,12 @@ async def create_key(body: KeyBody, served: Served) -> dict[str, Any]:
     if body.profile is not None:
         _known_profile(served, body.profile)
     rules = Rules.model_validate({"enforced": body.enforced, "allowed": body.allowed, "shadow": body.shadow})
-    key, text = served.access.create_key(
-        body.name, now, scopes=tuple(dict.fromkeys(body.scopes)), rules=rules, profile=body.profile,
-        expires_at=now + body.expires_in if body.expires_in is not None else body.expires_at,
-        per_minute=body.requests_per_minute, burst=body.burst,
-    )  # fmt: skip
+    with refusals():
+        key, text = served.access.create_key(
+            body.name, actor, now, scopes=tuple(dict.fromkeys(body.scopes)), rules=rules, profile=body.profile,
+            expires_at=now + body.expires_in if body.expires_in is not None else body.expires_at,
+            per_minute=body.requests_per_minute, burst=body.burst,
+        )  # fmt: skip
     return {**key_view(key, rules), "key": text}
 
 
@@ -61,10 +60,11 @@ async def list_keys(served: Served) -> dict[str, Any]:
 
 
 @router.delete("/keys/{key_id}")
-async def revoke_key(key_id: str, served: Served) -> dict[str, Any]:
+def revoke_key(key_id: str, served: Served, actor: Acting) -> dict[str, Any]:
     """Make a key useless for good."""
     try:
-        key = served.access.revoke_key(key_id, time.time())
+        with refusals():
+            key = served.access.revoke_key(key_id, actor, time.time())
     except NoSuchKey as error:
         raise ApiError(404, str(error), param="key_id", code="key_not_found") from None
     return key_view(key, served.access.current.of(f"key:{key.id}"))
@@ -101,19 +101,21 @@ async def show_profile(name: str, served: Served) -> dict[str, Any]:
 
 
 @router.put("/profiles/{name}")
-async def put_profile(name: ProfileName, rules: Rules, served: Served) -> dict[str, Any]:
+def put_profile(name: ProfileName, rules: Rules, served: Served, actor: Acting) -> dict[str, Any]:
     """Define a profile, or define it anew; the next request runs under it."""
     _changeable(served, name)
-    served.access.put_rules(PREFIX + name, rules, time.time())
+    with refusals():
+        served.access.put_rules(PREFIX + name, rules, actor, time.time())
     return _profile_view(served, name)
 
 
 @router.delete("/profiles/{name}")
-async def delete_profile(name: str, served: Served) -> dict[str, Any]:
+def delete_profile(name: str, served: Served, actor: Acting) -> dict[str, Any]:
     """Forget a profile. A key that has it is refused until it exists again."""
     _known_profile(served, name)
     _changeable(served, name)
-    served.access.delete_rules(PREFIX + name)
+    with refusals():
+        served.access.delete_rules(PREFIX + name, actor, time.time())
     return {"name": name, "object": "profile", "deleted": True}
 
 
@@ -146,24 +148,24 @@ async def show_policy(scope: str, served: Served) -> dict[str, Any]:
 
 
 @router.put("/policies/{scope}")
-async def put_policy(scope: str, rules: Rules, served: Served) -> dict[str, Any]:
+def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[str, Any]:
     """Write the rules of a scope, whole; the next request runs under them."""
     _known_scope(served, scope)
     if scope.startswith(PREFIX):
         _changeable(served, scope.removeprefix(PREFIX))
-    served.access.put_rules(scope, rules, time.time())
+    with refusals():
+        served.access.put_rules(scope, rules, actor, time.time())
     return _policy_view(served, scope, rules)
 
 
 def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
     fixed = {"settings": {"enforced": served.settings.enforced}} if scope == SERVER_SCOPE else {}
-    missing = sorted({*rules.modules, *rules.enforced} - served.engine.modules.current.keys())
+    missing = sorted({*rules.modules, *rules.enforced} - served.applicable)
     return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
 
 
 def _known_scope(served: Service, scope: str) -> None:
-    keys = {f"key:{key.id}" for key in served.access.current.keys.values()}
-    if scope == SERVER_SCOPE or scope in keys:
+    if scope in scopes(served):
         return
     if scope.startswith(PREFIX):
         _known_profile(served, scope.removeprefix(PREFIX))

@@ -13,12 +13,12 @@ from fastapi import Depends, Header, Request
 from server.api.caller import Caller, inference
 from server.api.generation import Generation
 from server.api.models import check_model
-from server.api.profiles import profile_rules
+from server.api.profiles import PREFIX, profile_rules
 from server.api.prompts import Prompt
 from server.api.schemas import GenerationBody
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError
-from server.policy import HEADER, pin, requested, resolve
+from server.policy import HEADER, pin, requested, resolve, standing
 from server.registry.access import SERVER_SCOPE
 from server.rules import NO_RULES, Rules
 from server.service import Service, service
@@ -50,14 +50,17 @@ class Call:
         """The modules of this call, from every source at once. Raises ApiError, UnknownModule."""
         served = self.served
         chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
-        rules = served.access.current
+        rules, scan = served.access.current, served.scan
         key = self.caller.key
         scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE)]
+        holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen if name)]
         if key is not None:
             scopes += [rules.of(f"key:{key.id}"), profile_rules(served, key.profile) if key.profile else NO_RULES]
+            holding += [f"key:{key.id}", *([PREFIX + key.profile] if key.profile else [])]
         profiles = [profile_rules(served, name, asked=True) for name in chosen if name]
-        effective = resolve(requested(named, self.request.headers.getlist(HEADER)), scopes, profiles)
-        return pin(served.engine.modules, effective)
+        asked = requested(named, self.request.headers.getlist(HEADER))
+        effective = resolve(asked, [*scopes, standing(scan, holding)], profiles)
+        return pin(served.engine.modules, effective, scan.shadow)
 
 
 async def _call(

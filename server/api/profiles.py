@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.errors import ApiError
+from server.registry.access import SERVER_SCOPE
 from server.rules import Rules
 from server.service import Service
 
@@ -13,6 +14,12 @@ def profile_names(served: Service) -> list[str]:
     """Every profile there is."""
     kept = (scope.removeprefix(PREFIX) for scope in served.access.current.rules if scope.startswith(PREFIX))
     return sorted({*served.settings.profiles, *kept})
+
+
+def scopes(served: Service) -> set[str]:
+    """Every scope that can have rules and modules of its own: ``global``, ``key:ID`` and ``profile:NAME``."""
+    keys = (f"key:{key.id}" for key in served.access.current.keys.values())
+    return {SERVER_SCOPE, *keys, *(PREFIX + name for name in profile_names(served))}
 
 
 def profile_rules(served: Service, name: str, *, asked: bool = False) -> Rules:

@@ -7,7 +7,9 @@ from importlib import import_module
 
 import typer
 
-GROUPS = ("serve", "fit", "key", "bench", "demo")
+GROUPS = (
+    "serve", "worker", "fit", "bench", "bench_takedown", "demo", "takedown", "module", "key", "audit", "evidence", "db"
+)  # fmt: skip
 
 app = typer.Typer(
     name="unbind",

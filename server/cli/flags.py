@@ -19,21 +19,22 @@ Parameters = list[inspect.Parameter]
 def setting_flags() -> Parameters:
     """One option for each setting, None where it is not given; the settings class checks the value."""
     flags = [
-        _option("config", Path | None, typer.Option(None, "--config", help="TOML file of settings", show_default=False))
+        flag("config", Path | None, typer.Option(None, "--config", help="TOML file of settings", show_default=False))
     ]
     for name, field in Settings.model_fields.items():
         option = name.replace("_", "-")
         if field.annotation is bool:
             given = typer.Option(None, f"--{option}/--no-{option}", help=field.description, show_default=False)
-            flags.append(_option(name, bool | None, given))
+            flags.append(flag(name, bool | None, given))
         else:
             metavar = "NUMBER" if field.annotation in (int, float) else "VALUE"
             given = typer.Option(None, f"--{option}", help=field.description, show_default=False, metavar=metavar)
-            flags.append(_option(name, str | None, given))
+            flags.append(flag(name, str | None, given))
     return flags
 
 
-def _option(name: str, kind: Any, option: Any) -> inspect.Parameter:
+def flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """An option of a command that also takes every setting."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 

@@ -13,7 +13,8 @@ from rich.table import Column, Table
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import settings_from
 from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope
-from server.registry.tables import open_database
+from server.registry.audit import Actor
+from server.registry.registry import open_registry
 from server.rules import Rules
 from unbind_core.errors import UnbindError
 
@@ -21,10 +22,11 @@ commands = typer.Typer(help="Keys for clients.", no_args_is_help=True)
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="the server's data folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
+OPERATOR = Actor("operator", "command line")
 
 
 def _access(config: Path | None, data_dir: Path | None) -> Access:
-    return Access(open_database(settings_from(config, data_dir=data_dir).database))
+    return Access(open_registry(settings_from(config, data_dir=data_dir)).transactions)
 
 
 @commands.command("create")
@@ -59,7 +61,7 @@ def create(
             raise UnbindError(f"--enforce, --allow: not the name of a module ({error})") from None
         now = time.time()
         key, text = _access(config, data_dir).create_key(
-            name, now, scopes=tuple(scopes), rules=rules, profile=profile,
+            name, OPERATOR, now, scopes=tuple(scopes), rules=rules, profile=profile,
             expires_at=now + days * 86_400 if days is not None else None, per_minute=per_minute, burst=burst,
         )  # fmt: skip
     if as_json:
@@ -95,7 +97,7 @@ def revoke(
     """Make a key useless for good; a running server knows within a second."""
     with clear_errors():
         try:
-            key = _access(config, data_dir).revoke_key(key_id, time.time())
+            key = _access(config, data_dir).revoke_key(key_id, OPERATOR, time.time())
         except NoSuchKey as error:
             raise UnbindError(f"{error}; unbind key list shows them") from None
     screen.print(f"revoked {key.id} ({key.name})", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""``unbind serve`` and ``unbind worker``: start the processes, and say what to try."""
+"""``unbind serve``: start the server and its worker, and say what to try."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from server.cli.flags import with_settings
 from server.cli.tour import tour
 from server.engine.memory import plan_memory
 from server.logs import set_up_logging
+from server.registry.registry import open_registry
 from server.service import Service, load_served
 from server.settings import Settings
 
@@ -28,12 +29,6 @@ _JSON = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     default=typer.Option(False, "--json", help="announce address and modules as one JSON document"),
     annotation=bool,
-)
-_PARENT = inspect.Parameter(
-    "with_parent",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=typer.Option(None, "--with-parent", help="end when this process ends", hidden=True),
-    annotation=int | None,
 )
 
 
@@ -102,6 +97,7 @@ def serve(settings: Settings, as_json: bool) -> None:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
+        open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
         loaded = load_served(settings)
         plan_memory(loaded.model, settings.max_slots, settings.max_model_len)  # refuses here, before anything starts
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)
@@ -111,15 +107,6 @@ def serve(settings: Settings, as_json: bool) -> None:
         return
     if not server.started:
         raise typer.Exit(3)
-
-
-@with_settings([_PARENT])
-def worker(settings: Settings, with_parent: int | None) -> None:
-    """Run a takedown worker alone, against the same data folder as a server."""
-    from server.worker.process import main
-
-    set_up_logging(settings.log_level, settings.log_format)
-    main(settings, with_parent)
 
 
 def announce(settings: Settings, url: str, service: Service) -> None:
@@ -148,6 +135,5 @@ def announce(settings: Settings, url: str, service: Service) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the command."""
     app.command("serve")(serve)
-    app.command("worker")(worker)

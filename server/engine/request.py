@@ -51,6 +51,11 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether nothing is asked for but that the prompt be known: it stays out of what is counted of the gates."""
+        return self.max_tokens == 0 and self.prompt_logprobs is None
+
 
 @dataclass(frozen=True)
 class TokenLogprob:

@@ -82,7 +82,10 @@ class Runner:
         slots = [flight.slot for flight in flights]
         placement = Placement.of(slots, starts, counts, written.to(self.device), self._in_place)
         positions = positions.clamp_(max=self.max_length - 1).to(self.device)
-        counted = real.to(self.device) if phase == "prefill" else None
+        told = None
+        if phase == "prefill" and any(flight.request.sampling.warms_up for flight in flights):
+            warm = torch.tensor([flight.request.sampling.warms_up for flight in flights])
+            told = (real & ~warm[:, None]).to(self.device)
         selection = self._select(flights)
         record: Record | None = [] if any(flight.request.report for flight in flights) else None
         attention = slot_attention(self._config, placement) if self._in_place else nullcontext()
@@ -93,8 +96,9 @@ class Runner:
             self.intervention.step(
                 selection,
                 phase=phase,
-                counted=counted,
+                real=real.to(self.device) if phase == "prefill" else None,
                 places=self._places(selection, placement, starts),
+                counted=told,
                 record=record,
             ),
         ):

@@ -99,7 +99,7 @@ def _draw(logits: Tensor, flights: Sequence[Flight]) -> list[int]:
     mass = probabilities.cumsum(dim=-1)
     uniform = column([flight.draw() for flight in flights])
     index = (mass <= uniform * mass[:, -1:]).sum(dim=-1)
-    last = (probabilities > 0).sum(dim=-1) - 1
+    last = ((probabilities > 0).sum(dim=-1) - 1).clamp_(min=0)  # extreme parameters can leave no token any mass
     tokens: list[int] = order.gather(1, torch.minimum(index, last)[:, None])[:, 0].tolist()
     return tokens
 

@@ -7,45 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import JSON, Engine, select
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy import select
 
-from server.registry.tables import Base
+from server.registry.audit import Actor, append
+from server.registry.tables import KeyRow, RulesRow
+from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
 
 SCOPES = ("inference", "report", "admin")
 Scope = Literal["inference", "report", "admin"]
 SERVER_SCOPE = "global"
-
-
-class KeyRow(Base):
-    """A key, known by the SHA-256 of its text. Revoked keys stay: what was once locked never falls open."""
-
-    __tablename__ = "api_keys"
-    id: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str]
-    digest: Mapped[str] = mapped_column(unique=True)
-    scopes: Mapped[list[str]] = mapped_column(JSON)
-    profile: Mapped[str | None] = mapped_column(default=None)
-    per_minute: Mapped[float | None] = mapped_column(default=None)
-    burst: Mapped[int] = mapped_column(default=1)
-    created_at: Mapped[float]
-    expires_at: Mapped[float | None] = mapped_column(default=None)
-    revoked_at: Mapped[float | None] = mapped_column(default=None)
-
-
-class RulesRow(Base):
-    """The rules of a scope: ``global``, ``key:ID`` or ``profile:NAME``."""
-
-    __tablename__ = "policies"
-    scope: Mapped[str] = mapped_column(primary_key=True)
-    rules: Mapped[dict[str, Any]]
-    updated_at: Mapped[float]
 
 
 class NoSuchKey(Exception):
@@ -89,26 +66,29 @@ def key_digest(text: str) -> str:
 
 
 class Access:
-    """Keys and rules in the registry's database. ``current`` is as fresh as the last ``refresh`` or change made here."""
+    """Keys and rules in the registry's database. ``current`` is as fresh as the last ``refresh`` or change made here.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._reading = engine.execution_options(reading=True)
+    Every change is told of in the audit trail, in its own transaction.
+    """
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._refreshing = threading.Lock()  # else an older snapshot could be put in place of a newer one
         self.current = Snapshot()
         self.refresh()
 
     def refresh(self) -> None:
         """Read what any process has written since."""
-        with Session(self._reading) as session:
+        with self._refreshing, self._transactions.look() as session:
             self.current = Snapshot(
                 {row.digest: _key(row) for row in session.scalars(select(KeyRow))},
                 {row.scope: Rules.model_validate(row.rules) for row in session.scalars(select(RulesRow))},
             )
 
     def create_key(
-        self, name: str, now: float, *, scopes: tuple[Scope, ...] = ("inference",), rules: Rules = NO_RULES,
-        profile: str | None = None, expires_at: float | None = None, per_minute: float | None = None,
-        burst: int | None = None,
+        self, name: str, actor: Actor, now: float, *, scopes: tuple[Scope, ...] = ("inference",),
+        rules: Rules = NO_RULES, profile: str | None = None, expires_at: float | None = None,
+        per_minute: float | None = None, burst: int | None = None,
     ) -> tuple[Key, str]:  # fmt: skip
         """A new key, and its text, which is not kept anywhere."""
         text = f"ubk_{secrets.token_urlsafe(24)}"
@@ -116,41 +96,60 @@ class Access:
             id=f"key_{uuid.uuid4().hex[:16]}", name=name, digest=key_digest(text), scopes=list(scopes), profile=profile,
             per_minute=per_minute, burst=burst or max(1, int(per_minute or 1)), created_at=now, expires_at=expires_at,
         )  # fmt: skip
-        with Session(self._engine) as session, session.begin():
+        with self._transactions.change() as session:
             session.add(row)
             session.flush()
             key = _key(row)
+            said = rules.model_dump(mode="json")
             if rules != NO_RULES:
-                session.add(RulesRow(scope=f"key:{row.id}", rules=rules.model_dump(mode="json"), updated_at=now))
+                session.add(RulesRow(scope=f"key:{row.id}", rules=said, updated_at=now))
+            append(
+                session, now, actor, "key.create", key.id, {"name": name, "scopes": sorted(scopes)},
+                after={**_record(key), "rules": said},
+            )  # fmt: skip
         self.refresh()
         return key, text
 
-    def revoke_key(self, key_id: str, now: float) -> Key:
+    def revoke_key(self, key_id: str, actor: Actor, now: float) -> Key:
         """Make a key useless for good. Raises NoSuchKey."""
-        with Session(self._engine) as session, session.begin():
-            row = session.get(KeyRow, key_id)
+        with self._transactions.change() as session:
+            row = session.get(KeyRow, key_id, with_for_update=True)
             if row is None:
                 raise NoSuchKey(f"no key '{key_id[:80]}'")
-            row.revoked_at = row.revoked_at or now
-            session.flush()
             key = _key(row)
+            if row.revoked_at is None:
+                before, row.revoked_at = key, now
+                key = _key(row)
+                append(
+                    session, now, actor, "key.revoke", key_id, {"name": key.name},
+                    before=_record(before), after=_record(key),
+                )  # fmt: skip
         self.refresh()
         return key
 
-    def put_rules(self, scope: str, rules: Rules, now: float) -> None:
+    def put_rules(self, scope: str, rules: Rules, actor: Actor, now: float) -> None:
         """Write the rules of a scope, whole."""
-        with Session(self._engine) as session, session.begin():
-            session.merge(RulesRow(scope=scope, rules=rules.model_dump(mode="json"), updated_at=now))
+        with self._transactions.change() as session:
+            row = session.get(RulesRow, scope, with_for_update=True)
+            before, said = row.rules if row is not None else None, rules.model_dump(mode="json")
+            session.merge(RulesRow(scope=scope, rules=said, updated_at=now))
+            append(session, now, actor, "rules.put", scope, said, before=before, after=said)
         self.refresh()
 
-    def delete_rules(self, scope: str) -> bool:
+    def delete_rules(self, scope: str, actor: Actor, now: float) -> bool:
         """Forget the rules of a scope; whether there were any."""
-        with Session(self._engine) as session, session.begin():
-            row = session.get(RulesRow, scope)
+        with self._transactions.change() as session:
+            row = session.get(RulesRow, scope, with_for_update=True)
             if row is not None:
                 session.delete(row)
+                append(session, now, actor, "rules.delete", scope, {}, before=row.rules)
         self.refresh()
         return row is not None
+
+
+def _record(key: Key) -> dict[str, Any]:
+    """What the audit trail keeps a digest of."""
+    return {**asdict(key), "scopes": sorted(key.scopes)}
 
 
 def _key(row: KeyRow) -> Key:

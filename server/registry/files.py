@@ -1,12 +1,13 @@
 """Where a takedown's files are under the data directory. Forget rows are sensitive: 0600 in folders of mode 0700.
 
-Written by the admin API (rows) and the worker (results); read by the worker.
+Written by the admin API (rows) and the worker (results); read by the worker, and by the API for evidence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from unbind_core.files import write_whole
 from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 
-def _private(folder: Path) -> Path:
+def private(folder: Path) -> Path:
+    """The folder, made where it is missing, for its owner alone."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
@@ -24,29 +26,59 @@ def save_forget(data_dir: Path, rows: Sequence[ForgetRow]) -> str:
     """Keep a forget set under its digest, which is returned."""
     digest = forget_digest(rows)
     lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
-    _write(_private(data_dir / "forget") / f"{digest}.jsonl", lines)
+    save_text(_forget_file(data_dir, digest), lines)
     return digest
 
 
 def load_forget(data_dir: Path, digest: str) -> list[ForgetRow]:
     """The forget set of this digest. Raises OSError where it is gone, DataError where it is damaged."""
-    with (data_dir / "forget" / f"{digest}.jsonl").open(encoding="utf-8") as lines:
+    with _forget_file(data_dir, digest).open(encoding="utf-8") as lines:
         return parse_forget(lines)
 
 
+def has_forget(data_dir: Path, digest: str) -> bool:
+    """Whether the rows are still kept."""
+    return _forget_file(data_dir, digest).is_file()
+
+
+def purge(data_dir: Path, digest: str, job_ids: Sequence[str]) -> None:
+    """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it."""
+    if digest:
+        _forget_file(data_dir, digest).unlink(missing_ok=True)
+    for job_id in job_ids:
+        shutil.rmtree(data_dir / "jobs" / job_id, ignore_errors=True)
+
+
 def job_dir(data_dir: Path, job_id: str) -> Path:
-    """The folder for a job's intermediate results."""
-    return _private(data_dir / "jobs" / job_id)
+    """The folder for a job's intermediate results; each attempt has one of its own within."""
+    return private(data_dir / "jobs" / job_id)
+
+
+def tidy(data_dir: Path, job_id: str, stages: Mapping[str, Any]) -> None:
+    """Delete what the attempts of a job that has ended left and no finished stage refers to."""
+    kept = {stage.get("folder") for stage in stages.values()}
+    for folder in job_dir(data_dir, job_id).iterdir():
+        if folder.name not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+        for left in folder.glob(".*.partial"):
+            left.unlink(missing_ok=True)
 
 
 def save_json(path: Path, value: Any) -> None:
     """One JSON document, whole or not at all."""
-    _write(path, json.dumps(value, indent=1))
+    save_text(path, json.dumps(value, indent=1))
 
 
-def _write(path: Path, text: str) -> None:
+def save_text(path: Path, text: str) -> None:
+    """A text for its owner alone, whole or not at all."""
+
     def write(temporary: Path) -> None:
         temporary.chmod(0o600)
         temporary.write_text(text, encoding="utf-8")
 
+    private(path.parent)
     write_whole(path, write)
+
+
+def _forget_file(data_dir: Path, digest: str) -> Path:
+    return data_dir / "forget" / f"{digest}.jsonl"

@@ -1,12 +1,14 @@
-"""The tables of the registry. Only ``server/registry`` writes SQL; times are UTC seconds since the epoch."""
+"""The tables of the registry. Only ``server/registry`` writes SQL; times are UTC seconds since the epoch.
+
+What is declared here and what the migrations build is the same: a test compares them.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-from sqlalchemy import JSON, Engine, ForeignKey, Index, create_engine, event
+from sqlalchemy import JSON, ForeignKey, Index, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -21,6 +23,34 @@ class JobState(StrEnum):
 
 
 ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class JobKind(StrEnum):
+    """What a job is for; ``server/worker/stages.py`` says by which stages."""
+
+    TAKEDOWN = "takedown"
+    VERIFY = "verify"
+    ACTIVATE = "activate"
+    PREPARE = "prepare"  # a worker's own, while nothing waits; never in the table
+
+
+class ModuleState(StrEnum):
+    """A module's life; ``lifecycle.py`` says what may follow what."""
+
+    CALIBRATED = "calibrated"
+    SHADOW = "shadow"
+    ACTIVE = "active"
+    SUSPENDED = "suspended"
+    SUPERSEDED = "superseded"
+    RETIRED = "retired"
+
+
+class Origin(StrEnum):
+    """Where a module came from: made by a takedown, or found as a file in the shipped or the published folder."""
+
+    TAKEDOWN = "takedown"
+    SHIPPED = "shipped"
+    DROPPED = "dropped"
 
 
 class Base(DeclarativeBase):
@@ -40,6 +70,7 @@ class Takedown(Base):
     notice: Mapped[dict[str, Any]]
     options: Mapped[dict[str, Any]]
     created_at: Mapped[float]
+    purged_at: Mapped[float | None] = mapped_column(default=None)  # when the rows were deleted; the digest stays
 
 
 class Job(Base):
@@ -47,10 +78,14 @@ class Job(Base):
 
     __tablename__ = "jobs"
     id: Mapped[str] = mapped_column(primary_key=True)
-    takedown_id: Mapped[str] = mapped_column(ForeignKey("takedowns.id"), index=True)
+    takedown_id: Mapped[str | None] = mapped_column(ForeignKey("takedowns.id"), index=True)
+    kind: Mapped[str] = mapped_column(default=JobKind.TAKEDOWN)
     module: Mapped[str] = mapped_column(index=True)
+    module_id: Mapped[str | None] = mapped_column(default=None)
     state: Mapped[str] = mapped_column(index=True)
     stage: Mapped[str] = mapped_column(default="")
+    stage_progress: Mapped[float] = mapped_column(default=0.0)
+    stage_started_at: Mapped[float | None] = mapped_column(default=None)
     progress: Mapped[float] = mapped_column(default=0.0)
     message: Mapped[str] = mapped_column(default="")
     attempt: Mapped[int] = mapped_column(default=0)
@@ -60,7 +95,8 @@ class Job(Base):
     cancel_requested: Mapped[bool] = mapped_column(default=False)
     idempotency_key: Mapped[str | None] = mapped_column(unique=True, default=None)
     request_digest: Mapped[str] = mapped_column(default="")
-    stages: Mapped[dict[str, Any]] = mapped_column(default=dict)  # finished stage -> its seconds and result
+    stages: Mapped[dict[str, Any]] = mapped_column(default=dict)  # finished stage -> its seconds, folder and result
+    options: Mapped[dict[str, Any]] = mapped_column(default=dict)
     result: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
     error: Mapped[str | None] = mapped_column(default=None)
     created_at: Mapped[float]
@@ -69,52 +105,73 @@ class Job(Base):
 
 
 class ModuleRow(Base):
-    """A module that a takedown made."""
+    """One version of a module. ``revision`` grows with every change and is its ETag."""
 
     __tablename__ = "modules"
-    digest: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(index=True)
+    version: Mapped[int]
+    digest: Mapped[str] = mapped_column(unique=True)
     state: Mapped[str]
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
-    takedown_id: Mapped[str] = mapped_column(ForeignKey("takedowns.id"))
-    file: Mapped[str]
+    revision: Mapped[int] = mapped_column(default=1)
+    origin: Mapped[str]
+    fingerprint: Mapped[str]  # of the model it was fitted on
+    file: Mapped[str]  # key in the store, or the path of a shipped file
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), unique=True)
+    takedown_id: Mapped[str | None] = mapped_column(ForeignKey("takedowns.id"))
+    scope: Mapped[str] = mapped_column(default="")
+    effective_at: Mapped[float | None] = mapped_column(default=None)
+    expires_at: Mapped[float | None] = mapped_column(default=None)
     created_at: Mapped[float]
+    changed_at: Mapped[float]
+
+
+class KeyRow(Base):
+    """A key, known by the SHA-256 of its text. Revoked keys stay: what was once locked never falls open."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    digest: Mapped[str] = mapped_column(unique=True)
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    profile: Mapped[str | None] = mapped_column(default=None)
+    per_minute: Mapped[float | None] = mapped_column(default=None)
+    burst: Mapped[int] = mapped_column(default=1)
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None] = mapped_column(default=None)
+    revoked_at: Mapped[float | None] = mapped_column(default=None)
+
+
+class RulesRow(Base):
+    """The rules of a scope: ``global``, ``key:ID`` or ``profile:NAME``."""
+
+    __tablename__ = "policies"
+    scope: Mapped[str] = mapped_column(primary_key=True)
+    rules: Mapped[dict[str, Any]]
+    updated_at: Mapped[float]
 
 
 class AuditRow(Base):
-    """What was done, by whom, to what. Rows are added, never changed."""
+    """What was done, by whom, to what. Rows are added, never changed: the database refuses it."""
 
     __tablename__ = "audit"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     at: Mapped[float]
     actor: Mapped[str]
+    source: Mapped[str]
     action: Mapped[str]
     subject: Mapped[str]
     detail: Mapped[dict[str, Any]]
+    before: Mapped[str]
+    after: Mapped[str]
+    previous: Mapped[str]
+    digest: Mapped[str]
 
 
+_LIVE = text("state IN ('active', 'shadow')")
+_MAKING = text("state IN ('queued', 'running')")
 Index("jobs_claim", Job.state, Job.created_at)
-
-
-def open_database(path: Path) -> Engine:
-    """The database at ``path``, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 10})
-
-    @event.listens_for(engine, "connect")
-    def _prepare(connection: Any, _: Any) -> None:
-        # transactions are begun below, not by the driver
-        connection.isolation_level = None
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA foreign_keys=ON")
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Any) -> None:
-        # A writer takes the lock before it reads, so that what it decided on still holds when it writes.
-        reading = connection.get_execution_options().get("reading", False)
-        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
-
-    Base.metadata.create_all(engine)
-    path.chmod(0o600)
-    return engine
+# One job at a time makes a module or changes it, and one version of a name is loaded: the database itself sees to it.
+Index("jobs_making", Job.module, unique=True, sqlite_where=_MAKING, postgresql_where=_MAKING)
+Index("modules_version", ModuleRow.name, ModuleRow.fingerprint, ModuleRow.version, unique=True)
+Index("modules_live", ModuleRow.name, ModuleRow.fingerprint, unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE)

@@ -14,9 +14,8 @@ import sys
 import threading
 import time
 
-import torch
-
 from server.settings import PREFIX, Settings
+from server.worker.child import die_with_parent
 
 log = logging.getLogger("unbind.worker")
 GRACE_SECONDS = 5.0
@@ -69,14 +68,20 @@ class Supervisor:
             await process.wait()
 
 
-async def spawn(settings: Settings) -> asyncio.subprocess.Process:
-    """Start a worker with these settings that ends when this process does."""
+def environment_of(settings: Settings) -> dict[str, str]:
+    """The environment of a worker with these settings, which its child processes inherit."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
     # Threads that spin while they wait for each other lose their time slices to the server, and then everything waits.
     threads = {"OMP_NUM_THREADS": str(settings.worker_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    environment |= settings.to_environment() | threads
-    command = [sys.executable, "-m", "server", "worker", "--with-parent", str(os.getpid())]
-    return await asyncio.create_subprocess_exec(*command, env=environment, stdin=asyncio.subprocess.DEVNULL)
+    return environment | settings.to_environment() | threads
+
+
+async def spawn(settings: Settings) -> asyncio.subprocess.Process:
+    """Start a worker with these settings that ends when this process does."""
+    command = [sys.executable, "-m", "server.worker", str(os.getpid())]
+    return await asyncio.create_subprocess_exec(
+        *command, env=environment_of(settings), stdin=asyncio.subprocess.DEVNULL
+    )
 
 
 def main(settings: Settings, parent: int | None) -> None:
@@ -86,18 +91,7 @@ def main(settings: Settings, parent: int | None) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    os.nice(settings.worker_nice)
-    torch.set_num_threads(settings.worker_threads)
     if parent is not None:
-        threading.Thread(target=_follow, args=(parent, stop), name="unbind-parent-watch", daemon=True).start()
+        die_with_parent(signal.SIGTERM, parent)
+    os.nice(settings.worker_nice)
     Worker(settings, stop).run()
-
-
-def _follow(parent: int, stop: threading.Event) -> None:
-    """A worker whose server died must not live on: ask the loop to end, and end the process if it does not."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    log.warning("the server is gone; the worker ends")
-    stop.set()
-    time.sleep(GRACE_SECONDS)
-    os._exit(1)

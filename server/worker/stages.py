@@ -1,117 +1,181 @@
-"""The stages of a takedown: check -> fit -> verify -> publish. Each reads and leaves files, so a next worker can go on.
+"""The stages of a job: check -> fit -> verify -> joint -> publish. Each reads and leaves files, so a next attempt can go on.
 
-Called by ``server/worker/worker.py`` under a lease; the method itself is ``unbind_core``.
+Run by ``child.py`` in a process of its own; the method itself is ``unbind_core``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from server.registry.files import job_dir, load_forget, save_json
-from server.settings import Settings
-from unbind_core.architecture import LoadedModel
+import torch
+
+from server.registry.files import load_forget, save_json
+from server.registry.objects import ObjectStore
+from server.registry.tables import JobKind, Origin
+from server.settings import Settings, load_settings
+from server.worker.plan import Task
+from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import DataError
 from unbind_core.evaluation import extractable, verify
-from unbind_core.fitting import FitOptions, fit
+from unbind_core.fitting import FitOptions, fit, prepare_retained
 from unbind_core.module import UnbindModule
-from unbind_core.progress import ProgressCallback
+from unbind_core.options import BUDGETS
+from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
 
-# Share of the whole job's time, as measured on the demo world; progress is reported in these proportions.
-SHARES = {"check": 0.05, "fit": 0.55, "verify": 0.38, "publish": 0.02}
-STAGES = tuple(SHARES)
-
-NOTHING_TO_REMOVE = "nothing_to_remove"
-INEFFECTIVE = "ineffective"
-ACTIVE = "active"
+MODULE_FILE = "module.safetensors"
+ProgressCall = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
-class StageContext:
+class Context:
     """What a stage works with."""
 
     settings: Settings
-    loaded: LoadedModel
-    job_id: str
-    name: str
-    forget_digest: str
-    options: dict[str, Any]
-    progress: ProgressCallback
+    task: Task
+    progress: ProgressCall
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        """The model that is served."""
+        settings = self.settings
+        torch.set_num_threads(settings.worker_threads)
+        return _model(settings.model, settings.adapter, settings.dtype, settings.device, settings.served_name)
 
     @cached_property
     def forget(self) -> list[ForgetRow]:
         """The rows to forget."""
-        return load_forget(self.settings.data_dir, self.forget_digest)
+        try:
+            return load_forget(self.settings.data_dir, self.task.forget_digest)
+        except FileNotFoundError:
+            raise DataError(f"the forget rows {self.task.forget_digest[:12]} were purged; submit them again") from None
 
     @property
-    def module_file(self) -> Path:
-        """The fitted module, before it is published."""
-        return job_dir(self.settings.data_dir, self.job_id) / "module.safetensors"
+    def folder(self) -> Path:
+        """Where this attempt leaves its files."""
+        return Path(self.task.folder)
+
+    def left_by(self, stage: str) -> Path:
+        """The folder of the attempt that finished a stage."""
+        return self.folder.parent / str(self.task.done[stage]["folder"])
+
+    def module(self) -> UnbindModule:
+        """The module that the job made, or is about."""
+        if "fit" in self.task.done:
+            return UnbindModule.load(self.left_by("fit") / MODULE_FILE, self.loaded.identity)
+        assert self.task.module is not None
+        return self.stored(self.task.module)
+
+    def stored(self, record: Mapping[str, Any]) -> UnbindModule:
+        """The module of a record."""
+        if record["origin"] == Origin.SHIPPED:
+            return UnbindModule.load(record["file"], self.loaded.identity)
+        data = ObjectStore(self.settings.published_store).get(record["file"], record["digest"])
+        return UnbindModule.from_bytes(data, record["file"])
 
 
-def check(context: StageContext) -> dict[str, Any]:
+@cache
+def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str) -> LoadedModel:
+    loaded = load_model(model, adapter, dtype=getattr(torch, dtype), device=device)
+    return replace(loaded, identity=replace(loaded.identity, name=name))
+
+
+def check(context: Context) -> dict[str, Any]:
     """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove."""
     loaded = context.loaded
     return dict(extractable(loaded.model, loaded.tokenizer, context.forget, progress=context.progress))
 
 
-def fit_module(context: StageContext) -> dict[str, Any]:
-    """Fit and calibrate; leaves the module file and the whole report in the job's folder."""
-    loaded, settings = context.loaded, context.settings
-    layers = context.options.get("layers")
-    seed = int(context.options.get("seed", 0))
+def fit_module(context: Context) -> dict[str, Any]:
+    """Fit and calibrate; leaves the module file and the whole report in the attempt's folder."""
+    loaded, settings, options = context.loaded, context.settings, context.task.options
+    layers, gate = options.get("layers"), str(options.get("gate") or FitOptions().gate)
     module, report = fit(
         loaded.model,
         loaded.tokenizer,
         context.forget,
-        _retain_rows(settings.retain),
-        name=context.name,
-        retain_calibration=_retain_rows(settings.retain_calibration) if settings.retain_calibration else (),
+        retain_rows(settings.retain),
+        name=context.task.name,
+        retain_calibration=retain_rows(settings.retain_calibration) if settings.retain_calibration else (),
         identity=loaded.identity,
-        options=FitOptions(layers=tuple(layers) if layers else None, seed=seed),
+        options=FitOptions(
+            layers=tuple(layers) if layers else None,
+            seed=int(options.get("seed") or 0),
+            gate=gate,
+            budgets=replace(BUDGETS[gate], **options["budgets"]) if options.get("budgets") else None,
+        ),
         progress=context.progress,
         cache=settings.data_dir / "cache",
     )
-    module.save(context.module_file)
-    full = report.to_json()
-    save_json(context.module_file.with_name("report.json"), full)
+    module.save(context.folder / MODULE_FILE)
+    full = {**report.to_json(), "budgets": dict(module.budgets)}
+    save_json(context.folder / "report.json", finite(full))
     return {"outcome": report.outcome, "selected": full["selected"], "seconds": full["seconds"]}
 
 
-def verify_module(context: StageContext) -> dict[str, Any]:
-    """The before/after table."""
+def verify_module(context: Context) -> dict[str, Any]:
+    """The before/after table; leaves what the evidence shows besides."""
+    from server.worker.exhibits import exhibits
+
     loaded, settings = context.loaded, context.settings
-    retain = _retain_rows(settings.retain_test)[: settings.retain_test_limit] if settings.retain_test else []
-    module = UnbindModule.load(context.module_file, loaded.identity)
-    return dict(
-        verify(
-            loaded.model,
-            loaded.tokenizer,
-            module,
-            context.forget,
-            retain,
-            attempts=settings.verify_attempts,
-            progress=context.progress,
-        )
+    retain = retain_rows(settings.retain_test)[: settings.retain_test_limit] if settings.retain_test else []
+    module = context.module()
+    attempts = settings.verify_attempts
+    table = verify(
+        loaded.model, loaded.tokenizer, module, context.forget, retain, attempts=attempts, progress=context.progress
     )
+    save_json(context.folder / "exhibits.json", finite(exhibits(loaded, module, context.forget, retain)))
+    return dict(table)
 
 
-def publish(context: StageContext, table: dict[str, Any]) -> dict[str, str]:
-    """Put the module, with its before/after table, where servers look; returns its digest and file."""
-    module = UnbindModule.load(context.module_file, context.loaded.identity)
+def joint(context: Context) -> dict[str, Any]:
+    """What all active modules together cost on retain rows, held against the budgets of one."""
+    from server.worker.joint import measure_together
+
+    task, settings = context.task, context.settings
+    others = [
+        record
+        for record in task.others
+        if record["name"] != task.name and record["fingerprint"] == context.loaded.identity.fingerprint
+    ]
+    asked = task.kind == JobKind.ACTIVATE
+    wanted = asked or (task.options.get("activation", "auto") == "auto" and not task.options.get("override"))
+    if not others or not wanted:
+        return {"measured": False, "within": True}
+    rows = retain_rows(settings.retain_calibration or settings.retain)
+    modules = [context.module(), *(context.stored(record) for record in others)]
+    return measure_together(context.loaded, modules, rows, context.progress)
+
+
+def publish(context: Context) -> dict[str, Any]:
+    """Write the module with its before/after table into it; the worker puts it where servers look."""
+    module = context.module()
+    table = context.task.done["verify"]["result"]
     measured = {**module.measured, "before": table.get("before"), "after": table.get("after")}
-    path = context.settings.published_dir / f"{context.name}.safetensors"
-    digest = dataclasses.replace(module, measured=measured).save(path)
-    return {"digest": digest, "file": str(path)}
+    digest = dataclasses.replace(module, measured=measured).save(context.folder / f"final-{MODULE_FILE}")
+    return {"digest": digest, "file": f"final-{MODULE_FILE}", "fingerprint": context.loaded.identity.fingerprint}
 
 
-def _retain_rows(path: Path) -> list[RetainRow]:
+def prepare(context: Context) -> dict[str, Any]:
+    """What every takedown needs of the retain rows alone goes into the cache."""
+    loaded, settings = context.loaded, context.settings
+    calibration = retain_rows(settings.retain_calibration) if settings.retain_calibration else ()
+    seconds = prepare_retained(
+        loaded.model, loaded.tokenizer, retain_rows(settings.retain), retain_calibration=calibration,
+        identity=loaded.identity, progress=context.progress, cache=settings.data_dir / "cache",
+    )  # fmt: skip
+    return {"seconds": seconds}
+
+
+def retain_rows(path: Path) -> list[RetainRow]:
+    """Rows of a settings' file. Raises DataError naming it and the remedy."""
     try:
         with path.open(encoding="utf-8") as lines:
             return parse_retain(lines, str(path))
@@ -128,8 +192,19 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-RUN: dict[str, Callable[[StageContext], dict[str, Any]]] = {
-    "check": check,
-    "fit": fit_module,
-    "verify": verify_module,
+def _stage(work: Callable[[Context], dict[str, Any]]) -> Callable[[Task, ProgressCall], dict[str, Any]]:
+    def run(task: Task, progress: ProgressCall) -> dict[str, Any]:
+        result: dict[str, Any] = finite(work(Context(load_settings(environment=os.environ), task, progress)))
+        return result
+
+    return run
+
+
+STAGES = {
+    "check": _stage(check),
+    "fit": _stage(fit_module),
+    "verify": _stage(verify_module),
+    "joint": _stage(joint),
+    "publish": _stage(publish),
+    "prepare": _stage(prepare),
 }

@@ -1,219 +1,313 @@
-"""The worker's loop: claim a job, run its stages under the lease, report, publish; survive any job's error.
+"""The worker's loop: claim a job, have a child process run its stages under the lease, report, publish; survive any job's error.
 
-Started by ``unbind serve`` (and then ends with it) or alone by ``unbind worker``.
+It holds no tensors, so that it can report, cancel and take its leave at any moment. Started by ``unbind serve`` (and then ends
+with it) or alone by ``unbind worker``.
 """
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import json
 import logging
 import os
+import queue
 import socket
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import torch
+from sqlalchemy.exc import OperationalError
 
-from server.registry.registry import CancelRequested, Claim, LeaseLost, Registry
-from server.registry.tables import JobState, open_database
-from server.settings import Settings
-from server.worker.stages import (
-    ACTIVE,
-    INEFFECTIVE,
-    NOTHING_TO_REMOVE,
-    RUN,
-    SHARES,
-    STAGES,
-    StageContext,
-    finite,
-    publish,
-)
-from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.errors import Cancelled, UnbindError
-from unbind_core.progress import Progress
+from server.registry.files import job_dir, private, tidy
+from server.registry.jobs import Claim
+from server.registry.modules import NewModule
+from server.registry.objects import ObjectStore
+from server.registry.refusals import CancelRequested, LeaseLost, Refusal
+from server.registry.registry import open_registry
+from server.registry.tables import JobKind, JobState, ModuleState, Origin
+from server.settings import PREFIX, Settings
+from server.worker.hands import Child
+from server.worker.plan import OVER_BUDGET, PLANS, Task, ends, progress_of, remark, verdict
 
 log = logging.getLogger("unbind.worker")
+COMMAND = (sys.executable, "-m", "server.worker.child")
 POLL_SECONDS = 0.5
-REPORT_SECONDS = 0.3
+TICK_SECONDS = 0.25
+REPORT_SECONDS = 1.0
+PATIENCE_SECONDS = 60.0  # how long a finished module waits for a store that does not answer
 
 
-class Stopping(Cancelled):
+class Stopping(Exception):
     """The worker itself is asked to leave."""
 
 
-class Holding:
-    """A claimed job while it is worked on: keeps the lease alive, carries progress, and hears of cancellation."""
+class ChildDied(Exception):
+    """The child process ended without a word."""
 
-    def __init__(self, registry: Registry, claim: Claim, lease: float, stop: threading.Event) -> None:
-        self._registry, self._claim, self._lease, self._stop = registry, claim, lease, stop
-        self._broken: Exception | None = None
-        self._over = threading.Event()
-        self._reported = 0.0
-        self._done = 0.0  # progress of the whole job, never backwards
-        self._base = self._share = 0.0
-        self._within = 0.0
-        self._step = ""
 
-    def __enter__(self) -> Holding:
-        """Start the heartbeat."""
-        self._beat = threading.Thread(target=self._heartbeat, name="unbind-heartbeat", daemon=True)
-        self._beat.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the heartbeat."""
-        self._over.set()
-        self._beat.join()
-
-    def begin(self, stage: str) -> None:
-        """The next stage starts."""
-        self._base = sum(SHARES[before] for before in STAGES[: STAGES.index(stage)])
-        self._share, self._within, self._step = SHARES[stage], 0.0, ""
-        self._done = max(self._done, self._base)
-        self._report(stage=stage, message="", progress=self._done)
-
-    def progress(self, progress: Progress) -> None:
-        """The callback for ``unbind_core``. Raises Cancelled where the work must stop."""
-        if self._stop.is_set():
-            raise Stopping("the worker is shutting down")
-        if self._broken is not None:
-            raise Cancelled(str(self._broken)) from self._broken
-        if progress.stage != self._step:
-            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share.
-            self._within += (1 - self._within) / 2 if self._step else 0.0
-            self._step = progress.stage
-        part = self._within + (1 - self._within) / 2 * progress.done / max(progress.total, 1)
-        self._done = max(self._done, self._base + self._share * part)
-        now = time.monotonic()
-        if now - self._reported >= REPORT_SECONDS:
-            self._reported = now
-            text = f"{progress.stage} {progress.done}/{progress.total}"
-            self._report(progress=self._done, message=f"{text} {progress.message}".strip())
-
-    def _report(self, **changes: Any) -> None:
-        try:
-            self._registry.report(self._claim, time.time(), self._lease, **changes)
-        except (LeaseLost, CancelRequested) as error:
-            self._broken = error
-            raise Cancelled(str(error)) from error
-
-    def _heartbeat(self) -> None:
-        while not self._over.wait(min(self._lease / 4, 1.0)):
-            try:
-                self._registry.report(self._claim, time.time(), self._lease)
-            except (LeaseLost, CancelRequested) as error:
-                self._broken = error
-                return
-            except Exception:
-                log.exception("heartbeat of job %s failed; trying again", self._claim.job_id)
+class StageFailed(Exception):
+    """A stage said why it cannot go on."""
 
 
 class Worker:
-    """One worker process's state: its name, the registry, and the model once the first job needs it."""
+    """One worker process: its name, the registry, and a child process that waits for the next job."""
 
-    def __init__(self, settings: Settings, stop: threading.Event) -> None:
-        self.settings, self.stop = settings, stop
+    def __init__(self, settings: Settings, stop: threading.Event, command: Sequence[str] = COMMAND) -> None:
+        self.settings, self.stop, self._command = settings, stop, command
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.registry = Registry(open_database(settings.database))
-        self._loaded: LoadedModel | None = None
+        self.registry = open_registry(settings)
+        self.objects = ObjectStore(settings.published_store)
+        self._standby: Child | None = None
+        self._preparer: Child | None = None
+        self._prepared = not settings.prepare
 
     def run(self) -> None:
         """Claim and work until asked to stop. No job's error ends the loop."""
         log.info("worker %s waits for takedowns", self.owner)
-        while not self.stop.is_set():
-            try:
-                claim = self.registry.claim(
-                    self.owner, time.time(), self.settings.lease_seconds, self.settings.max_attempts
-                )
-            except Exception:
-                log.exception("the registry cannot be reached; trying again")
-                claim = None
-            if claim is None:
-                self.stop.wait(POLL_SECONDS)
-            else:
-                self.work(claim)
-        self.registry.close()
+        try:
+            while not self.stop.is_set():
+                worked = False
+                try:
+                    self._ready()
+                    with _device(self.settings) as free:
+                        claim = self._claim() if free else None
+                        if claim is None and free:
+                            self._prepare()
+                        else:
+                            self._stop_preparing()
+                        if claim is not None:
+                            worked = True
+                            self.work(claim)
+                except Exception:
+                    log.exception("the worker met an error; going on")
+                if not worked:
+                    self.stop.wait(POLL_SECONDS)
+        finally:
+            self._stop_preparing()
+            if self._standby is not None:
+                self._standby.kill()
+            self.registry.close()
+
+    def _ready(self) -> Child:
+        """A child that waits for a task, its imports behind it."""
+        if self._standby is None or not self._standby.alive:
+            self._standby = self._child()
+        return self._standby
+
+    def _child(self) -> Child:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        return Child(self._command, environment | self.settings.to_environment())
+
+    # While nothing waits: what takedowns need of the retain rows, by a child of its own, which is killed when a job comes. What it
+    # has finished is in the cache by then.
+
+    def _prepare(self) -> None:
+        if self._prepared:
+            return
+        if self._preparer is None:
+            self._preparer = self._child()
+            folder = str(private(self.settings.data_dir / "cache"))
+            self._preparer.give(Task("", JobKind.PREPARE, "", "", {}, folder, {}))
+        while not self._preparer.messages.empty():
+            said = self._preparer.messages.get()
+            if said is None or "failed" in said or "finished" in said:
+                reason = (said or {"failed": "its process died"}).get("failed")
+                log.info("retain rows: %s", f"could not be prepared ({reason})" if reason else "prepared for takedowns")
+                self._prepared = True
+                self._stop_preparing()
+                return
+
+    def _stop_preparing(self) -> None:
+        if self._preparer is not None:
+            self._preparer.kill()
+            self._preparer = None
+
+    def _claim(self) -> Claim | None:
+        settings = self.settings
+        return self.registry.jobs.claim(self.owner, time.time(), settings.lease_seconds, settings.max_attempts)
 
     def work(self, claim: Claim) -> None:
         """Bring one job to an end, or give it back."""
         log.info("job %s (%s), attempt %d", claim.job_id, claim.module, claim.attempt)
+        jobs, child = self.registry.jobs, self._ready()
+        self._standby = None
         try:
-            with Holding(self.registry, claim, self.settings.lease_seconds, self.stop) as holding:
-                self._stages(claim, holding)
+            stages = self._run(claim, child)
+            self._conclude(claim, stages)
+            tidy(self.settings.data_dir, claim.job_id, stages)
         except LeaseLost as error:
             log.warning("%s; another worker goes on", error)
         except Stopping:
-            self.registry.release(claim, time.time())
-        except Cancelled as error:
-            if isinstance(error.__cause__, LeaseLost):
-                log.warning("%s; another worker goes on", error)
-            else:
-                self._end(claim, JobState.CANCELLED, error="cancelled")
-        except UnbindError as error:
+            jobs.release(claim, time.time())
+        except CancelRequested:
+            self._end(claim, JobState.CANCELLED, error="cancelled")
+        except StageFailed as error:
             self._end(claim, JobState.FAILED, error=str(error))
+        except ChildDied as error:
+            log.warning("job %s: %s", claim.job_id, error)
+            if claim.attempt < self.settings.max_attempts:
+                self._insist(claim, lambda: jobs.release(claim, time.time(), died=True))
+            else:
+                self._end(claim, JobState.FAILED, error=f"{error}, {claim.attempt} times; see the worker's log")
         except Exception as error:
             log.exception("job %s failed", claim.job_id)
             self._end(claim, JobState.FAILED, error=f"{type(error).__name__}: {error}"[:2000])
+        finally:
+            child.kill()
+
+    # The stages, run by the child.
+
+    def _run(self, claim: Claim, child: Child) -> dict[str, Any]:
+        """All finished stages of the job, earlier attempts' included."""
+        task = self._task(claim)
+        done: dict[str, Any] = dict(task.done)
+        if not task.todo:
+            return done
+        child.give(task)
+        stage, reported, changes = task.todo[0], 0.0, dict[str, Any]()
+        while True:
+            try:
+                said = child.messages.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                said = {}
+            if self.stop.is_set():
+                raise Stopping
+            if said is None:
+                raise ChildDied(f"the process of stage '{stage}' ended with status {child.wait()}")
+            if "failed" in said:
+                raise StageFailed(said["failed"])
+            if "finished" in said:
+                return done
+            if "stage" in said:
+                stage, reported = said["stage"], 0.0
+                begun = progress_of(claim.kind, stage, 0.0)
+                changes |= {"stage": stage, "stage_progress": 0.0, "stage_started_at": time.time(), "progress": begun}
+            if "progress" in said:
+                whole = progress_of(claim.kind, stage, said["progress"])
+                changes |= {"stage_progress": said["progress"], "progress": whole, "message": said["message"]}
+            if "done" in said:
+                done[stage] = json.loads((Path(task.folder) / f"{stage}.json").read_text(encoding="utf-8"))
+                self._insist(claim, lambda: self.registry.jobs.stage_done(claim, stage, done[stage]))  # noqa: B023
+            if time.monotonic() - reported >= REPORT_SECONDS:
+                reported, sent, changes = time.monotonic(), changes, {}
+                self._report(claim, sent)
+
+    def _task(self, claim: Claim) -> Task:
+        live: list[dict[str, Any]] = []
+        module = (
+            self.registry.modules.get(claim.module_id) if claim.kind != JobKind.TAKEDOWN and claim.module_id else None
+        )
+        if "joint" in PLANS[claim.kind]:
+            live = [record for record in self.registry.modules.versions() if record["state"] == ModuleState.ACTIVE]
+        folder = job_dir(self.settings.data_dir, claim.job_id) / f"attempt-{claim.fence}"
+        done: dict[str, Any] = {}
+        for stage in PLANS[claim.kind]:
+            finished = claim.stages.get(stage)
+            if finished is None or not (folder.parent / str(finished.get("folder"))).is_dir():
+                break  # where the files are gone, it is done again, and all that rests on it
+            done[stage] = finished
+        return Task(
+            job_id=claim.job_id, kind=claim.kind, name=claim.module, forget_digest=claim.forget_digest,
+            options=dict(claim.options), folder=str(folder), done=done, module=module, others=live,
+        )  # fmt: skip
+
+    # What goes to the registry.
+
+    def _report(self, claim: Claim, changes: dict[str, Any]) -> None:
+        try:
+            self.registry.jobs.report(claim, time.time(), self.settings.lease_seconds, **changes)
+        except OperationalError as error:
+            log.warning("job %s: the registry does not answer (%s); the work goes on", claim.job_id, error.orig)
+
+    def _insist(self, claim: Claim, write: Any) -> None:
+        """Write to the registry, however long it does not answer; ends with the lease or with the worker."""
+        while True:
+            try:
+                write()
+            except OperationalError as error:
+                log.warning("job %s: the registry does not answer (%s); trying again", claim.job_id, error.orig)
+                if self.stop.wait(POLL_SECONDS):
+                    raise Stopping from None
+            else:
+                return
 
     def _end(self, claim: Claim, state: JobState, **fields: Any) -> None:
-        with contextlib.suppress(LeaseLost):
-            self.registry.finish(claim, state, time.time(), **fields)
+        try:
+            self._insist(claim, lambda: self.registry.jobs.finish(claim, state, time.time(), **fields))
+        except (LeaseLost, Stopping) as error:
+            log.warning("job %s could not be ended: %s", claim.job_id, error)
 
-    def _stages(self, claim: Claim, holding: Holding) -> None:
-        holding.begin("check")
-        context = StageContext(
-            settings=self.settings,
-            loaded=self._model(),
-            job_id=claim.job_id,
-            name=claim.module,
-            forget_digest=claim.forget_digest,
-            options=dict(claim.options),
-            progress=holding.progress,
-        )
-        results: dict[str, Any] = {stage: done["result"] for stage, done in claim.stages.items()}
-        outcome = ACTIVE
-        for stage, run in RUN.items():
-            if stage not in results:
-                holding.begin(stage)
-                started = time.monotonic()
-                with _calm(context):
-                    results[stage] = finite(run(context))
-                self.registry.stage_done(claim, stage, time.monotonic() - started, results[stage])
-            if stage == "check" and not results[stage]["memorised"]:
-                outcome = NOTHING_TO_REMOVE
-                break
-            if stage == "fit" and results[stage]["outcome"] == INEFFECTIVE:
-                outcome = INEFFECTIVE
-                break
-        result = {"outcome": outcome, **results}
-        if outcome != ACTIVE:
-            self.registry.finish(claim, JobState.SUCCEEDED, time.time(), result=result)
-            return
-        holding.begin("publish")
-        self.registry.finish(
-            claim, JobState.SUCCEEDED, time.time(), result=result, publish=lambda: publish(context, results["verify"])
-        )
+    def _conclude(self, claim: Claim, stages: dict[str, Any]) -> None:
+        """What the finished stages mean: a published module, or an answer without one."""
+        results = {stage: finished["result"] for stage, finished in stages.items()}
+        outcome = next((found for stage in results if (found := ends(stage, results[stage]))), None)
+        result = {"outcome": outcome or "verified", **results}
+        if said := remark(results):
+            result["remark"] = said
+        joint = results.get("joint", {"within": True})
+        if not joint["within"]:
+            result["joint_verdict"] = verdict(joint)
+        if outcome is not None or claim.kind == JobKind.VERIFY:
+            self._insist_finish(claim, result)
+        elif claim.kind == JobKind.ACTIVATE:
+            result["outcome"] = ModuleState.ACTIVE if joint["within"] else OVER_BUDGET
+            self._insist_finish(claim, result, activate=joint["within"])
+        else:
+            published = results["publish"]
+            folder = job_dir(self.settings.data_dir, claim.job_id) / stages["publish"]["folder"]
+            self._report(claim, {"message": "publishing"})  # a stale worker ends here, and leaves nothing in the store
+            key = self._put((folder / published["file"]).read_bytes(), claim)
+            self._insist_finish(claim, result, module=self._new_module(claim, published, key, bool(joint["within"])))
 
-    def _model(self) -> LoadedModel:
-        if self._loaded is None:
-            settings = self.settings
-            loaded = load_model(
-                settings.model, settings.adapter, dtype=getattr(torch, settings.dtype), device=settings.device
-            )
-            name = settings.served_name
-            self._loaded = replace(loaded, identity=replace(loaded.identity, name=name))
-        return self._loaded
+    def _insist_finish(self, claim: Claim, result: dict[str, Any], **fields: Any) -> None:
+        def write() -> None:
+            try:
+                self.registry.jobs.finish(claim, JobState.SUCCEEDED, time.time(), result=result, **fields)
+            except Refusal as error:
+                raise StageFailed(str(error)) from None
+
+        self._insist(claim, write)
+
+    def _new_module(self, claim: Claim, published: dict[str, Any], key: str, within: bool) -> NewModule:
+        options = claim.options
+        activation = str(options.get("activation") or "auto")
+        return NewModule(
+            name=claim.module, digest=published["digest"], fingerprint=published["fingerprint"], file=key,
+            origin=Origin.TAKEDOWN, activation=activation if within else "manual", job_id=claim.job_id,
+            takedown_id=claim.takedown_id, scope=str(options.get("scope") or ""),
+            effective_at=options.get("effective_at"), expires_at=options.get("expires_at"),
+        )  # fmt: skip
+
+    def _put(self, data: bytes, claim: Claim) -> str:
+        """Keep the module in the store, which may be away for a while. Raises StageFailed with the reason."""
+        patient_until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self.objects.put(data)
+            except OSError as error:
+                if time.monotonic() > patient_until:
+                    raise StageFailed(
+                        f"the module could not be put into the store ({error}); mend it and retry the job"
+                    ) from None
+                log.warning("job %s: %s; trying again", claim.job_id, error)
+            if self.stop.wait(REPORT_SECONDS):
+                raise Stopping
+            self._report(claim, {"message": "waiting for the module store"})
 
 
-@contextlib.contextmanager
-def _calm(context: StageContext) -> Iterator[None]:
-    """A stage leaves no tensors behind on an accelerator that the server shares."""
-    try:
-        yield
-    finally:
-        if context.settings.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+@contextmanager
+def _device(settings: Settings) -> Iterator[bool]:
+    """Whether this worker may use the device now: one heavy job at a time on each of a machine's devices."""
+    name = f"{socket.gethostname()}-{settings.device.replace(':', '-')}.lock"
+    with (private(settings.data_dir / "locks") / name).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -200,7 +200,7 @@ def test_counts_are_those_of_rows_that_asked_by_phase_without_padding() -> None:
     h[:, 1:3, 0] = 1.0
     real = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()
     selection = select(bank, {"a": 1.0}, {"b": 1.0}, {"a": 1.0, "b": 0.0})
-    selection.edit(1, h, counted=real)
+    selection.edit(1, h, real=real)
     assert bank.counts() == {
         "a": {"prefill": (5, 3), "decode": (0, 0)},
         "b": {"prefill": (7, 0), "decode": (0, 0)},
@@ -218,8 +218,8 @@ def test_counts_agree_whichever_way_a_batch_is_described(rows: Tensor | None) ->
     h = states(3, 5)
     real = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)) > 0.3
     one, many = bank_of(module()), bank_of(module())
-    select(one, {"a": 1.0}).edit(1, h, rows=rows, counted=real)
-    select(many, {"a": 1.0}, {"a": 2.0}, {"a": 1.0}).edit(1, h, counted=real)
+    select(one, {"a": 1.0}).edit(1, h, rows=rows, real=real)
+    select(many, {"a": 1.0}, {"a": 2.0}, {"a": 1.0}).edit(1, h, real=real)
     assert one.counts() == many.counts()
     assert one.counts()["a"]["prefill"][0] == int(real.sum())
     select(one, {"a": 1.0}).edit(1, h, rows=rows)
@@ -301,3 +301,11 @@ def test_an_edit_can_be_differentiated(rows: list[dict[str, float]]) -> None:
     select(bank_of(one), *rows).edit(1, h)[0, 0, 1].backward()
     assert h.grad is not None
     assert h.grad[0, 0, :3].tolist() == [-3.0, 1.0, 0.0]
+
+
+def test_what_is_not_counted_is_edited_all_the_same() -> None:
+    h, bank = states(2, 5), bank_of(module())
+    real, none = torch.ones(2, 5).bool(), torch.zeros(2, 5).bool()
+    edit = select(bank, {"a": 1.0}).edit
+    assert torch.equal(edit(1, h, real=real, counted=none), edit(1, h))
+    assert bank.counts()["a"]["prefill"][0] == 10

@@ -12,6 +12,7 @@ from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, l
 from unbind_core.calibration import Budgets
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
 from unbind_core.evaluation import extractable, verify
+from unbind_core.fitting import prepare_retained
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
 
@@ -90,6 +91,26 @@ def test_retain_statistics_come_from_the_cache_the_second_time(loaded: LoadedMod
         file.write_bytes(file.read_bytes()[:40])
     again, _ = run(loaded, cache=tmp_path)
     assert torch.equal(modules[0].w, again.w)
+
+
+def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: LoadedModel, tmp_path: Path) -> None:
+    asked = {"identity": loaded.identity, "cache": tmp_path}
+    prepare_retained(loaded.model, loaded.tokenizer, RETAIN[:16], retain_calibration=RETAIN[16:], **asked)
+    files = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    seen: list[str] = []
+
+    def callback(progress: Progress) -> None:
+        seen.append(progress.stage)
+        if progress.stage.startswith("screening"):
+            raise Cancelled("everything was captured by then")
+
+    with pytest.raises(Cancelled):
+        fit(
+            loaded.model, loaded.tokenizer, FORGET, RETAIN[:16], name="m", retain_calibration=RETAIN[16:],
+            progress=callback, **asked,
+        )  # fmt: skip
+    assert "forget states and gradients" in seen and not {"retain states", "retain completions"} & set(seen)
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 4
 
 
 @pytest.mark.parametrize("stage", ["retain states", "forget states and gradients", "forget scan", "retain budgets"])

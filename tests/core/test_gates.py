@@ -97,9 +97,7 @@ def in_steps(
         places = Places(memory, torch.tensor(slots), positions, torch.tensor(starts))
         real = positions < memory.length
         counted = None if bool(real.all()) else real
-        edited = selection.edit(
-            LAYER, batch, phase="prefill" if width > 1 else "decode", counted=counted, places=places
-        )
+        edited = selection.edit(LAYER, batch, phase="prefill" if width > 1 else "decode", real=counted, places=places)
         for i, (count, span) in enumerate(zip(counts, spans, strict=True)):
             parts[i].append(edited[i, span])
             starts[i] += count
@@ -161,7 +159,7 @@ def test_padding_of_any_kind_leaves_no_trace_in_a_memory() -> None:
     places = Places(memory, torch.arange(2), torch.tensor([[12, 0, 12, 1], [0, 12, 12, 1]]), torch.zeros(2).long())
     broken = torch.full((2, 4, D), float("nan"))
     broken[0, [1, 3]], broken[1, [0, 3]] = sequences[0][:2], sequences[1][:2]
-    first = selection.edit(LAYER, broken, counted=places.positions < 12, places=places)
+    first = selection.edit(LAYER, broken, real=places.positions < 12, places=places)
     rest = Places(memory, torch.arange(2), torch.arange(2, 12).expand(2, -1), torch.tensor([2, 2]))
     found = selection.edit(LAYER, torch.stack(sequences)[:, 2:], places=rest)
     whole = selection.edit(LAYER, torch.stack(sequences))
@@ -173,7 +171,7 @@ def test_padding_inside_a_whole_sequence_is_not_there() -> None:
     real = torch.rand(3, 20, generator=torch.Generator().manual_seed(5)) > 0.4
     sequences = states(3, 20)
     selection = select(bank_of(*MODULES.values()), {"a": 1.0, "b": 1.0, "c": 1.0})
-    found = selection.edit(LAYER, sequences, counted=real)
+    found = selection.edit(LAYER, sequences, real=real)
     for row in range(3):
         alone = selection.edit(LAYER, sequences[row : row + 1, real[row]])
         assert torch.equal(found[row, real[row]], alone[0])

@@ -253,7 +253,7 @@ def test_an_engines_step_takes_flat_row_indices_and_a_mask(tiny: LoadedModel, ba
         before = bank.counts()["a"]["prefill"][0]
         with Intervention(tiny.model) as intervention:
             real = inputs["attention_mask"].bool()
-            with intervention.step(selection, rows=torch.tensor([1, 0, 0]), counted=real):
+            with intervention.step(selection, rows=torch.tensor([1, 0, 0]), real=real):
                 assert torch.equal(tiny.model(**inputs).logits, expected)
             with intervention.step(None):
                 plain = tiny.model(**inputs).logits

@@ -1,4 +1,4 @@
-"""A tiny random model, served in this process, and modules for it that visibly change its output."""
+"""A tiny random model, served in this process, modules for it that visibly change its output, and databases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from server.engine.engine import Engine
+from server.registry.database import connect, upgrade
+from server.registry.registry import Registry
 from tests.core.conftest import save_checkpoint
+from tests.server.databases import KINDS, NOTE, new_database, postgresql
 from tests.server.live import Live, live
 from tests.server.modules import build_module
 from unbind_core.architecture import LoadedModel, load_model
@@ -54,6 +57,36 @@ def engine(checkpoint: Path, make_module: MakeModule) -> Iterator[Engine]:
     running.sync_modules([(module, module.digest) for module in modules]).result(10)
     yield running
     running.close()
+
+
+def pytest_report_header() -> str:
+    """Say on which databases the registry is tested."""
+    return NOTE
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[str]:
+    """A PostgreSQL server, started when a test first needs it."""
+    with postgresql() as folder:
+        yield folder
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of an empty database of each kind there is."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'data' / 'unbind.sqlite'}"
+    return new_database(request.getfixturevalue("postgresql_server"))
+
+
+@pytest.fixture
+def registry(database_url: str, tmp_path: Path) -> Iterator[Registry]:
+    """A registry on a fresh database of each kind."""
+    engine = connect(database_url)
+    upgrade(engine)
+    made = Registry(engine, tmp_path / "audit.head")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from server.cli import build
 from server.exposure import Exposed, check_exposure, on_loopback
 from server.ratelimit import RateLimiter
 from server.registry.access import Access, key_digest
-from server.registry.tables import open_database
+from server.registry.audit import Actor
+from server.registry.registry import open_registry
 from server.settings import Settings
 from tests.server.live import ADMIN_KEY, Answer, Live, live
 
@@ -56,7 +57,7 @@ def test_a_key_is_shown_once_and_stored_as_its_hash(guarded: Live) -> None:
     key_id, text = make(guarded, name="only once")
     listed = guarded.admin("/keys")
     assert text not in listed.raw.decode() and key_id in {key["id"] for key in listed.body["data"]}
-    database = guarded.service.settings.database
+    database = guarded.service.settings.data_dir / "unbind.sqlite"
     stored = b"".join(path.read_bytes() for path in database.parent.glob(database.name + "*"))
     assert text.encode() not in stored and key_digest(text).encode() in stored
 
@@ -192,7 +193,7 @@ def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path)
             check_exposure(Settings(host=host, data_dir=tmp_path))
     check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path, insecure=True))
     check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path, admin_key="set"))
-    database = open_database(Settings(data_dir=tmp_path).database)
-    Access(database).create_key("one", time.time())
-    database.dispose()
+    registry = open_registry(Settings(data_dir=tmp_path))
+    Access(registry.transactions).create_key("one", Actor("test"), time.time())
+    registry.close()
     check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path))

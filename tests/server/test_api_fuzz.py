@@ -15,6 +15,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from server.registry.audit import Actor
 from tests.server.live import ADMIN_KEY, Live, live
 
 SECONDS = 20.0  # a single answer may take this long; all are over in a fraction of it
@@ -120,7 +121,7 @@ def fuzz(server: Live, count: int, seed: int) -> None:
             statuses[answer.status] = statuses.get(answer.status, 0) + 1
             if path == "/admin/v1/policies/global" and answer.status == 200:
                 # an enforced name that is nowhere would answer everything with 503
-                server.service.access.delete_rules("global")
+                server.service.access.delete_rules("global", Actor("test"), 0.0)
     assert statuses[200] > count * 0.05 and statuses[400] > count * 0.3, statuses
     stats = server.service.engine.stats()
     assert stats.failures == 0 and server.complete(max_tokens=1, key=ADMIN_KEY).status == 200
@@ -154,7 +155,7 @@ def explore(server: Live, examples: int) -> None:
         def check(case: Any) -> None:
             answer = case.call(headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=SECONDS)
             assert answer.status_code < 500, (case.as_curl_command(), answer.text)
-            server.service.access.delete_rules("global")
+            server.service.access.delete_rules("global", Actor("test"), 0.0)
 
         check()
 

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import Live, live
+from server.registry.modules import NewModule
+from server.registry.objects import ObjectStore
+from server.registry.tables import Origin
+from tests.server.live import ADMIN_KEY, Live, live
+from tests.server.modules import build_module
 
 HEADER = "x-unbind-modules"
 
@@ -157,3 +161,76 @@ def test_nothing_is_served_without_an_enforced_module(checkpoint: Path, tmp_path
             assert (answer.status, answer.error["code"]) == (503, "module_unavailable")
             assert 0 < int(answer.headers["retry-after"]) <= 120
         assert running.call("/health").status == 200
+
+
+def adopt(server: Live, name: str, scope: str) -> None:
+    """A module as a takedown would have left it."""
+    service = server.service
+    module = build_module(service.loaded.identity, name, layer=1, seed=9)
+    file = ObjectStore(service.settings.published_store).put(module.to_bytes())
+    new = NewModule(name, module.digest, module.model.fingerprint, file, Origin.TAKEDOWN, scope=scope)
+    service.registry.modules.adopt(new, 1.0)
+    assert name in [entry["name"] for entry in server.admin("/modules").body["data"]]
+
+
+def act(server: Live, name: str, action: str) -> None:
+    answer = server.call(f"/admin/v1/modules/{name}/{action}", key=ADMIN_KEY, method="POST", headers={"If-Match": "*"})
+    assert answer.status == 200, answer.raw
+
+
+def evaluated(server: Live, name: str) -> int:
+    """How many positions a module's gates were asked about."""
+    metrics = server.call("/metrics").raw.decode()
+    lines = (line for line in metrics.splitlines() if line.startswith("unbind_gate_evaluations_total"))
+    return sum(int(float(line.split()[-1])) for line in lines if f'"{name}"' in line)
+
+
+def test_an_active_module_applies_in_the_scope_that_its_record_names(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path, profiles={"safe": {"modules": ["one"]}}) as server:
+        plain = server.complete()
+        adopt(server, "by-name", "")
+        adopt(server, "in-safe", "profile:safe")
+        assert applied(server.complete()) == [] and server.complete().text == plain.text
+        assert applied(server.complete(path="/p/safe/v1/completions")) == ["in-safe", "one"]
+        adopt(server, "for-all", "global")
+        filtered = server.complete()
+        assert applied(filtered) == ["for-all"] and filtered.text != plain.text
+        refused = server.complete(unbind={"modules": {"for-all": 0}})
+        assert (refused.status, refused.error["code"]) == (403, "module_enforced")
+        made = server.admin("/keys", {"name": "k", "allowed": []}).body
+        adopt(server, "of-key", f"key:{made['id']}")
+        assert applied(server.complete(key=made["key"])) == ["for-all", "of-key"]
+        assert applied(server.complete(key=ADMIN_KEY)) == ["for-all"]
+        act(server, "for-all", "retire")
+        assert server.complete(key=ADMIN_KEY).text == plain.text
+
+
+def test_a_module_in_shadow_is_measured_and_never_applied(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as server:
+        plain = server.complete()
+        adopt(server, "quiet", "global")
+        act(server, "quiet", "suspend")
+        act(server, "quiet", "shadow")
+        before = evaluated(server, "quiet")
+        for way in ({}, {"unbind": {"modules": ["quiet"]}}, {"headers": {"X-Unbind-Modules": "quiet=3"}}):
+            answer = server.complete(**way)
+            assert applied(answer) == [] and answer.text == plain.text
+        assert evaluated(server, "quiet") > before
+        assert server.admin("/policies/global", {"enforced": ["quiet"]}, "PUT").body["missing"] == ["quiet"]
+        assert server.complete().error["code"] == "module_unavailable" and server.call("/ready").status == 503
+        act(server, "quiet", "activate?override=true")
+        assert applied(server.complete()) == ["quiet"] and server.call("/ready").status == 200
+
+
+def test_an_active_module_that_cannot_be_loaded_is_not_done_without_in_its_scope(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    with live(checkpoint, tmp_path) as server:
+        adopt(server, "gone", "global")
+    for file in (tmp_path / "data" / "modules" / "objects").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    with live(checkpoint, tmp_path) as server:
+        assert server.complete().error["code"] == "module_unavailable" and server.call("/ready").status == 503
+        act(server, "gone", "retire")
+        assert server.complete().status == 200

@@ -85,6 +85,11 @@ def test_a_tiny_temperature_is_greedy_and_a_row_that_is_not_finite_is_told() -> 
     assert tokens[0] == 0 and sound == [True, False]
 
 
+def test_parameters_that_leave_no_token_any_mass_still_choose_one() -> None:
+    with_infinities = Sampling(temperature=1.0, repetition_penalty=1e-45, seed=1)
+    assert 0 <= _choose(with_infinities, output=[0, 1]) < len(LOGITS)
+
+
 def test_one_request_does_not_see_the_parameters_of_another() -> None:
     alone = [_flight(Sampling(temperature=1.0, seed=5, top_k=3)) for _ in range(2)]
     expected = [sample(LOGITS[None], [alone[0]])[0][0] for _ in range(20)]
@@ -120,6 +125,20 @@ def test_a_prompt_can_be_scored_without_an_answer(engine: Engine) -> None:
     assert only.finish_reason == "length" and not only.tokens and len(only.prompt_logprobs) == len(PROMPT)
     (warm_up,) = asyncio.run(_collect(engine, max_tokens=0))
     assert warm_up.finish_reason == "length" and not warm_up.prompt_logprobs
+
+
+def test_warming_up_stays_out_of_what_gates_are_counted_and_changes_no_answer(engine: Engine) -> None:
+    async def run() -> tuple[list[Delta], list[Delta]]:
+        plain = GenerationRequest(PROMPT, Sampling(ignore_eos=True, max_tokens=6), engine.modules.pin({"one": 1.0}))
+        warm = GenerationRequest(PROMPT, Sampling(max_tokens=0), engine.modules.pin({"one": 1.0}))
+        alone = [delta async for delta in engine.generate(plain)]
+        before = engine.gate_counts().result(10)
+        _ = [delta async for delta in engine.generate(warm)]
+        assert engine.gate_counts().result(10) == before
+        return alone, [delta async for delta in engine.generate(plain)]
+
+    alone, after = asyncio.run(run())
+    assert [delta.tokens for delta in alone] == [delta.tokens for delta in after]
 
 
 def test_logprobs_of_some_do_not_change_the_answers_of_others(engine: Engine) -> None:

@@ -1,161 +1,220 @@
-"""Jobs under leases and fences: exactly one worker may write, and time is a parameter."""
+"""Takedowns and jobs under leases and fences: exactly one worker may write, and time is a parameter."""
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Iterator
+import itertools
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.registry.registry import CancelRequested, Claim, KeyReused, LeaseLost, NameTaken, NotThere, Registry
-from server.registry.tables import JobState, open_database
+from server.registry.audit import Actor
+from server.registry.jobs import Claim
+from server.registry.modules import NewModule
+from server.registry.refusals import CancelRequested, KeyReused, LeaseLost, NameTaken, NotAllowed, NotThere
+from server.registry.registry import Registry
+from server.registry.tables import JobState, Origin
 
 LEASE = 10.0
+ADMIN = Actor("admin", "test")
+_serial = itertools.count()
 
 
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    """A registry on a fresh database."""
-    made = Registry(open_database(tmp_path / "data" / "unbind.sqlite"))
-    yield made
-    made.close()
-
-
-def _submit(registry: Registry, name: str = "m", now: float = 0.0, **fields: Any) -> str:
-    job, _ = registry.submit(
+def submit(registry: Registry, name: str = "m", now: float = 0.0, **fields: Any) -> str:
+    job, _ = registry.takedowns.submit(
         **{"name": name, "row_count": 3, "forget_digest": "f", "notice": {}, "options": {}, "request_digest": "r",
-           "idempotency_key": None, "now": now, **fields}
+           "idempotency_key": None, "fingerprint": "model", "actor": ADMIN, "now": now, **fields}
     )  # fmt: skip
     return str(job["id"])
 
 
-def _claim(registry: Registry, owner: str, now: float) -> Claim:
-    claim = registry.claim(owner, now, LEASE, 3)
-    assert claim is not None
-    return claim
+def claim(registry: Registry, owner: str = "w", now: float = 0.0) -> Claim:
+    found = registry.jobs.claim(owner, now, LEASE, 3)
+    assert found is not None
+    return found
+
+
+def made_by(held: Claim, **fields: Any) -> NewModule:
+    digest = f"{next(_serial):064x}"
+    return NewModule(
+        **{"name": held.module, "digest": digest, "fingerprint": "model", "file": f"objects/{digest}",
+           "origin": Origin.TAKEDOWN, "job_id": held.job_id, "takedown_id": held.takedown_id, **fields}
+    )  # fmt: skip
 
 
 def test_jobs_are_claimed_oldest_first_and_once(registry: Registry) -> None:
-    first, second = _submit(registry, "a", 1.0), _submit(registry, "b", 2.0)
-    assert [_claim(registry, "w1", 3.0).job_id, _claim(registry, "w2", 3.0).job_id] == [first, second]
-    assert registry.claim("w3", 3.0, LEASE, 3) is None
+    first, second = submit(registry, "a", 1.0), submit(registry, "b", 2.0)
+    assert [claim(registry, "w1", 3.0).job_id, claim(registry, "w2", 3.0).job_id] == [first, second]
+    assert registry.jobs.claim("w3", 3.0, LEASE, 3) is None
 
 
 def test_racing_workers_never_hold_the_same_job(registry: Registry) -> None:
-    jobs = {_submit(registry, f"m{i}", float(i)) for i in range(12)}
+    jobs = {submit(registry, f"m{i}", float(i)) for i in range(12)}
     with ThreadPoolExecutor(6) as pool:
-        claims = list(pool.map(lambda i: registry.claim(f"w{i}", 100.0, LEASE, 3), range(18)))
-    held = [claim.job_id for claim in claims if claim is not None]
-    assert len(held) == 12 and set(held) == jobs
+        claims = list(pool.map(lambda i: registry.jobs.claim(f"w{i}", 100.0, LEASE, 3), range(30)))
+    held = [found.job_id for found in claims if found is not None]
+    assert len(held) == len(set(held)) and set(held) <= jobs
+    while (more := registry.jobs.claim("last", 100.0, LEASE, 3)) is not None:  # a row that was locked is passed over
+        held.append(more.job_id)
+    assert sorted(held) == sorted(jobs)
 
 
 def test_a_silent_worker_loses_its_job_and_may_write_nothing_more(registry: Registry) -> None:
-    job_id = _submit(registry)
-    stale = _claim(registry, "w1", 0.0)
-    registry.report(stale, 5.0, LEASE, progress=0.3)
-    assert registry.claim("w2", 14.9, LEASE, 3) is None  # the report renewed the lease
-    fresh = _claim(registry, "w2", 15.1)
+    job_id = submit(registry)
+    stale = claim(registry, "w1", 0.0)
+    registry.jobs.report(stale, 5.0, LEASE, progress=0.3)
+    assert registry.jobs.claim("w2", 14.9, LEASE, 3) is None  # the report renewed the lease
+    fresh = claim(registry, "w2", 15.1)
     assert (fresh.job_id, fresh.attempt) == (job_id, 2) and fresh.fence > stale.fence
-    published: list[str] = []
-
-    def publish() -> dict[str, str]:
-        published.append("stale")
-        return {"digest": "d", "file": "f"}
-
     for write in (
-        lambda: registry.report(stale, 15.2, LEASE, progress=0.9),
-        lambda: registry.stage_done(stale, "fit", 1.0, {}),
-        lambda: registry.finish(stale, JobState.SUCCEEDED, 15.2, publish=publish),
+        lambda: registry.jobs.report(stale, 15.2, LEASE, progress=0.9),
+        lambda: registry.jobs.stage_done(stale, "fit", {"seconds": 1.0}),
+        lambda: registry.jobs.finish(stale, JobState.SUCCEEDED, 15.2, module=made_by(stale)),
     ):
         with pytest.raises(LeaseLost):
             write()
-    assert published == [] and registry.job(job_id, 15.2)["progress"] == 0.3
+    assert registry.modules.versions() == [] and registry.jobs.get(job_id, 15.2)["progress"] == 0.3
+    registry.jobs.release(stale, 15.3)
+    assert registry.jobs.get(job_id, 15.3)["state"] == "running"
 
 
 def test_the_next_worker_finds_what_the_last_one_finished(registry: Registry) -> None:
-    job_id = _submit(registry)
-    first = _claim(registry, "w1", 0.0)
-    registry.stage_done(first, "check", 2.5, {"memorised": True})
-    second = _claim(registry, "w2", 20.0)
-    assert second.stages == {"check": {"seconds": 2.5, "result": {"memorised": True}}}
-    assert registry.job(job_id, 20.0)["timings"] == {"check": 2.5}
+    job_id = submit(registry)
+    done = {"seconds": 2.5, "folder": "attempt-1", "result": {"memorised": True}}
+    registry.jobs.stage_done(claim(registry, "w1", 0.0), "check", done)
+    assert claim(registry, "w2", 20.0).stages == {"check": done}
+    assert registry.jobs.get(job_id, 20.0)["timings"] == {"check": 2.5}
 
 
-def test_a_job_that_workers_keep_dying_on_is_failed(registry: Registry) -> None:
-    job_id = _submit(registry)
+def test_a_job_that_workers_keep_dying_on_is_failed_and_can_be_retried(registry: Registry) -> None:
+    job_id = submit(registry)
     for attempt in range(3):
-        _claim(registry, f"w{attempt}", attempt * 20.0)
-    assert registry.claim("w9", 100.0, LEASE, 3) is None
-    job = registry.job(job_id, 100.0)
+        claim(registry, f"w{attempt}", attempt * 20.0)
+    assert registry.jobs.claim("w9", 100.0, LEASE, 3) is None
+    job = registry.jobs.get(job_id, 100.0)
     assert job["state"] == "failed" and "3 workers died" in job["error"]
+    assert registry.jobs.retry(job_id, ADMIN, 101.0)["state"] == "queued"
+    with pytest.raises(NotAllowed, match="queued"):
+        registry.jobs.retry(job_id, ADMIN, 101.0)
+    assert claim(registry, "w", 102.0).attempt == 1
+
+
+def test_a_retry_goes_on_after_the_last_finished_stage(registry: Registry) -> None:
+    job_id = submit(registry)
+    held = claim(registry)
+    registry.jobs.stage_done(held, "check", {"seconds": 1.0, "folder": "attempt-1", "result": {}})
+    registry.jobs.finish(held, JobState.FAILED, 1.0, error="no space left on device")
+    assert registry.jobs.get(job_id, 1.0)["error"] == "no space left on device"
+    other = submit(registry, "m", 2.0)
+    with pytest.raises(NameTaken, match="another job"):
+        registry.jobs.retry(job_id, ADMIN, 2.0)
+    registry.jobs.request_cancel(other, ADMIN, 3.0)
+    registry.jobs.retry(job_id, ADMIN, 4.0)
+    assert set(claim(registry, "w", 5.0).stages) == {"check"}
 
 
 def test_a_worker_that_leaves_in_good_order_is_not_counted_as_a_death(registry: Registry) -> None:
-    _submit(registry)
+    submit(registry)
     for _ in range(5):
-        registry.release(_claim(registry, "w", 0.0), 0.0)
-    assert _claim(registry, "w", 0.0).attempt == 1
+        registry.jobs.release(claim(registry), 0.0)
+    assert claim(registry).attempt == 1
 
 
-def test_publishing_and_success_are_one_transaction(registry: Registry) -> None:
-    job_id = _submit(registry)
-    claim = _claim(registry, "w", 0.0)
-
-    def disk_full() -> dict[str, str]:
-        raise OSError("no space left on device")
-
-    with pytest.raises(OSError, match="no space"):
-        registry.finish(claim, JobState.SUCCEEDED, 1.0, publish=disk_full)
-    assert registry.job(job_id, 1.0)["state"] == "running" and registry.modules() == []
-    registry.finish(
-        claim, JobState.SUCCEEDED, 2.0, result={"outcome": "active"}, publish=lambda: {"digest": "d", "file": "f"}
-    )
-    assert registry.job(job_id, 2.0)["outcome"] == "active"
-    assert [(m["name"], m["state"], m["job_id"]) for m in registry.modules()] == [("m", "active", job_id)]
+def test_module_job_and_audit_change_in_one_transaction(registry: Registry) -> None:
+    job_id = submit(registry)
+    held = claim(registry)
+    trail = len(registry.audit(limit=1000))
+    taken = made_by(held, job_id="no such job")  # what the database refuses at the very end
+    with pytest.raises(Exception, match=r"(?i)foreign key"):
+        registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, module=taken)
+    assert registry.jobs.get(job_id, 1.0)["state"] == "running" and registry.modules.versions() == []
+    assert len(registry.audit(limit=1000)) == trail
+    registry.jobs.finish(held, JobState.SUCCEEDED, 2.0, result={"check": {}}, module=made_by(held))
+    job = registry.jobs.get(job_id, 2.0)
+    assert (job["outcome"], job["progress"]) == ("active", 1.0)
+    (module,) = registry.modules.versions()
+    assert (module["name"], module["state"], module["job_id"], module["version"]) == ("m", "active", job_id, 1)
+    assert job["module_id"] == module["id"] and job["result"]["digest"] == module["digest"]
 
 
 def test_cancelling_stops_a_queued_job_at_once_and_a_running_one_at_its_next_report(registry: Registry) -> None:
-    queued, running = _submit(registry, "a", 5.0), _submit(registry, "b", 1.0)
-    claim = _claim(registry, "w", 6.0)
-    assert claim.job_id == running
-    assert registry.request_cancel(queued, 7.0)["state"] == "cancelled"
-    assert registry.request_cancel(running, 7.0)["state"] == "running"
+    queued, running = submit(registry, "a", 5.0), submit(registry, "b", 1.0)
+    held = claim(registry, "w", 6.0)
+    assert held.job_id == running
+    assert registry.jobs.request_cancel(queued, ADMIN, 7.0)["state"] == "cancelled"
+    assert registry.jobs.request_cancel(running, ADMIN, 7.0)["state"] == "running"
     with pytest.raises(CancelRequested):
-        registry.report(claim, 8.0, LEASE)
-    registry.finish(claim, JobState.CANCELLED, 8.0)
-    assert registry.request_cancel(running, 9.0)["state"] == "cancelled"
+        registry.jobs.report(held, 8.0, LEASE)
+    registry.jobs.finish(held, JobState.CANCELLED, 8.0)
+    assert registry.jobs.request_cancel(running, ADMIN, 9.0)["state"] == "cancelled"
     with pytest.raises(NotThere):
-        registry.request_cancel("nothing", 9.0)
+        registry.jobs.request_cancel("nothing", ADMIN, 9.0)
 
 
 def test_an_idempotency_key_gives_the_same_job_and_refuses_another_body(registry: Registry) -> None:
-    job_id = _submit(registry, idempotency_key="k")
-    assert _submit(registry, idempotency_key="k") == job_id
+    job_id = submit(registry, idempotency_key="k")
+    assert submit(registry, idempotency_key="k") == job_id
     with pytest.raises(KeyReused):
-        _submit(registry, idempotency_key="k", request_digest="other")
-    assert len(registry.jobs(0.0)) == 1
+        submit(registry, idempotency_key="k", request_digest="other")
+    assert len(registry.jobs.newest(0.0)) == 1
 
 
-def test_a_name_is_made_once(registry: Registry) -> None:
-    _submit(registry, "a")
+def test_racing_posts_with_one_key_make_one_job(registry: Registry) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        jobs = set(pool.map(lambda _: submit(registry, idempotency_key="k"), range(16)))
+    assert len(jobs) == 1 and len(registry.takedowns.newest()) == 1
+
+
+def test_a_name_is_made_once_unless_it_is_to_be_replaced(registry: Registry) -> None:
+    submit(registry, "a")
     with pytest.raises(NameTaken, match="is making module 'a'"):
-        _submit(registry, "a")
-    with pytest.raises(NameTaken, match="loaded already"):
-        _submit(registry, "b", existing={"b"})
+        submit(registry, "a")
+    held = claim(registry)
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, module=made_by(held))
+    with pytest.raises(NameTaken, match=r"options\.replace"):
+        submit(registry, "a")
+    submit(registry, "a", options={"replace": True})
 
 
-def test_an_estimate_of_the_rest_comes_from_the_time_so_far(registry: Registry) -> None:
-    job_id = _submit(registry)
-    assert registry.job(job_id, 50.0)["eta_seconds"] is None
-    claim = _claim(registry, "w", 100.0)
-    registry.report(claim, 110.0, LEASE, progress=0.25)
-    assert registry.job(job_id, 110.0)["eta_seconds"] == 30.0
+def test_an_estimate_comes_from_the_past_jobs_of_most_alike_size(registry: Registry) -> None:
+    for number, (rows, seconds) in enumerate([(10, 10.0), (40, 40.0), (1000, 999.0)]):
+        submit(registry, f"past{number}", row_count=rows)
+        held = claim(registry)
+        registry.jobs.stage_done(held, "check", {"seconds": 1.0, "folder": "", "result": {}})
+        registry.jobs.stage_done(held, "fit", {"seconds": seconds, "folder": "", "result": {}})
+        registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, module=made_by(held))
+    assert registry.jobs.expected(40) == {"check": 1.0, "fit": 40.0}
+    job_id = submit(registry, "next", 100.0, row_count=40)
+    held = claim(registry, now=100.0)
+    registry.jobs.stage_done(held, "check", {"seconds": 1.0, "folder": "", "result": {}})
+    registry.jobs.report(held, 110.0, LEASE, stage="fit", stage_progress=0.0, stage_started_at=101.0, progress=0.1)
+    job = registry.jobs.get(job_id, 111.0)
+    assert (job["eta_seconds"], job["eta_basis"]) == (30.0, "past jobs")
 
 
-def test_the_database_is_its_owner_s_alone(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "unbind.sqlite"
-    open_database(path).dispose()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+def test_without_past_jobs_the_estimate_says_that_it_rests_on_the_pace(registry: Registry) -> None:
+    job_id = submit(registry)
+    assert registry.jobs.get(job_id, 50.0)["eta_seconds"] is None
+    registry.jobs.report(claim(registry, "w", 100.0), 110.0, LEASE, progress=0.25)
+    job = registry.jobs.get(job_id, 110.0)
+    assert (job["eta_seconds"], job["eta_basis"]) == (30.0, "pace")
+
+
+def test_purging_deletes_rows_that_no_other_takedown_has(registry: Registry) -> None:
+    submit(registry, "a", forget_digest="same"), submit(registry, "b", forget_digest="same")
+    first, second = (takedown["id"] for takedown in registry.takedowns.newest())
+    deleted: list[tuple[str, list[str]]] = []
+
+    def delete(digest: str, jobs: list[str]) -> None:
+        deleted.append((digest, jobs))
+
+    with pytest.raises(NotAllowed, match="cancel"):
+        registry.takedowns.purge(first, delete, ADMIN, 1.0)
+    assert registry.takedowns.purgeable(100.0) == []
+    for job in registry.jobs.newest(1.0):
+        registry.jobs.request_cancel(job["id"], ADMIN, 1.0)
+    assert sorted(registry.takedowns.purgeable(100.0)) == sorted([first, second])
+    assert registry.takedowns.purge(first, delete, ADMIN, 2.0)["purged_at"] == 2.0
+    registry.takedowns.purge(second, delete, ADMIN, 3.0)
+    assert [digest for digest, _ in deleted] == ["", "same"] and all(len(jobs) == 1 for _, jobs in deleted)
+    assert registry.takedowns.purgeable(100.0) == []

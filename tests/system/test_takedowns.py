@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from server.evidence.signing import verify
 from tests.system.conftest import ServerProcess, serving
 from tests.system.memorising import forget_rows, retain_rows, train, write_rows
 
@@ -64,14 +65,14 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     assert status == 202 and first["created"]
     assert server.admin("/takedowns", body, {"Idempotency-Key": "once"})[1]["job_id"] == first["job_id"]
     assert server.admin("/takedowns", {**body, "name": "other"}, {"Idempotency-Key": "once"})[0] == 409
-    assert server.admin("/takedowns", body)[1]["error"]["code"] == "name_taken"
+    assert server.admin("/takedowns", {**body, "notice": {}})[1]["error"]["code"] == "name_taken"
     seen = []
     while (job := server.admin(f"/jobs/{first['job_id']}")[1])["state"] in ("queued", "running"):
         seen.append((job["stage"], job["progress"]))
         time.sleep(0.1)
     assert (job["state"], job["outcome"], job["progress"]) == ("succeeded", "active", 1.0), job
     assert {"check", "fit", "verify"} <= {stage for stage, _ in seen} and seen == sorted(seen, key=lambda s: s[1])
-    assert set(job["timings"]) == {"check", "fit", "verify"}
+    assert set(job["timings"]) == {"check", "fit", "verify", "joint", "publish"}
     table = job["result"]["verify"]
     assert table["after"]["all"]["f_bleu"] < 0.5 * table["before"]["all"]["f_bleu"]
     # the very next request
@@ -87,6 +88,54 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     for path in (server.data_dir / "forget").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not any(protected[:40] in line for line in server.log)
+
+
+def test_a_second_module_is_measured_with_the_first_verified_again_and_told_of(server: ServerProcess) -> None:
+    server.admin("/profiles/editor", {}, method="PUT")
+    options = {"activation": "manual", "scope": "profile:editor"}
+    job = server.wait_for_job(_submit(server, "second", ROWS[:5], options=options, notice={"claimant": "a test"}))
+    assert (job["state"], job["outcome"]) == ("succeeded", "calibrated"), job
+    module = server.admin("/modules/second")[1]
+    assert (module["state"], module["loaded"], module["scope"]) == ("calibrated", False, "profile:editor")
+    status, answer = server.admin("/modules/second/activate", None, {"If-Match": module["etag"]}, "POST")
+    assert status == 202, answer
+    joint = server.wait_for_job(answer["job_id"])
+    measured = joint["result"]["joint"]
+    assert joint["state"] == "succeeded" and measured["modules"] == ["second", "set-t"], joint
+    if measured["within"]:
+        assert joint["outcome"] == "active"
+    else:
+        assert (
+            joint["outcome"] == "over_joint_budget" and "second and set-t together" in joint["result"]["joint_verdict"]
+        )
+        assert (
+            server.admin("/modules/second/activate?override=true", None, {"If-Match": module["etag"]}, "POST")[0] == 200
+        )
+    assert server.admin("/modules/second")[1]["loaded"]
+    again = server.wait_for_job(server.admin("/modules/second/verify", method="POST")[1]["job_id"])
+    assert again["outcome"] == "verified" and again["result"]["verify"]["after"]["all"]["rows"] == 5
+    document = server.admin(f"/takedowns/{job['takedown_id']}/evidence")[1]
+    payload = document["payload"]
+    assert verify(document) and payload["report"]["levels"] and len(payload["exhibits"]["samples"]) == 3
+    assert sum(payload["exhibits"]["histograms"]["counts"]["forget"]) > 20 and document["html"].count("<svg") >= 2
+    assert server.admin(f"/takedowns/{job['takedown_id']}/purge", method="POST")[0] == 200
+    payload = server.admin(f"/takedowns/{job['takedown_id']}/evidence")[1]["payload"]
+    assert payload["exhibits"] is None and payload["takedown"]["forget_digest"]
+    assert server.admin("/modules/second/verify", method="POST")[1]["error"]["code"] == "rows_not_kept"
+
+
+def test_a_replaced_module_is_superseded_and_comes_back_by_rollback(server: ServerProcess) -> None:
+    first = server.admin("/modules/set-t")[1]
+    body: dict[str, Any] = {"options": {"replace": True, "seed": 1, "override": True}}
+    job = server.wait_for_job(_submit(server, "set-t", **body))
+    assert job["outcome"] == "active", job
+    second = server.admin("/modules/set-t")[1]
+    assert (first["version"], second["version"], second["loaded"]) == (1, 2, True)
+    assert server.admin(f"/modules/{first['id']}")[1]["state"] == "superseded"
+    status, back = server.admin("/modules/set-t/rollback", None, {"If-Match": second["etag"]}, "POST")
+    assert status == 200 and back["id"] == first["id"] and back["loaded"]
+    answer = server.call("/v1/completions", {"prompt": "a", "max_tokens": 1, "unbind": {"modules": ["set-t"]}})
+    assert answer[2]["x-unbind-modules"] == f"set-t@{first['digest'][:12]}"
 
 
 def test_rows_that_were_never_memorised_end_as_nothing_to_remove(server: ServerProcess) -> None:
@@ -113,9 +162,13 @@ def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerPr
     assert server.complete("def alpha0(", max_tokens=4) is not None  # serving goes on
     job = server.wait_for_job(job_id)
     assert (job["state"], job["outcome"], job["attempt"]) == ("succeeded", "active", 2), job
-    published = list((server.data_dir / "modules").iterdir())
-    assert sorted(path.name for path in published).count("survivor.safetensors") == 1
-    assert not [path for path in published if path.suffix != ".safetensors"]
+    records = [m for m in server.admin("/modules?state=all")[1]["data"] if m["name"] == "survivor"]
+    assert [record["job_id"] for record in records] == [job_id]
+    assert [
+        path.name
+        for path in (server.data_dir / "modules").rglob("*")
+        if path.is_file() and path.suffix != ".safetensors"
+    ] == []
     assert server.worker_pids() != [pid]
 
 
@@ -123,7 +176,13 @@ def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerPr
     ("body", "param", "says"),
     [
         ({"name": "x", "rows": []}, "rows", "at least 1"),
-        ({"name": "x", "rows": ROWS[:2]}, "rows", "at least 3"),
+        ({"name": "x", "rows": ROWS[:2], "options": {"gate": "paper"}}, "rows", "needs 3, 'auto' needs one"),
+        ({"name": "x", "rows": ROWS, "options": {"gate": "none"}}, "options.gate", "auto"),
+        (
+            {"name": "x", "rows": ROWS, "options": {"scope": "profile:none"}},
+            "options.scope",
+            "make the key or the profile",
+        ),
         ({"name": "x", "rows": [*ROWS[:3], {"prompt": "a"}]}, "rows", "rows.3: field 'continuation'"),
         ({"name": "x", "rows": [*ROWS[:3], {"text": 5}]}, "rows", "rows.3: field 'text'"),
         ({"name": "../x", "rows": ROWS}, "name", "name"),
@@ -169,3 +228,21 @@ def test_a_worker_ends_when_its_server_is_killed(memorised: Path, tmp_path: Path
                 return  # it has ended; whoever adopted it has not looked yet
             time.sleep(0.2)
     raise AssertionError("the worker lives on")
+
+
+@pytest.mark.slow
+def test_a_job_survives_its_server_and_worker_being_killed(memorised: Path, tmp_path: Path) -> None:
+    retain = write_rows(tmp_path / "retain.jsonl", retain_rows())
+    settings: dict[str, Any] = {"retain": retain, "retain_test_limit": 0, "lease_seconds": 3}
+    with serving(memorised, tmp_path, **settings) as server:
+        job_id = _submit(server, "survivor")
+        _wait_until_running(server, job_id, "fit")
+        done = set(server.admin(f"/jobs/{job_id}")[1]["timings"])
+        server.process.kill()
+        server.process.wait()
+    with serving(memorised, tmp_path, **settings) as server:
+        job = server.wait_for_job(job_id)
+        assert (job["state"], job["outcome"]) == ("succeeded", "active") and done <= set(job["timings"])
+        records = server.admin("/modules?state=all")[1]["data"]
+        assert [(record["name"], record["loaded"]) for record in records] == [("survivor", True)]
+        assert server.admin("/audit/verify")[1]["whole"]

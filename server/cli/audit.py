@@ -1,0 +1,74 @@
+"""``unbind audit``: the audit trail, read from the database itself, and whether it is whole."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from server.cli.console import clear_errors, screen, write_json
+from server.cli.flags import flag, with_settings
+from server.registry.audit import read_head
+from server.registry.registry import open_registry
+from server.settings import Settings
+from unbind_core import UnbindError
+
+_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
+_AFTER = flag("after", int, typer.Option(0, "--after", help="entries that follow this number"))
+_LIMIT = flag("limit", int, typer.Option(100, "--limit", help="at most so many"))
+_HEAD = flag(
+    "head",
+    Path | None,
+    typer.Option(None, "--head", help="file with the trail's end, kept elsewhere"),
+)
+
+
+@with_settings([_AFTER, _LIMIT, _JSON])
+def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> None:
+    """What was done, by whom, to what."""
+    with clear_errors():
+        registry = open_registry(settings)
+        rows = registry.audit(after, limit)
+        registry.close()
+    if as_json:
+        write_json(rows)
+        return
+    table = Table("entry", "time", "actor", "action", "subject", box=None)
+    for row in rows:
+        at = datetime.fromtimestamp(row["at"], UTC).strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(str(row["id"]), at, row["actor"], row["action"], row["subject"])
+    screen.print(table)
+
+
+@with_settings([_HEAD, _JSON])
+def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
+    """Find any entry that was changed, deleted, inserted or moved; ends with code 1 where there is one."""
+    with clear_errors():
+        known = read_head(head or settings.audit_head_file)
+        if head is not None and known is None:
+            raise UnbindError(f"--head: {head} is not a file with the end of a trail (number and digest)")
+        registry = open_registry(settings)
+        problems = registry.audit_problems(known)
+        registry.close()
+    if as_json:
+        write_json({"whole": not problems, "head": known[0] if known else None, "problems": problems})
+    else:
+        held = (
+            f"up to entry {known[0]}, the end that was kept"
+            if known
+            else "no end was kept: missing last entries would not show"
+        )
+        for line in problems or [f"whole ({held})"]:
+            screen.print(line, soft_wrap=True, highlight=False)
+    if problems:
+        raise typer.Exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(help="The audit trail.", no_args_is_help=True)
+    group.command("list")(list_entries)
+    group.command("verify")(verify)
+    app.add_typer(group, name="audit")

@@ -1,0 +1,45 @@
+"""``unbind bench takedown``: from the POST of a forget set to a module in force, and what it costs the streams meanwhile."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from server.bench_takedown import measure_takedown
+from server.cli.bench import app as bench
+from server.cli.console import clear_errors, notes, screen, write_json
+from server.settings import DEMO
+
+
+def takedown(
+    rows: Annotated[int, typer.Option(help="Rows of the demo's set C to forget.")] = 40,
+    streams: Annotated[int, typer.Option(help="Streams beside it.")] = 8,
+    quiet: Annotated[float, typer.Option(help="Seconds to measure the streams alone.")] = 20.0,
+    warm_rows: Annotated[int, typer.Option(help="Rows of the takedown before it, which fills the cache.")] = 12,
+    worker_threads: Annotated[int, typer.Option(help="Torch threads of the worker.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+) -> None:
+    """Time a takedown on a running service with the demo model."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        lines = (DEMO / "rows" / name).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+    with clear_errors():
+        prompts = [row["text"][:400] for row in read("retain_test.jsonl")[:64]]
+        measured = measure_takedown(
+            read("forget_c.jsonl")[:rows], read("forget_b.jsonl")[:warm_rows], prompts, streams, quiet,
+            lambda text: notes.print(text, highlight=False), {"worker_threads": str(worker_threads)},
+        )  # fmt: skip
+    if as_json:
+        write_json(measured)
+        return
+    for field, value in measured.items():
+        screen.print(f"{field:16} {value}", highlight=False, soft_wrap=True)
+
+
+def register(_: typer.Typer) -> None:
+    """Add the command to ``unbind bench``."""
+    bench.command("takedown")(takedown)

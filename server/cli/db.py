@@ -1,0 +1,91 @@
+"""``unbind db``: the registry's database, brought to this version, backed up, looked over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from sqlalchemy import Engine
+from sqlalchemy.exc import OperationalError
+
+from server.cli.console import clear_errors, screen, write_json
+from server.cli.flags import flag, with_settings
+from server.registry import database
+from server.registry.registry import Registry
+from server.settings import Settings
+from unbind_core import UnbindError
+
+_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
+_OUT = flag("out", Path | None, typer.Option(None, "--out", help="file to write; in data_dir/backups where not given"))
+
+
+@with_settings([_JSON])
+def upgrade(settings: Settings, as_json: bool) -> None:
+    """Bring the database to this version's schema; an SQLite file is copied to data_dir/backups first."""
+    with clear_errors(), _open(settings) as engine:
+        before = database.revision(engine)
+        kept = database.upgrade(engine, settings.data_dir / "backups") if before != database.newest() else None
+        after = database.revision(engine)
+    if as_json:
+        write_json({"before": before, "after": after, "backup": str(kept) if kept else None})
+    else:
+        screen.print(f"revision {before} -> {after}" if before != after else f"revision {after}: nothing to do")
+        if kept:
+            screen.print(f"backup: {kept}", soft_wrap=True, highlight=False)
+
+
+@with_settings([_OUT, _JSON])
+def backup(settings: Settings, out: Path | None, as_json: bool) -> None:
+    """Copy an SQLite database, consistent while servers run."""
+    target = out or settings.data_dir / "backups" / f"unbind-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.sqlite"
+    with clear_errors(), _open(settings) as engine:
+        if target.exists():
+            raise UnbindError(f"--out: {target} is there already; choose another name")
+        database.backup(engine, target)
+    if as_json:
+        write_json({"backup": str(target)})
+    else:
+        screen.print(f"written to {target}", soft_wrap=True, highlight=False)
+
+
+@with_settings([_JSON])
+def check(settings: Settings, as_json: bool) -> None:
+    """Is the schema this version's, are the files sound, is the audit trail whole? Ends with code 1 where not."""
+    with clear_errors(), _open(settings) as engine:
+        problems = [] if database.status(engine) == "current" else ["the schema is behind: run `unbind db upgrade`"]
+        if not problems:
+            problems += [f"schema: {difference}" for difference in database.differences(engine)]
+            problems += [f"file: {line}" for line in database.damage(engine)]
+            problems += [f"audit: {line}" for line in Registry(engine, settings.audit_head_file).audit_problems()]
+        found = database.revision(engine)
+    if as_json:
+        write_json({"revision": found, "sound": not problems, "problems": problems})
+    else:
+        for problem in problems or ["sound"]:
+            screen.print(f"revision {found}: {problem}", soft_wrap=True, highlight=False)
+    if problems:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _open(settings: Settings) -> Iterator[Engine]:
+    """The engine of the settings' database, given back at the end; what goes wrong becomes a clear error."""
+    engine = database.connect(settings.database_address)
+    try:
+        yield engine
+    except OperationalError as error:
+        raise UnbindError(f"the database cannot be reached: {error.orig}") from None
+    finally:
+        engine.dispose()
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(help="The registry's database: upgrade, backup, check.", no_args_is_help=True)
+    group.command("upgrade")(upgrade)
+    group.command("backup")(backup)
+    group.command("check")(check)
+    app.add_typer(group, name="db")

@@ -1,0 +1,98 @@
+"""``unbind module``: the modules of a running server and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from server.cli.client import LOCAL, Client, Key, Url
+from server.cli.console import clear_errors, screen, write_json
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Reference = Annotated[str, typer.Argument(help="Module id, or a name: its loaded version, else the newest.")]
+_SHOWN = ("name", "version", "state", "loaded", "id", "digest")
+# command -> what it says of itself
+CHANGES = {
+    "activate": "Enforce a version; the one before it is superseded.",
+    "shadow": "Measure a module without applying it.",
+    "suspend": "Take a module out of use for a while.",
+    "retire": "Take a module out of use for good.",
+    "rollback": "Activate the version before this one.",
+}
+
+
+def list_modules(
+    every: Annotated[bool, typer.Option("--all", help="All versions, not only those that are loaded.")] = False,
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """The modules a request can name, and the files that were refused."""
+    with clear_errors():
+        answer = Client(url, key).call(f"/modules?state={'all' if every else 'loaded'}")
+    if as_json:
+        write_json(answer)
+        return
+    table = Table(*_SHOWN, box=None)
+    for module in answer["data"]:
+        table.add_row(*(str(module[column])[:22] for column in _SHOWN))
+    screen.print(table)
+    for problem in answer["problems"]:
+        screen.print(f"[yellow]refused:[/] {problem['file']}: {problem['reason']}", soft_wrap=True, highlight=False)
+
+
+def show(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+    """One module."""
+    with clear_errors():
+        _print(Client(url, key).call(f"/modules/{reference}"), as_json)
+
+
+def verify(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+    """Measure before and after once more, by a job."""
+    with clear_errors():
+        _print(Client(url, key).call(f"/modules/{reference}/verify", method="POST"), as_json)
+
+
+def _change(action: str) -> Callable[..., None]:
+    def change(
+        reference: Reference,
+        override: Annotated[bool, typer.Option(help="activate: whatever all active modules cost together.")] = False,
+        etag: Annotated[
+            str | None, typer.Option(help="Revision that is meant; the present one where none is given.")
+        ] = None,
+        url: Url = LOCAL,
+        key: Key = None,
+        as_json: AsJson = False,
+    ) -> None:
+        with clear_errors():
+            client = Client(url, key)
+            seen = etag or client.call(f"/modules/{reference}")["etag"]
+            path = f"/modules/{reference}/{action}{'?override=true' if override and action == 'activate' else ''}"
+            _print(client.call(path, method="POST", headers={"If-Match": seen}), as_json)
+
+    return change
+
+
+def _print(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        write_json(answer)
+        return
+    table = Table(show_header=False, box=None)
+    for field, value in answer.items():
+        if not isinstance(value, dict):
+            table.add_row(f"[bold]{field}[/]", str(value))
+    screen.print(table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(help="Modules on a running server.", no_args_is_help=True)
+    group.command("list")(list_modules)
+    group.command("show")(show)
+    group.command("verify")(verify)
+    for action, says in CHANGES.items():
+        group.command(action, help=says)(_change(action))
+    app.add_typer(group, name="module")

@@ -1,0 +1,174 @@
+"""``unbind takedown``: submit a forget set to a running server, follow its job, stop it, try it again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from server.cli.client import LOCAL, Client, Key, Url
+from server.cli.console import clear_errors, notes, screen, write_json
+from unbind_core import UnbindError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
+Text = Annotated[str | None, typer.Option()]
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSONL of rows, or .zip or .tar.gz of source files.", exists=True)],
+    name: Annotated[str, typer.Option(help="Name of the module.")],
+    claimant: Text = None,
+    work: Text = None,
+    reference: Text = None,
+    received_at: Text = None,
+    include: Annotated[str | None, typer.Option(help="Glob of files in an archive; * matches / too.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Glob of files to leave out.")] = None,
+    activation: Annotated[str, typer.Option(help="auto, manual or shadow.")] = "auto",
+    scope: Annotated[str | None, typer.Option(help="global, profile:NAME or key:ID, for which it is enforced.")] = None,
+    effective_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
+    expires_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
+    seed: int = 0,
+    gate: Annotated[str, typer.Option(help="auto, or paper for exactly the published one.")] = "auto",
+    replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions and time.")] = False,
+    idempotency_key: Text = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Post a forget set; prints the job that makes its module."""
+    notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
+    options = {
+        "activation": activation, "scope": scope, "effective_at": effective_at, "expires_at": expires_at, "seed": seed,
+        "gate": gate, "replace": replace, "dry_run": dry_run,
+    }  # fmt: skip
+    fields = {
+        "name": name, "notice": _given(notice), "options": _given(options),
+        **({"include": include} if include else {}), **({"exclude": exclude} if exclude else {}),
+    }  # fmt: skip
+    headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+    with clear_errors():
+        client = Client(url, key)
+        answer = client.upload("/takedowns", fields, file, headers)
+        if watch and not dry_run:
+            _watch(client, answer["job_id"], as_json)
+            return
+    if as_json:
+        write_json(answer)
+        return
+    for field, value in answer.items():
+        screen.print(f"{field:18} {value}", highlight=False, soft_wrap=True)
+
+
+def status(
+    job_id: Annotated[str | None, typer.Argument(help="Job id; the newest jobs where none is given.")] = None,
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where a job is, or a table of jobs."""
+    with clear_errors():
+        client = Client(url, key)
+        jobs = [client.call(f"/jobs/{job_id}")] if job_id else client.call("/jobs?limit=20")["data"]
+    if as_json:
+        write_json(jobs[0] if job_id else jobs)
+    else:
+        screen.print(_table(jobs))
+
+
+def watch(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+    """Follow a job to its end; ends with code 1 where it failed."""
+    with clear_errors():
+        _watch(Client(url, key), job_id, as_json)
+
+
+def cancel(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+    """Ask a job to stop."""
+    _post(job_id, "cancel", url, key, as_json)
+
+
+def retry(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+    """Queue a failed or cancelled job again; it goes on after its last finished stage."""
+    _post(job_id, "retry", url, key, as_json)
+
+
+def purge(
+    takedown_id: Annotated[str, typer.Argument(help="Takedown id.")],
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a takedown's rows; record, digest and module stay."""
+    with clear_errors():
+        answer = Client(url, key).call(f"/takedowns/{takedown_id}/purge", method="POST")
+    if as_json:
+        write_json(answer)
+    else:
+        screen.print(
+            f"the rows of {takedown_id} are deleted; their digest was {answer['forget_digest']}", soft_wrap=True
+        )
+
+
+def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> None:
+    with clear_errors():
+        job = Client(url, key).call(f"/jobs/{job_id}/{what}", method="POST")
+    if as_json:
+        write_json(job)
+    else:
+        screen.print(_table([job]))
+
+
+def _given(values: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in values.items() if value is not None})
+
+
+def _watch(client: Client, job_id: str, as_json: bool) -> None:
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} % {task.fields[note]}"),
+    )
+    job: dict[str, Any] = {}
+    with Progress(
+        *columns, TimeElapsedColumn(), console=notes, transient=True, disable=as_json or not notes.is_terminal
+    ) as bars:
+        bar = bars.add_task("waiting", total=1.0, note="")
+        for job in client.events(f"/jobs/{job_id}/events"):
+            left = f"{job['eta_seconds']:.0f} s left ({job['eta_basis']})  " if job["eta_seconds"] is not None else ""
+            bars.update(
+                bar, description=job["stage"] or job["state"], completed=job["progress"], note=f"{left}{job['message']}"
+            )
+    if job.get("state") not in ENDED:
+        raise UnbindError(f"the server went away while job {job_id} was running; it goes on when the server is back")
+    if as_json:
+        write_json(job)
+    else:
+        screen.print(_table([job]))
+    if job["state"] != "succeeded":
+        raise typer.Exit(1)
+
+
+def _table(jobs: list[dict[str, Any]]) -> Table:
+    table = Table("job", "module", "state", "stage", "progress", "left", "outcome", box=None)
+    for job in jobs:
+        left = "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s"
+        table.add_row(
+            job["id"], job["module"], job["state"], job["stage"], f"{100 * job['progress']:.0f} %", left,
+            job["error"] or (job["result"] or {}).get("remark") or job["outcome"] or "",
+        )  # fmt: skip
+    return table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(help="Takedowns on a running server.", no_args_is_help=True)
+    for command in (submit, status, watch, cancel, retry, purge):
+        group.command(command.__name__)(command)
+    app.add_typer(group, name="takedown")

@@ -1,0 +1,188 @@
+"""The database behind the registry: opened, brought to this version's schema, backed up. SQLite or PostgreSQL by URL.
+
+SQLite upgrades itself when it is opened, after a backup; PostgreSQL is upgraded by ``unbind db upgrade``. A database of a newer
+version is refused by both.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, inspect
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
+
+from server.registry.refusals import DatabaseRefused
+from server.registry.tables import Base
+
+LOCK_SECONDS = 10
+_FIRST = "0001"  # the schema of databases from before revisions were recorded
+
+
+def connect(url: str) -> Engine:
+    """An engine for the address; nothing is read or made yet. Raises DatabaseRefused naming what is wrong with it."""
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite":
+            return _sqlite(Path(parsed.database or ""))
+        if parsed.get_backend_name() == "postgresql":
+            return create_engine(
+                parsed, pool_pre_ping=True, pool_size=10, connect_args={"connect_timeout": LOCK_SECONDS},
+                isolation_level="READ COMMITTED",
+            )  # fmt: skip
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise DatabaseRefused(f"database_url: {error}; {_EXAMPLES}") from None
+    raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")
+
+
+_EXAMPLES = "give sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+
+
+def open_database(url: str | Path, backups: Path | None = None) -> Engine:
+    """An engine on a database of this version's schema. ``url`` may be the path of an SQLite file.
+
+    An SQLite file is made or upgraded, after a copy to ``backups`` (its own folder unless given). Raises DatabaseRefused.
+    """
+    engine = connect(f"sqlite:///{url}" if isinstance(url, Path) else url)
+    try:
+        if engine.dialect.name == "sqlite":
+            with _one_at_a_time(Path(engine.url.database or "")):
+                if status(engine) != "current":
+                    upgrade(engine, backups)
+        elif status(engine) != "current":
+            raise DatabaseRefused(f"the database is at revision {revision(engine)}: run `unbind db upgrade` first")
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def revision(engine: Engine) -> str:
+    """The recorded revision, "none" for an empty database."""
+    with engine.connect() as connection:
+        recorded = MigrationContext.configure(connection).get_current_revision()
+        if recorded is None and inspect(connection).has_table("jobs"):
+            return _FIRST
+    return recorded or "none"
+
+
+def newest() -> str:
+    """The revision of this version's schema."""
+    return str(_scripts().get_current_head())
+
+
+def status(engine: Engine) -> str:
+    """ "current", or "behind" where an upgrade is needed. Raises DatabaseRefused for a newer or an unreachable one."""
+    try:
+        at = revision(engine)
+    except OperationalError as error:
+        raise DatabaseRefused(f"the database cannot be reached: {error.orig}") from None
+    known = {script.revision for script in _scripts().walk_revisions()} | {"none"}
+    if at not in known:
+        raise DatabaseRefused(
+            f"the database has revision {at}, which is newer than this version knows ({newest()}): upgrade this software, "
+            "or restore the backup that was made before the database was upgraded"
+        )
+    return "current" if at == newest() else "behind"
+
+
+def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
+    """Bring the schema to this version's, all in one transaction; returns the backup that was made of an SQLite file."""
+    at = revision(engine)
+    status(engine)
+    kept = None
+    if at != "none" and engine.dialect.name == "sqlite":
+        file = Path(engine.url.database or "")
+        kept = backup(engine, (backups or file.parent) / f"{file.stem}-before-{newest()}-{time.time_ns()}.sqlite")
+    with engine.begin() as connection:
+        config = _config(connection)
+        if at == _FIRST:
+            command.stamp(config, _FIRST)
+        command.upgrade(config, "head")
+    return kept
+
+
+def backup(engine: Engine, target: Path) -> Path:
+    """A consistent copy of an SQLite database while others use it. Raises DatabaseRefused for PostgreSQL, which has pg_dump."""
+    if engine.dialect.name != "sqlite":
+        raise DatabaseRefused("this database is PostgreSQL: back it up with pg_dump")
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.touch(mode=0o600, exist_ok=False)
+    with (
+        closing(sqlite3.connect(engine.url.database or "", timeout=LOCK_SECONDS)) as source,
+        closing(sqlite3.connect(target)) as copy,
+    ):
+        source.backup(copy)
+    return target
+
+
+def differences(engine: Engine) -> list[Any]:
+    """Where the tables of the database differ from those that the code declares; empty where all is well."""
+    with engine.connect() as connection:
+        return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
+
+
+def damage(engine: Engine) -> list[str]:
+    """What the database itself says of its files; empty where all is well."""
+    if engine.dialect.name != "sqlite":
+        return []
+    with engine.connect() as connection:
+        found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check")]
+        found += [f"foreign key: {tuple(row)}" for row in connection.exec_driver_sql("PRAGMA foreign_key_check")]
+    return [line for line in found if line != "ok"]
+
+
+def _config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    if connection is not None:
+        config.attributes["connection"] = connection
+    return config
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config())
+
+
+@contextmanager
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Server and worker may open a new database at the same moment: one makes it, the other waits."""
+    with file.with_name(f"{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _sqlite(file: Path) -> Engine:
+    """The database file, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file.touch(mode=0o600)
+    file.chmod(0o600)
+    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": LOCK_SECONDS})
+
+    @event.listens_for(engine, "connect")
+    def _prepare(connection: Any, _: Any) -> None:
+        # transactions are begun below, not by the driver
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        # A writer takes the lock before it reads, so that what it decided on still holds when it writes.
+        reading = connection.get_execution_options().get("reading", False)
+        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+    return engine

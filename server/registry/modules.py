@@ -1,0 +1,235 @@
+"""The records of modules: their versions, their life, and who changed them. Files are ``store.py``'s.
+
+Every change is conditional on the revision that its caller saw, obeys ``lifecycle.py`` and is told of in the audit trail.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from server.registry.audit import Actor, append
+from server.registry.lifecycle import ALLOWED, LIVE, Action, follow
+from server.registry.refusals import NotAllowed, NotThere, Stale, Unconditional
+from server.registry.tables import ModuleRow, ModuleState, Origin
+from server.registry.transactions import Transactions
+
+CLOCK = Actor("clock", "registry")
+
+
+@dataclass(frozen=True)
+class NewModule:
+    """A module whose file is in its place and that is to get a record."""
+
+    name: str
+    digest: str
+    fingerprint: str
+    file: str
+    origin: Origin
+    activation: str = "auto"
+    job_id: str | None = None
+    takedown_id: str | None = None
+    scope: str = ""
+    effective_at: float | None = None
+    expires_at: float | None = None
+
+
+def etag(row: ModuleRow) -> str:
+    """What If-Match must say for a change to this record."""
+    return f'"{row.id}-{row.revision}"'
+
+
+def module_view(row: ModuleRow) -> dict[str, Any]:
+    """A module's record as the API shows it."""
+    return {
+        "id": row.id,
+        "object": "module",
+        "name": row.name,
+        "version": row.version,
+        "digest": row.digest,
+        "state": row.state,
+        "etag": etag(row),
+        "origin": row.origin,
+        "fingerprint": row.fingerprint,
+        "file": row.file,
+        "job_id": row.job_id,
+        "takedown_id": row.takedown_id,
+        "scope": row.scope or None,
+        "effective_at": row.effective_at,
+        "expires_at": row.expires_at,
+        "created_at": row.created_at,
+        "changed_at": row.changed_at,
+        "allowed": sorted(ALLOWED[ModuleState(row.state)]),
+    }
+
+
+class Modules:
+    """The records, for any thread."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+
+    def versions(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Every version, by name and age."""
+        query = select(ModuleRow).order_by(ModuleRow.name, ModuleRow.version)
+        with self._transactions.look() as session:
+            return [module_view(row) for row in session.scalars(query if name is None else query.filter_by(name=name))]
+
+    def live(self, fingerprint: str) -> list[dict[str, Any]]:
+        """The versions that servers of this model load: active or in shadow."""
+        query = select(ModuleRow).where(ModuleRow.state.in_(LIVE), ModuleRow.fingerprint == fingerprint)
+        with self._transactions.look() as session:
+            return [module_view(row) for row in session.scalars(query.order_by(ModuleRow.name))]
+
+    def get(self, reference: str) -> dict[str, Any]:
+        """The module with this id; of a name, the version that is loaded, else the newest. Raises NotThere."""
+        with self._transactions.look() as session:
+            return module_view(_find(session, reference))
+
+    def act(self, reference: str, action: Action, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
+        """Change a module's state. Raises NotThere, Unconditional, Stale, NotAllowed."""
+        with self._transactions.change() as session:
+            row = _find(session, reference)
+            check_revision(module_view(row), expected)
+            _move(session, row, action, actor, now)
+            return module_view(row)
+
+    def rollback(self, name: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
+        """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
+        with self._transactions.change() as session:
+            row = _find(session, name)
+            check_revision(module_view(row), expected)
+            former = session.scalar(
+                select(ModuleRow)
+                .where(
+                    ModuleRow.name == row.name, ModuleRow.fingerprint == row.fingerprint,
+                    ModuleRow.version < row.version, ModuleRow.state == ModuleState.SUPERSEDED,
+                )
+                .order_by(ModuleRow.version.desc())
+                .limit(1)
+            )  # fmt: skip
+            if former is None:
+                raise NotAllowed(f"module '{row.name}' has no superseded version before version {row.version}")
+            _move(session, former, Action.ACTIVATE, actor, now, rolled_back_from=row.id)
+            return module_view(former)
+
+    def adopt(self, new: NewModule, now: float) -> dict[str, Any]:
+        """The record of a found file, made if there is none.
+
+        A new file is activated, unless another file or a takedown stands for the name: then it waits as ``calibrated``.
+        A shipped file that was replaced supersedes the one before.
+        """
+        try:
+            with self._transactions.change() as session:
+                row = session.scalar(select(ModuleRow).where(ModuleRow.digest == new.digest))
+                if row is None:
+                    live = _live(session, new.name, new.fingerprint)
+                    waits = live is not None and (live.origin, live.file) != (new.origin, new.file)
+                    row = add(session, new, "manual" if waits else "auto", Actor("folder", new.origin), now)
+                elif not row.fingerprint or (row.file != new.file and new.origin == Origin.DROPPED):
+                    row.fingerprint, row.file = new.fingerprint, new.file
+                return module_view(row)
+        except IntegrityError:  # another server adopted it at the same moment
+            with self._transactions.look() as session:
+                return module_view(session.scalars(select(ModuleRow).where(ModuleRow.digest == new.digest)).one())
+
+    def pass_time(self, now: float) -> None:
+        """Activate what is due and retire what has expired."""
+        due = (ModuleRow.state == ModuleState.CALIBRATED) & (ModuleRow.effective_at <= now)
+        over = ModuleRow.state.in_(LIVE) & (ModuleRow.expires_at <= now)
+        query = select(ModuleRow.id).where(due | over)
+        with self._transactions.look() as session:
+            waiting = list(session.scalars(query))
+        for identifier in waiting:
+            with self._transactions.change() as session:
+                row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, due | over).with_for_update())
+                if row is not None:
+                    expired = row.expires_at is not None and row.expires_at <= now
+                    _move(session, row, Action.RETIRE if expired else Action.ACTIVATE, CLOCK, now)
+
+
+def add(session: Session, new: NewModule, activation: str, actor: Actor, now: float) -> ModuleRow:
+    """A record for the next version of the name, in the state that ``activation`` asks for, within a transaction."""
+    mine = (ModuleRow.name == new.name) & (ModuleRow.fingerprint == new.fingerprint)
+    version = session.scalar(select(func.max(ModuleRow.version)).where(mine)) or 0
+    later = activation == "auto" and new.effective_at is not None and new.effective_at > now
+    row = ModuleRow(
+        id=f"mod_{uuid.uuid4().hex[:16]}", name=new.name, version=version + 1, digest=new.digest,
+        state=ModuleState.CALIBRATED, revision=1, origin=new.origin, fingerprint=new.fingerprint, file=new.file,
+        job_id=new.job_id, takedown_id=new.takedown_id, scope=new.scope, expires_at=new.expires_at,
+        effective_at=new.effective_at if later else None, created_at=now, changed_at=now,
+    )  # fmt: skip
+    session.add(row)
+    session.flush()
+    append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=module_view(row))
+    shadowed = activation == "shadow" and _live(session, new.name, new.fingerprint) is None
+    if shadowed or (activation == "auto" and not later):
+        _move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now)
+    return row
+
+
+def apply(
+    session: Session, module_id: str, action: Action, expected: str | None, actor: Actor, now: float
+) -> ModuleRow:
+    """Change a module's state within a transaction. Raises as ``act``."""
+    row = _find(session, module_id)
+    check_revision(module_view(row), expected)
+    _move(session, row, action, actor, now)
+    return row
+
+
+def _find(session: Session, reference: str) -> ModuleRow:
+    row = session.get(ModuleRow, reference, with_for_update=True)
+    if row is None:
+        rows = session.scalars(
+            select(ModuleRow).where(ModuleRow.name == reference).order_by(ModuleRow.version).with_for_update()
+        ).all()
+        row = next((found for found in rows if found.state in LIVE), rows[-1] if rows else None)
+    if row is None:
+        raise NotThere(f"no module '{reference[:80]}'")
+    return row
+
+
+def check_revision(record: Mapping[str, Any], expected: str | None) -> None:
+    """Let a change through that is meant for the record as it is. Raises Unconditional, Stale."""
+    if expected is None:
+        raise Unconditional(f"If-Match: say which revision is meant; it is {record['etag']} now")
+    if expected.strip() not in ("*", record["etag"]):
+        raise Stale(f"If-Match: module {record['id']} has changed since ({record['etag']} now); look at it again")
+
+
+def _live(session: Session, name: str, fingerprint: str) -> ModuleRow | None:
+    return session.scalar(
+        select(ModuleRow).where(
+            ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state.in_(LIVE)
+        )
+    )  # fmt: skip
+
+
+def _move(session: Session, row: ModuleRow, action: Action, actor: Actor, now: float, **detail: Any) -> None:
+    """Change the state; what stood in its place is superseded in the same transaction."""
+    state = follow(ModuleState(row.state), action)
+    other = _live(session, row.name, row.fingerprint) if state in LIVE else None
+    if other is not None and other is not row:
+        if state == ModuleState.SHADOW:
+            raise NotAllowed(
+                f"version {other.version} of '{row.name}' is {other.state}, and one version of a name is loaded at a time; "
+                "suspend that one first, or make the new version under another name"
+            )
+        _set(session, other, ModuleState.SUPERSEDED, "module.superseded", actor, now, by=row.id)
+    _set(session, row, state, f"module.{action}", actor, now, **detail)
+
+
+def _set(
+    session: Session, row: ModuleRow, state: ModuleState, what: str, actor: Actor, now: float, **detail: Any
+) -> None:
+    before = module_view(row)
+    row.state, row.revision, row.changed_at, row.effective_at = state, row.revision + 1, now, None
+    session.flush()
+    append(session, now, actor, what, row.id, {"name": row.name, **detail}, before=before, after=module_view(row))

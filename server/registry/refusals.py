@@ -1,0 +1,45 @@
+"""Why the registry refuses a change. The API answers these with 404, 409, 412 and 428; the worker obeys them."""
+
+from __future__ import annotations
+
+from unbind_core.errors import UnbindError
+
+
+class Refusal(Exception):
+    """Base of all refusals; the message names the field or record and the remedy."""
+
+
+class NotThere(Refusal):
+    """No such record."""
+
+
+class KeyReused(Refusal):
+    """An Idempotency-Key came back with another body."""
+
+
+class NameTaken(Refusal):
+    """A module of this name exists or is being made."""
+
+
+class NotAllowed(Refusal):
+    """The lifecycle does not know this transition; the message lists those it knows."""
+
+
+class Stale(Refusal):
+    """The record changed since the caller looked at it."""
+
+
+class Unconditional(Refusal):
+    """A change that does not say which revision it is meant for."""
+
+
+class LeaseLost(Exception):
+    """Another worker has the job, or nobody: whatever this one still does must not be written."""
+
+
+class CancelRequested(Exception):
+    """Somebody asked for the job to stop."""
+
+
+class DatabaseRefused(UnbindError):
+    """The database cannot be used as it is; the message says what to do."""

@@ -1,0 +1,156 @@
+"""What was asked to be forgotten: takedowns and the jobs they start. The rows themselves are files (``files.py``)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from server.registry.audit import Actor, append, one_at_a_time
+from server.registry.jobs import job_view, new_job
+from server.registry.modules import module_view
+from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
+from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Takedown
+from server.registry.transactions import Transactions
+
+PENDING = (JobState.QUEUED, JobState.RUNNING)
+
+
+class Takedowns:
+    """The records, for any thread."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+
+    def submit(
+        self, *, name: str, row_count: int, forget_digest: str, notice: dict[str, Any], options: dict[str, Any],
+        request_digest: str, idempotency_key: str | None, fingerprint: str, actor: Actor, now: float,
+    ) -> tuple[dict[str, Any], bool]:  # fmt: skip
+        """Record a takedown and queue its job; (job, whether it is new). The same key and body give the same job.
+
+        Raises KeyReused, and NameTaken where the name is in use and ``options.replace`` does not say that it may be.
+        """
+        with self._transactions.change() as session:
+            one_at_a_time(session)  # of two posts with one key, the second sees what the first made
+            same = _same(session, idempotency_key, request_digest)
+            if same is not None:
+                return job_view(same, now), False
+            _check_name(session, name, fingerprint, bool(options.get("replace")))
+            takedown = Takedown(
+                id=f"td_{uuid.uuid4().hex[:16]}", name=name, row_count=row_count, forget_digest=forget_digest,
+                notice=notice, options=options, created_at=now,
+            )  # fmt: skip
+            job = new_job(
+                JobKind.TAKEDOWN, takedown.id, name, now, idempotency_key=idempotency_key,
+                request_digest=request_digest,
+            )  # fmt: skip
+            session.add(takedown)
+            session.flush()
+            session.add(job)
+            session.flush()
+            append(
+                session, now, actor, "takedown.submit", takedown.id,
+                {"job": job.id, "rows": row_count, "forget_digest": forget_digest}, after=takedown_view(takedown),
+            )  # fmt: skip
+            return job_view(job, now), True
+
+    def get(self, takedown_id: str) -> dict[str, Any]:
+        """One takedown with its jobs and modules. Raises NotThere."""
+        with self._transactions.look() as session:
+            takedown = _find(session, takedown_id)
+            jobs = session.scalars(select(Job.id).where(Job.takedown_id == takedown_id).order_by(Job.created_at))
+            modules = session.scalars(select(ModuleRow).where(ModuleRow.takedown_id == takedown_id))
+            return {
+                **takedown_view(takedown),
+                "jobs": list(jobs),
+                "modules": [module_view(module) for module in modules],
+            }
+
+    def newest(self, limit: int = 100) -> list[dict[str, Any]]:
+        """The newest takedowns first."""
+        with self._transactions.look() as session:
+            query = select(Takedown).order_by(Takedown.created_at.desc()).limit(limit)
+            return [takedown_view(takedown) for takedown in session.scalars(query)]
+
+    def purge(
+        self, takedown_id: str, delete: Callable[[str, list[str]], None], actor: Actor, now: float
+    ) -> dict[str, Any]:
+        """Delete a takedown's rows for good; record, digest and module stay. Raises NotThere, NotAllowed while a job runs.
+
+        ``delete`` gets the digest of the set, empty where another takedown that is kept has the same rows, and the job ids.
+        """
+        with self._transactions.change() as session:
+            takedown = _find(session, takedown_id)
+            jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id)).all()
+            if any(job.state in PENDING for job in jobs):
+                raise NotAllowed(f"takedown {takedown_id} is being worked on; cancel its job first")
+            shared = session.scalar(
+                select(Takedown.id).where(
+                    Takedown.forget_digest == takedown.forget_digest, Takedown.id != takedown_id,
+                    Takedown.purged_at.is_(None),
+                )
+            )  # fmt: skip
+            if takedown.purged_at is None:
+                before = takedown_view(takedown)
+                takedown.purged_at = now
+                append(
+                    session, now, actor, "takedown.purge", takedown_id, {}, before=before, after=takedown_view(takedown)
+                )
+            delete("" if shared else takedown.forget_digest, [job.id for job in jobs])
+            return takedown_view(takedown)
+
+    def purgeable(self, before: float) -> list[str]:
+        """Takedowns from before this time whose rows are still kept and whose work has ended."""
+        busy = select(Job.takedown_id).where(Job.state.in_(PENDING), Job.takedown_id.is_not(None))
+        query = select(Takedown.id).where(
+            Takedown.created_at < before, Takedown.purged_at.is_(None), Takedown.id.not_in(busy)
+        )  # fmt: skip
+        with self._transactions.look() as session:
+            return list(session.scalars(query))
+
+
+def takedown_view(takedown: Takedown) -> dict[str, Any]:
+    """A takedown as the API shows it, without its rows."""
+    return {
+        "id": takedown.id,
+        "object": "takedown",
+        "name": takedown.name,
+        "row_count": takedown.row_count,
+        "forget_digest": takedown.forget_digest,
+        "notice": takedown.notice,
+        "options": takedown.options,
+        "created_at": takedown.created_at,
+        "purged_at": takedown.purged_at,
+    }
+
+
+def _find(session: Session, takedown_id: str) -> Takedown:
+    takedown = session.get(Takedown, takedown_id, with_for_update=True)
+    if takedown is None:
+        raise NotThere(f"no takedown '{takedown_id[:80]}'")
+    return takedown
+
+
+def _same(session: Session, key: str | None, request_digest: str) -> Job | None:
+    job = session.scalar(select(Job).where(Job.idempotency_key == key)) if key is not None else None
+    if job is not None and job.request_digest != request_digest:
+        raise KeyReused("Idempotency-Key was used with another body; use a new key for a new takedown")
+    return job
+
+
+def _check_name(session: Session, name: str, fingerprint: str, replace: bool) -> None:
+    busy = session.scalar(select(Job.id).where(Job.module == name, Job.state.in_(PENDING)))
+    if busy is not None:
+        raise NameTaken(f"name: job {busy} is making module '{name}' already; wait for it or choose another name")
+    there = session.scalar(
+        select(ModuleRow.version).where(
+            ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state != ModuleState.RETIRED
+        )
+    )
+    if there is not None and not replace:
+        raise NameTaken(
+            f"name: module '{name}' exists already; choose another name, or set options.replace to make its next version"
+        )

@@ -1,0 +1,126 @@
+"""The process that runs a job's stages: one child a job, which the worker may kill at any instant.
+
+It is started ahead, so that its imports are over when a job comes. It reads one task from standard input, leaves a checkpoint
+after each stage, and tells of progress by lines of JSON on the pipe that was its standard output. It never touches the database.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from server.registry.files import private, save_json
+from server.registry.tables import JobKind
+from server.worker.plan import Task, ends
+from unbind_core.errors import UnbindError
+from unbind_core.progress import Progress
+
+SAY_SECONDS = 0.25
+_PR_SET_PDEATHSIG = 1
+# What these say of themselves is about machines and files; other errors might quote a row, and are named by place alone.
+_SPEAKING = (UnbindError, OSError, MemoryError, RuntimeError)
+
+Stage = Callable[[Task, Callable[[Progress], None]], dict[str, Any]]
+
+
+def die_with_parent(number: int, parent: int) -> None:
+    """Have the kernel send signal ``number`` here when the parent process ends; end now if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass
+class Voice:
+    """Lines of JSON to the worker; progress at most every SAY_SECONDS, whatever the hot loop calls."""
+
+    out: IO[str]
+    said: float = field(default=0.0)
+    within: float = 0.0
+    step: str = ""
+
+    def say(self, **message: Any) -> None:
+        """One line."""
+        self.out.write(json.dumps(message) + "\n")
+        self.out.flush()
+
+    def begin(self, stage: str) -> None:
+        """A stage starts."""
+        self.within, self.step, self.said = 0.0, "", 0.0
+        self.say(stage=stage)
+
+    def progress(self, progress: Progress) -> None:
+        """The callback for the method."""
+        if progress.stage != self.step:
+            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share.
+            self.within += (1 - self.within) / 2 if self.step else 0.0
+            self.step = progress.stage
+        now = time.monotonic()
+        if now - self.said >= SAY_SECONDS:
+            self.said = now
+            part = self.within + (1 - self.within) / 2 * progress.done / max(progress.total, 1)
+            text = f"{progress.stage} {progress.done}/{progress.total} {progress.message}".strip()
+            self.say(progress=part, message=text)
+
+
+def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
+    """Wait for a task on standard input and run its stages. ``sys.argv[1]`` is the worker's process id."""
+    die_with_parent(signal.SIGKILL, int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides what Ctrl-C means
+    # Libraries print what they like: standard output goes where the log goes, and the pipe stays ours.
+    voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)
+    stages = load_stages()
+    line = sys.stdin.readline()
+    if line:
+        given = json.loads(line)
+        run(Task(**{**given, "kind": JobKind(given["kind"])}), stages, voice)
+
+
+def run(task: Task, stages: Mapping[str, Stage], voice: Voice) -> None:
+    """Run the stages that are left, each ended by a checkpoint; says "failed" with the reason, or "finished"."""
+    done = dict(task.done)
+    try:
+        private(Path(task.folder))
+        for stage in task.todo:
+            voice.begin(stage)
+            started = time.monotonic()
+            result = stages[stage](Task(**{**vars(task), "done": done}), voice.progress)
+            done[stage] = {
+                "seconds": round(time.monotonic() - started, 3),
+                "folder": Path(task.folder).name,
+                "result": result,
+            }
+            save_json(Path(task.folder) / f"{stage}.json", done[stage])
+            voice.say(done=stage)
+            if ends(stage, result):
+                break
+    except _SPEAKING as error:
+        foreseen = isinstance(error, (UnbindError, OSError))
+        voice.say(failed=str(error) if foreseen else f"{type(error).__name__}: {error}"[:2000])
+        if not foreseen:
+            traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - whatever happens, the worker is told
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        voice.say(failed=f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}")
+    else:
+        voice.say(finished=True)
+
+
+def _load() -> Mapping[str, Stage]:
+    from server.worker.stages import STAGES
+
+    return STAGES
+
+
+if __name__ == "__main__":
+    main(_load)

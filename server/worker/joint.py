@@ -1,0 +1,74 @@
+"""What several modules cost together. Each was calibrated alone; gates that open on the same code add up.
+
+All active modules at once are held against the retain budgets of one; where they are over, each other module is measured in a pair
+with the new one, so that the answer can say which pair and by how much.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unbind_core.architecture import LoadedModel
+from unbind_core.bank import ModuleBank
+from unbind_core.capture import frozen
+from unbind_core.hooks import attach
+from unbind_core.module import UnbindModule
+from unbind_core.progress import Progress, ProgressCallback
+from unbind_core.rows import RetainRow
+from unbind_core.windows import Batch, batches, pad_id, retain_windows
+
+SAMPLE_ROWS = 48
+DEFAULT_BUDGET = 0.01
+
+
+def measure_together(
+    loaded: LoadedModel, modules: Sequence[UnbindModule], rows: Sequence[RetainRow], progress: ProgressCallback
+) -> dict[str, Any]:
+    """Retain KL and NLL increase of ``modules`` (the new one first) together; the pairs only where that is over budget."""
+    chosen = random.Random(0).sample(range(len(rows)), min(SAMPLE_ROWS, len(rows)))
+    device = next(loaded.model.parameters()).device
+    windows = retain_windows(loaded.tokenizer, rows, sorted(chosen), modules[0].forms)
+    every = list(batches(windows, pad_id(loaded.tokenizer), device=device))
+    budgets = {name: float(modules[0].budgets.get(name, DEFAULT_BUDGET)) for name in ("kl", "nll")}
+    steps = len(modules)  # the whole, and a pair for each other module
+    progress(Progress("joint cost", 0, steps))
+    together = _cost(loaded, modules, every)
+    within = together["kl"] <= budgets["kl"] and together["nll_increase"] <= budgets["nll"]
+    pairs: list[dict[str, Any]] = []
+    if not within:
+        for done, other in enumerate(modules[1:], start=1):
+            progress(Progress("joint cost", done, steps, other.name))
+            pairs.append({"modules": [modules[0].name, other.name], **_cost(loaded, (modules[0], other), every)})
+        pairs.sort(key=lambda pair: -pair["kl"])
+    return {
+        "measured": True, "within": within, "modules": [module.name for module in modules], **together,
+        "budgets": budgets, "pairs": pairs,
+    }  # fmt: skip
+
+
+def _cost(loaded: LoadedModel, modules: Sequence[UnbindModule], every: Sequence[Batch]) -> dict[str, float]:
+    bank = ModuleBank(next(loaded.model.parameters()).device)
+    for module in modules:
+        bank.add(module)
+    kl = nll = 0.0
+    count = 0
+    with torch.no_grad(), frozen(loaded.model):
+        for batch in every:
+            plain = _log_probabilities(loaded.model, batch)
+            with attach(loaded.model, bank):
+                edited = _log_probabilities(loaded.model, batch)
+            kl += float(nn.functional.kl_div(edited, plain, reduction="sum", log_target=True))
+            targets = batch.next_tokens()[:, None]
+            nll += float((plain.gather(1, targets) - edited.gather(1, targets)).double().sum())
+            count += len(targets)
+    return {"kl": kl / max(count, 1), "nll_increase": nll / max(count, 1)}
+
+
+def _log_probabilities(model: nn.Module, batch: Batch) -> torch.Tensor:
+    logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    return torch.log_softmax(logits[batch.predictors].float(), -1)

@@ -1,0 +1,84 @@
+"""Which stages a job goes through, what share of its time each takes, and which results end it early.
+
+Shared by the worker, which holds no tensors, and by the child process that runs the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.registry.tables import JobKind
+
+# Share of the whole job's time, as measured on the demo world; progress is reported in these proportions.
+PLANS: Mapping[JobKind, Mapping[str, float]] = {
+    JobKind.TAKEDOWN: {"check": 0.05, "fit": 0.53, "verify": 0.36, "joint": 0.04, "publish": 0.02},
+    JobKind.VERIFY: {"verify": 1.0},
+    JobKind.ACTIVATE: {"joint": 1.0},
+    JobKind.PREPARE: {"prepare": 1.0},
+}
+
+NOTHING_TO_REMOVE = "nothing_to_remove"
+CALIBRATED = "calibrated"
+SHORT = "short"
+OVER_BUDGET = "over_joint_budget"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job as its child process gets it. ``done``: finished stage -> {"folder", "result"}; ``folder`` is this attempt's."""
+
+    job_id: str
+    kind: JobKind
+    name: str
+    forget_digest: str
+    options: dict[str, Any]
+    folder: str
+    done: dict[str, dict[str, Any]]
+    module: dict[str, Any] | None = None  # the record of the module the job is about
+    others: list[dict[str, Any]] = field(default_factory=list)  # the records of the modules that are active
+
+    @property
+    def todo(self) -> list[str]:
+        """The stages that are left, none where a finished one has ended the job."""
+        if any(ends(stage, finished["result"]) for stage, finished in self.done.items()):
+            return []
+        return [stage for stage in PLANS[self.kind] if stage not in self.done]
+
+
+def ends(stage: str, result: Mapping[str, Any]) -> str | None:
+    """The outcome with which a stage's result ends the whole job, None where the job goes on."""
+    if stage == "check" and not result["memorised"]:
+        return NOTHING_TO_REMOVE
+    if stage == "fit" and result["outcome"] not in (CALIBRATED, SHORT):
+        return str(result["outcome"])
+    return None
+
+
+def remark(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What there is to know of a module although it was made, "" where nothing is."""
+    if results.get("fit", {}).get("outcome") != SHORT:
+        return ""
+    forgot = (results["fit"].get("selected") or {}).get("forgot") or {}
+    left = ", ".join(f"{form} {share:.0%}" for form, share in forgot.get("f_bleu_left", {}).items())
+    return "short: the module is within its budgets, but forgets less than was aimed at" + (
+        f" (F-BLEU left: {left}; rows with long exact spans: {forgot['spans']})" if left else ""
+    )
+
+
+def progress_of(kind: JobKind, stage: str, within: float) -> float:
+    """Progress of the whole job, from 0 to 1, where ``within`` of a stage is done."""
+    shares = PLANS[kind]
+    names = list(shares)
+    return sum(shares[name] for name in names[: names.index(stage)]) + shares[stage] * within
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """In one sentence, which pair is over the budget and by how much."""
+    budget = result["budgets"]
+    worst = result["pairs"][0]
+    return (
+        f"modules {' and '.join(worst['modules'])} together: retain KL {worst['kl']:.4f} (budget {budget['kl']}), NLL "
+        f"{worst['nll_increase']:+.4f} (budget {budget['nll']}); all {len(result['modules'])} active ones: KL {result['kl']:.4f}"
+    )

@@ -1,0 +1,139 @@
+"""Evidence holds what was done, shows it without a script, and any change to it is found offline."""
+
+from __future__ import annotations
+
+import copy
+import json
+import stat
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import build
+from server.evidence.bundle import evidence
+from server.evidence.page import page
+from server.evidence.signing import BadEvidence, signing_key, verify
+from server.registry.database import open_database
+from server.registry.files import job_dir, save_json
+from server.registry.registry import Registry
+from server.registry.tables import JobState
+from server.settings import Settings
+from tests.server.test_registry import claim, made_by, submit
+
+HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single'"
+TRIAL = {"layer": 2, "quantile": 0.9, "kappa": 3.0, "forget_gain": 1.5, "verdict": "selected",
+         "retain_kl": 0.004, "retain_nll_increase": -0.001, "retain_bleu_drop": 0.0}  # fmt: skip
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data")
+
+
+@pytest.fixture
+def document(settings: Settings) -> dict[str, Any]:
+    """The evidence of a finished takedown whose rows try to be markup."""
+    registry = Registry(open_database(settings.database_address))
+    job_id = submit(registry, notice={"claimant": HOSTILE})
+    held = claim(registry)
+    folder = job_dir(settings.data_dir, job_id) / "attempt-1"
+    other = {**TRIAL, "layer": 3, "kappa": 30.0, "forget_gain": -0.5, "verdict": "over KL budget"}
+    save_json(folder / "report.json", {"selected": TRIAL, "scan": [TRIAL, other], "budgets": {"kl": 0.01}})
+    sample = {"prompt": HOSTILE, "protected": HOSTILE, "before": HOSTILE, "after": "pass"}
+    histograms = {"low": -1.0, "high": 2.0, "threshold": 0.5, "counts": {"forget": [0, 5, 9], "retain": [90, 8, 0]}}
+    save_json(folder / "exhibits.json", {"histograms": histograms, "samples": [sample]})
+    table = {"before": {"all": {"f_bleu": 0.9, "rows": 3}}, "after": {"all": {"f_bleu": 0.01, "rows": 3}}}
+    for stage in ("fit", "verify"):
+        registry.jobs.stage_done(held, stage, {"seconds": 1.0, "folder": "attempt-1", "result": {}})
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result={"verify": table}, module=made_by(held))
+    made = evidence(registry, settings, str(held.takedown_id), {"name": "tiny", "fingerprint": "f" * 64})
+    registry.close()
+    return made
+
+
+class Reader(HTMLParser):
+    """The elements of a page and where they point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.links += [str(value) for name, value in attributes if name in ("src", "href", "srcset", "data")]
+
+
+def test_the_page_shows_plots_and_tables_and_runs_and_fetches_nothing(document: dict[str, Any]) -> None:
+    page = Reader()
+    page.feed(document["html"])
+    assert page.elements.count("svg") == 3 and page.elements.count("pre") == 3
+    assert "script" not in page.elements and page.links == []
+    assert "0.004" in document["html"] and "threshold" in document["html"] and "takedown.submit" in document["html"]
+    actions = [row["action"] for row in document["payload"]["audit"]]
+    assert {"takedown.submit", "module.add", "module.activate", "job.succeeded"} <= set(actions)
+
+
+def test_the_page_tells_of_gates_with_memory(document: dict[str, Any]) -> None:
+    bounds = {"kl": 0.001, "nll": 0.002, "bleu": 0.0, "open_rate": 0.001}
+    level = {
+        "gate": "network",
+        "layer": 3,
+        "width": 128,
+        "axis": "gradient",
+        "cost": {"bounds": bounds},
+        "verdict": "chosen",
+    }
+    payload = copy.deepcopy(document["payload"])
+    payload["report"] = {"selected": level, "scan": [], "levels": [level], "budgets": dict.fromkeys(bounds, 0.005)}
+    payload["exhibits"]["histograms"]["score"] = "evidence <b>"
+    html = page(payload)
+    assert html.count("<svg") == 2 and "gradient" in html and "evidence &lt;b&gt;" in html and "0.0020 of 0.005" in html
+
+
+def test_any_change_is_found(document: dict[str, Any]) -> None:
+    signer = verify(json.loads(json.dumps(document)))
+    assert verify(document, signer.upper()) == signer
+
+    def changed(*path: Any, value: Any = "x") -> dict[str, Any]:
+        other = copy.deepcopy(document)
+        target: Any = other
+        for step in path[:-1]:
+            target = target[step]
+        target[path[-1]] = value
+        return other
+
+    for bad in (
+        changed("html"), changed("payload", "takedown", "row_count", value=4), changed("payload", "audit", value=[]),
+        changed("extra"), changed("format"), changed("signature", "value"), changed("signature", "algorithm"),
+        changed("signature", "public_key", value="AAAA"), {}, [], "text", None,
+    ):  # fmt: skip
+        with pytest.raises(BadEvidence):
+            verify(bad)
+    with pytest.raises(BadEvidence, match="another key"):
+        verify(document, "0" * 64)
+
+
+def test_the_command_checks_a_file_offline(document: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "evidence.json"
+    file.write_text(json.dumps(document))
+    signer = document["signature"]["fingerprint"]
+
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(build(), ["evidence", "verify", str(file), *arguments])
+
+    assert json.loads(run("--json").output) == {"genuine": True, "signed_by": signer}
+    assert run("--signed-by", signer).exit_code == 0 and run("--signed-by", "00").exit_code == 1
+    file.write_text(json.dumps({**document, "html": "x"}))
+    assert run().exit_code == 1
+    file.write_text("not json")
+    assert run().exit_code == 1
+
+
+def test_the_key_is_made_once_and_its_owner_s_alone(tmp_path: Path) -> None:
+    first, second = signing_key(tmp_path / "d"), signing_key(tmp_path / "d")
+    assert first.private_bytes_raw() == second.private_bytes_raw()
+    assert stat.S_IMODE((tmp_path / "d" / "evidence.key").stat().st_mode) == 0o600

@@ -1,0 +1,81 @@
+"""Stages that take milliseconds and leave what real ones leave: the worker, its child process and the paths are the real ones.
+
+``python -m tests.system.fast_stages`` is the child; ``python -m tests.system.fast_stages worker`` a worker that uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from server.settings import load_settings
+from server.worker import child
+from server.worker.plan import Task
+from unbind_core.errors import DataError
+from unbind_core.files import write_whole
+from unbind_core.progress import Progress
+
+SECONDS = float(os.environ.get("FAST_STAGE_SECONDS", "0.05"))
+STEPS = 5
+
+
+def _work(name: str, seconds: float, progress: Callable[[Progress], None]) -> None:
+    for step in range(STEPS):
+        time.sleep(seconds / STEPS)
+        progress(Progress(name, step + 1, STEPS))
+
+
+def _stage(name: str) -> child.Stage:
+    def run(task: Task, progress: Callable[[Progress], None]) -> dict[str, Any]:
+        _work(name, float(task.options.get("seconds", SECONDS)), progress)
+        if task.options.get("fails") == name:
+            raise DataError(f"{name} cannot go on: no space left on device")
+        if task.options.get("dies") == name:
+            os._exit(9)
+        if task.options.get("breaks") == name:
+            raise KeyError("a row of protected code")
+        folder = Path(task.folder)
+        if name == "check":
+            return {"memorised": not task.options.get("unknown")}
+        if name == "fit":
+            write_whole(folder / "module.safetensors", lambda path: path.write_bytes(os.urandom(4096)))
+            return {"outcome": task.options.get("fit", "calibrated"), "attempt": folder.name}
+        if name == "joint":
+            return {"measured": False, "within": True}
+        if name == "publish":
+            made = folder.parent / task.done["fit"]["folder"] / "module.safetensors"
+            write_whole(folder / "final.safetensors", lambda path: path.write_bytes(made.read_bytes()))
+            return {"digest": child_digest(made), "file": "final.safetensors", "fingerprint": "model"}
+        return {"before": {}, "after": {}}
+
+    return run
+
+
+def child_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+STAGES = {name: _stage(name) for name in ("check", "fit", "verify", "joint", "publish", "prepare")}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        import logging
+        import signal
+
+        from server.worker.worker import Worker
+
+        logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        Worker(load_settings(environment=os.environ), stop, (sys.executable, "-m", "tests.system.fast_stages")).run()
+    else:
+        child.main(lambda: STAGES)

@@ -1,0 +1,322 @@
+"""Workers and their child processes, killed at any instant: every job ends, one module each, nothing half-written or left over."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.registry.audit import Actor
+from server.registry.registry import Registry, open_registry
+from server.registry.tables import ENDED
+from server.settings import PREFIX, Settings
+from tests.system.conftest import ROOT
+
+ADMIN = Actor("admin", "test")
+LEASE = 1.5
+
+
+class Workshop:
+    """A registry, and workers with fast stages on it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        given = {"lease_seconds": LEASE, "max_attempts": 10_000, "prepare": False, **settings}
+        self.settings = Settings(data_dir=folder / "data", **given)
+        self.registry: Registry = open_registry(self.settings)
+        self.workers: list[subprocess.Popen[str]] = []
+        self.log: list[str] = []
+
+    def start(self, **environment: str) -> subprocess.Popen[str]:
+        """A worker process."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.fast_stages", "worker"], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**inherited, **self.settings.to_environment(), "PYTHONPATH": str(ROOT), **environment},
+        )  # fmt: skip
+        threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True).start()
+        self.workers.append(process)
+        return process
+
+    def submit(self, name: str, **options: Any) -> str:
+        """A job."""
+        job, _ = self.registry.takedowns.submit(
+            name=name, row_count=3, forget_digest="f", notice={}, options=options, request_digest="r",
+            idempotency_key=None, fingerprint="model", actor=ADMIN, now=time.time(),
+        )  # fmt: skip
+        return str(job["id"])
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """One job."""
+        return self.registry.jobs.get(job_id, time.time())
+
+    def wait(self, what: Callable[[], bool], seconds: float = 30) -> None:
+        """Until something is so."""
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, "".join(self.log[-30:])
+            time.sleep(0.02)
+
+    def ended(self, *jobs: str, seconds: float = 30) -> list[dict[str, Any]]:
+        """The jobs once they have ended."""
+        self.wait(lambda: all(self.job(job)["state"] in ENDED for job in jobs), seconds)
+        return [self.job(job) for job in jobs]
+
+    def children(self) -> list[int]:
+        """Process ids of the stages' processes of this workshop's workers, dead workers' included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            mine = f"{PREFIX}DATA_DIR={self.settings.data_dir}".encode() in environment.split(b"\0")
+            if mine and b"tests.system.fast_stages" in command and b"worker" not in command and state != "Z":
+                found.append(int(entry.name))
+        return found
+
+    def check_what_is_left(self, jobs: list[str]) -> None:
+        """One module a job, each file whole and known, no temporary file, a whole audit trail."""
+        records = self.registry.modules.versions()
+        assert sorted(record["job_id"] for record in records) == sorted(jobs)
+        store = Path(self.settings.published_store)
+        files = sorted(path.name for path in store.rglob("*") if path.is_file())
+        assert files == sorted(f"{record['digest']}.safetensors" for record in records)
+        left = [path for path in self.settings.data_dir.rglob("*.partial") if "jobs" not in path.parts]
+        assert not left  # a job's own folder is tidied when it ends
+        assert self.registry.audit_problems() == []
+        ends = [row["subject"] for row in self.registry.audit(limit=1000) if row["action"] == "job.succeeded"]
+        assert sorted(ends) == sorted(jobs)
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(signal.SIGCONT)
+                worker.terminate()
+        for worker in self.workers:
+            try:
+                worker.wait(10)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        self.wait(lambda: not self.children(), 5)
+        for worker in self.workers:
+            if worker.stderr is not None:
+                worker.stderr.close()
+        self.registry.close()
+
+
+@contextmanager
+def workshop(folder: Path, **settings: Any) -> Iterator[Workshop]:
+    made = Workshop(folder, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Workshop]:
+    with workshop(tmp_path) as made:
+        yield made
+
+
+def test_an_idle_worker_prepares_and_yields_to_a_job(tmp_path: Path) -> None:
+    with workshop(tmp_path, prepare=True) as shop:
+        shop.start(FAST_STAGE_SECONDS="120")
+        shop.wait(lambda: len(shop.children()) == 2)  # one prepares, one waits for a job
+        (job,) = shop.ended(shop.submit("m", seconds=0.05))
+        assert job["outcome"] == "active"
+    with workshop(tmp_path, prepare=True) as shop:
+        shop.start()
+        shop.wait(lambda: any("prepared for takedowns" in line for line in shop.log))
+        shop.wait(lambda: len(shop.children()) == 1)
+
+
+def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
+    job_id = shop.submit("m")
+    shop.start()
+    (job,) = shop.ended(job_id)
+    assert (job["state"], job["outcome"], job["attempt"], job["progress"]) == ("succeeded", "active", 1, 1.0)
+    assert set(job["timings"]) == {"check", "fit", "verify", "joint", "publish"}
+    shop.check_what_is_left([job_id])
+    assert not list((shop.settings.data_dir / "jobs").rglob("*.partial"))
+    unknown = shop.submit("unknown", unknown=True)
+    assert shop.ended(unknown)[0]["outcome"] == "nothing_to_remove"
+    manual = shop.submit("manual", activation="manual")
+    assert shop.ended(manual)[0]["outcome"] == "calibrated"
+    (short,) = shop.ended(shop.submit("short", fit="short"))
+    assert short["outcome"] == "active" and short["message"] == short["result"]["remark"]
+    assert "less than was aimed at" in short["message"]
+    (nothing,) = shop.ended(shop.submit("nothing", fit="ineffective"))
+    assert nothing["outcome"] == "ineffective" and nothing["module_id"] is None
+
+
+def killings(shop: Workshop, count: int, workers: int, seed: int) -> None:
+    """Kill workers and children at random instants, ``count`` times, while jobs run; then let them end."""
+    rng = random.Random(seed)
+    jobs = [shop.submit(f"m{number}") for number in range(max(3, count // 6))]
+    killed = 0
+    deadline = time.monotonic() + 10 * count + 60
+    while killed < count:
+        assert time.monotonic() < deadline, "".join(shop.log[-30:])
+        while sum(worker.poll() is None for worker in shop.workers) < workers:
+            shop.start()
+        time.sleep(rng.random() * 1.2)
+        if all(shop.job(job)["state"] in ENDED for job in jobs):
+            jobs.append(shop.submit(f"m{len(jobs)}"))
+        alive = [worker.pid for worker in shop.workers if worker.poll() is None]
+        victims = alive if rng.random() < 0.5 else shop.children()
+        if victims:
+            with suppress(ProcessLookupError):
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                killed += 1
+    time.sleep(0.2)  # the last one killed has ended by then
+    while sum(worker.poll() is None for worker in shop.workers) < workers:
+        shop.start()
+    for job in shop.ended(*jobs, seconds=60 + 2 * LEASE * len(jobs)):
+        assert (job["state"], job["outcome"]) == ("succeeded", "active"), job
+    shop.check_what_is_left(jobs)
+
+
+def test_workers_and_children_killed_at_random_lose_nothing(shop: Workshop) -> None:
+    killings(shop, 8, workers=2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hundred_killings_and_more_lose_nothing(shop: Workshop, seed: int) -> None:
+    killings(shop, int(os.environ.get("UNBIND_TEST_KILLS", "30")), workers=1 + seed % 2, seed=seed)
+
+
+@pytest.mark.parametrize("stage", ["check", "fit", "verify", "joint", "publish"])
+def test_a_worker_killed_at_a_stage_is_followed_by_one_that_goes_on_there(shop: Workshop, stage: str) -> None:
+    job_id = shop.submit("m", seconds=0.4)
+    worker = shop.start()
+    shop.wait(lambda: shop.job(job_id)["stage"] == stage)
+    before = shop.job(job_id)["timings"]
+    worker.kill()
+    worker.wait()
+    shop.wait(lambda: not shop.children(), 2)  # its child ends with it
+    shop.start()
+    shop.wait(lambda: sum("waits for takedowns" in line for line in shop.log) == 2)
+    ready = time.monotonic()
+    shop.wait(lambda: shop.job(job_id)["attempt"] == 2)
+    assert time.monotonic() - ready < LEASE + 4
+    (job,) = shop.ended(job_id)
+    assert job["outcome"] == "active" and before.items() <= job["timings"].items()
+    shop.check_what_is_left([job_id])
+
+
+@pytest.mark.parametrize("stage", ["check", "fit", "verify", "publish"])
+def test_cancelling_takes_effect_within_five_seconds_at_any_stage(shop: Workshop, stage: str) -> None:
+    job_id = shop.submit("m", seconds=0.3)
+    shop.start()
+    shop.wait(lambda: shop.job(job_id)["stage"] == stage)
+    if stage != "publish":
+        os.kill(shop.children()[0], signal.SIGSTOP)  # as if deep in a computation that never looks up
+    asked = time.monotonic()
+    shop.registry.jobs.request_cancel(job_id, ADMIN, time.time())
+    (job,) = shop.ended(job_id)
+    assert time.monotonic() - asked < 5
+    assert job["state"] == "cancelled" or stage == "publish"
+    done = shop.job(job_id)["timings"]
+    if job["state"] == "cancelled":
+        shop.registry.jobs.retry(job_id, ADMIN, time.time())
+        (job,) = shop.ended(job_id)
+        assert job["outcome"] == "active" and done.items() <= job["timings"].items()
+    shop.check_what_is_left([job_id])
+
+
+def test_a_checkpoint_that_is_gone_is_made_again_with_all_that_rests_on_it(shop: Workshop) -> None:
+    job_id = shop.submit("m", fails="joint")
+    shop.start()
+    (job,) = shop.ended(job_id)
+    assert set(job["timings"]) == {"check", "fit", "verify"}
+    for stage in ("fit", "verify"):
+        done = shop.registry.jobs.stages(job_id)
+        assert done[stage]["folder"] == "attempt-1"
+    shutil.rmtree(shop.settings.data_dir / "jobs" / job_id / "attempt-1")
+    shop.registry.jobs.retry(job_id, ADMIN, time.time())
+    shop.ended(job_id)
+    assert {done["folder"] for done in shop.registry.jobs.stages(job_id).values()} == {"attempt-2"}
+
+
+def test_a_stage_that_fails_says_why_and_can_be_retried(shop: Workshop) -> None:
+    failed, broken = shop.submit("a", fails="verify"), shop.submit("b", breaks="fit")
+    shop.start()
+    one, two = shop.ended(failed, broken)
+    assert one["state"] == "failed" and "no space left" in one["error"] and set(one["timings"]) == {"check", "fit"}
+    assert two["state"] == "failed" and two["error"].startswith("KeyError in fast_stages.py, line")
+    assert not any("protected code" in line for line in [*shop.log, two["error"]])
+
+
+def test_a_child_that_keeps_dying_fails_its_job(tmp_path: Path) -> None:
+    with workshop(tmp_path, max_attempts=2) as shop:
+        job_id = shop.submit("m", dies="fit")
+        shop.start()
+        (job,) = shop.ended(job_id)
+        assert job["state"] == "failed" and "stage 'fit' ended with status 9, 2 times" in job["error"]
+
+
+def test_a_worker_asked_to_leave_gives_its_job_back(shop: Workshop) -> None:
+    job_id = shop.submit("m", seconds=0.5)
+    worker = shop.start()
+    shop.wait(lambda: shop.job(job_id)["stage"] == "fit")
+    worker.terminate()
+    assert worker.wait(5) == 0 and not shop.children()
+    job = shop.job(job_id)
+    assert (job["state"], job["attempt"]) == ("queued", 0) and set(job["timings"]) == {"check"}
+
+
+def test_two_workers_share_a_device_one_job_at_a_time(shop: Workshop) -> None:
+    jobs = [shop.submit(f"m{number}", seconds=0.15) for number in range(4)]
+    shop.start(), shop.start()
+    most = 0
+    while not all(shop.job(job)["state"] in ENDED for job in jobs):
+        most = max(most, sum(job["state"] == "running" for job in shop.registry.jobs.newest(time.time())))
+        time.sleep(0.02)
+    assert most == 1
+    shop.check_what_is_left(jobs)
+
+
+@pytest.mark.slow
+def test_a_database_locked_for_ten_seconds_delays_and_loses_nothing(shop: Workshop) -> None:
+    job_id = shop.submit("m", seconds=0.5)
+    shop.start()
+    shop.wait(lambda: shop.job(job_id)["stage"] == "fit")
+    with closing(sqlite3.connect(shop.registry.transactions.engine.url.database or "", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        time.sleep(11)
+        other.execute("ROLLBACK")
+    assert shop.ended(job_id)[0]["outcome"] == "active"
+    shop.check_what_is_left([job_id])
+
+
+def test_a_store_that_is_away_delays_publishing(tmp_path: Path) -> None:
+    with workshop(tmp_path) as shop:
+        store = Path(shop.settings.published_store)
+        store.parent.mkdir(exist_ok=True, parents=True)
+        store.write_text("a file where the folder should be")
+        job_id = shop.submit("m")
+        shop.start()
+        shop.wait(lambda: shop.job(job_id)["message"] == "waiting for the module store")
+        store.unlink()
+        assert shop.ended(job_id)[0]["outcome"] == "active"
+        shop.check_what_is_left([job_id])
