@@ -157,14 +157,14 @@ class _Auto:
             new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
         )  # fmt: skip
 
-    def forgot(self, module: UnbindModule, rows: Sequence[int]) -> Forgot:
+    def forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int = 1) -> Forgot:
         """Completions under the module against those before it: greedy ones of all these rows' prompts first; then, of some
-        rows, of the prompts with the target's first tokens as well, greedy and sampled.
+        rows, of the prompts with the target's first tokens as well, greedily and, with two attempts, sampled.
         """
         found = self._forgot(module, rows, attempts=0)
         if not found.reaches(self.target):
             return found
-        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts=2)
+        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts)
         return Forgot(found.f_bleu_left, max(found.spans, harder.spans), max(found.recovery, harder.recovery))
 
     def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
@@ -350,10 +350,10 @@ class _Auto:
                     low, high = (low, middle) if reached else (middle + 1, high)
             else:
                 low = high
-            forgot = self.forgot(at(STRENGTHS[low]), self.every)
+            forgot = self.forgot(at(STRENGTHS[low]), self.every, attempts=2)
             while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
                 low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
-                forgot = self.forgot(at(STRENGTHS[low]), self.every)
+                forgot = self.forgot(at(STRENGTHS[low]), self.every, attempts=2)
         level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
         if affordable == 0:
             level["verdict"] = "no strength within the budgets"

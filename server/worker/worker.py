@@ -203,7 +203,9 @@ class Worker:
             self.registry.modules.get(claim.module_id) if claim.kind != JobKind.TAKEDOWN and claim.module_id else None
         )
         if "joint" in PLANS[claim.kind]:
-            live = [record for record in self.registry.modules.versions() if record["state"] == ModuleState.ACTIVE]
+            # Files that were only put into the folder apply where a request names them, and promise nothing together.
+            active = [record for record in self.registry.modules.versions() if record["state"] == ModuleState.ACTIVE]
+            live = [record for record in active if record["takedown_id"] or record["scope"]]
         folder = job_dir(self.settings.data_dir, claim.job_id) / f"attempt-{claim.fence}"
         done: dict[str, Any] = {}
         for stage in PLANS[claim.kind]:
