@@ -235,7 +235,7 @@ class Known(auto._Auto):
         kl = self.costs[auto.STRENGTHS.index(module.kappa)]
         return auto.Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
 
-    def forgot(self, module: UnbindModule, rows: Sequence[int]) -> auto.Forgot:
+    def forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int = 1) -> auto.Forgot:
         needed = self.enough_of_probe if len(rows) == 1 else self.enough
         return auto.Forgot({"plain": 0.0 if auto.STRENGTHS.index(module.kappa) >= needed else 1.0}, 0, 0.0)
 
