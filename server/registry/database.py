@@ -7,6 +7,7 @@ version is refused by both.
 from __future__ import annotations
 
 import fcntl
+import logging
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from server.registry.refusals import DatabaseRefused
 from server.registry.tables import Base
+
+logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
 
 LOCK_SECONDS = 10
 _FIRST = "0001"  # the schema of databases from before revisions were recorded
