@@ -8,7 +8,6 @@ reaches the target: what is gained by more is paid for wherever a gate opens by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,12 +16,11 @@ import torch
 from torch import Tensor
 
 from unbind_core.axis import constrained_axis, gradient_axis, output_axis
-from unbind_core.calibration import Budgets
+from unbind_core.capture import frozen, recording
 from unbind_core.detector import fisher_detector
 from unbind_core.errors import FittingError
-from unbind_core.evaluation import PREFIXES, RowScore, forget_scores
 from unbind_core.gates import activation
-from unbind_core.hooks import attach
+from unbind_core.judging import Cost, Forgot, Judge
 from unbind_core.module import UnbindModule
 from unbind_core.moments import CrossMoments, Moments
 from unbind_core.network import (
@@ -33,57 +31,24 @@ from unbind_core.network import (
     evidence,
     separation,
     train_network,
-    upper_bound,
 )
-from unbind_core.options import FitReport, Target
+from unbind_core.options import FitReport
 from unbind_core.paper import fit_paper, forget_statistics
 from unbind_core.preparation import Preparation
-from unbind_core.progress import Progress
+from unbind_core.progress import Progress, counted
 from unbind_core.retained import retain_completions, retain_replay, retain_states
-from unbind_core.rows import make_partitions
-from unbind_core.trials import Replay, RetainCompletions, edit_of
+from unbind_core.rows import make_partitions, spread
+from unbind_core.trials import Replay, RetainCompletions
+from unbind_core.windows import Batch, Window, batches
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
 SCREEN_WIDTH, SCREEN_STEPS = 64, 120
 STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
+Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
 PROBED_ROWS = 12  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
-INJECTED_ROWS = 24
-NEW_TOKENS = 128
-WAYS = (
-    "original",
-    *(f"prefix-{k}" for k in PREFIXES),
-)  # the ways to ask under which rows are recited; the others are for verify
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a module costs on the retain-calibration rows: means, and upper bounds of them."""
-
-    nll: float
-    kl: float
-    open_rate: float
-    bounds: Budgets
-
-    def within(self, budgets: Budgets) -> bool:
-        """Whether every bound is within its budget."""
-        return all(getattr(self.bounds, key) <= value for key, value in asdict(budgets).items())
-
-
-@dataclass(frozen=True)
-class Forgot:
-    """What is left of the rows under a module: shares of the former F-BLEU by form, rows with long spans, mean recovery."""
-
-    f_bleu_left: dict[str, float]
-    spans: int
-    recovery: float
-
-    def reaches(self, target: Target) -> bool:
-        """Whether this is as little as was aimed at."""
-        gone = all(left <= 1 - target.f_bleu_cut for left in self.f_bleu_left.values())
-        return gone and self.spans == 0 and self.recovery <= target.recovery
 
 
 @dataclass(frozen=True)
@@ -100,10 +65,10 @@ class Retained:
 
 def retained(given: Preparation) -> Retained:
     """From the cache where it is known; nothing of it depends on the forget rows."""
-    layers, fingerprint = _spread(given.layers, MOST_LAYERS), given.identity.fingerprint
+    layers, fingerprint = spread(given.layers, MOST_LAYERS), given.identity.fingerprint
     with given.clock.stage("retain states"):
         states = retain_states(
-            given.model, given.retain_windows(given.parts.retain_fit), layers, pad=given.pad,
+            given.model, given.alternating_windows(given.parts.retain_fit), layers, pad=given.pad,
             limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=fingerprint, progress=given.progress,
         )  # fmt: skip
     with given.clock.stage("calibration states"):
@@ -133,66 +98,14 @@ class _Auto:
         given = self.given
         kept = retained(given)
         self.layers = layers = kept.layers
-        self.retained, self.retain, self.completions = kept.states, kept.calibration, kept.completions
+        self.retained, self.retain = kept.states, kept.calibration
         with self.clock.stage("forget states and gradients"):
-            some = given.forget_windows(_spread(self.every, GRADIENT_ROWS))
+            some = given.forget_windows(spread(self.every, GRADIENT_ROWS))
             self.moments, self.cross = forget_statistics(given.model, some, layers, given.pad, given.progress)
             self.forget = Replay(given.model, given.forget_windows(self.every), layers, pad=given.pad)
         with self.clock.stage("rows before"):
-            self.probed = _spread(self.every, PROBED_ROWS)
-            self.before = self._scores(self.every, None, attempts=0)
-
-    # What is measured of a module.
-
-    def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
-        given = self.given
-        chosen = [given.forget[i] for i in rows]
-        bank = edit_of(module, self.retain.device)[0] if module is not None else None
-
-        def editing() -> AbstractContextManager[object]:
-            return attach(given.model, bank) if bank is not None else nullcontext()
-
-        return forget_scores(
-            given.model, given.tokenizer, chosen, forms=given.forms, attempts=attempts, ways=WAYS,
-            new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
-        )  # fmt: skip
-
-    def forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int = 1) -> Forgot:
-        """Completions under the module against those before it: greedy ones of all these rows' prompts first; then, of some
-        rows, of the prompts with the target's first tokens as well, greedily and, with two attempts, sampled.
-        """
-        found = self._forgot(module, rows, attempts=0)
-        if not found.reaches(self.target):
-            return found
-        harder = self._forgot(module, _spread(rows, INJECTED_ROWS), attempts)
-        return Forgot(found.f_bleu_left, max(found.spans, harder.spans), max(found.recovery, harder.recovery))
-
-    def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
-        after = self._scores(rows, module, attempts)
-        left = {}
-        for form in self.given.forms:
-            whole = sum(self.before[i].bleu[form] for i in rows)
-            left[form] = sum(score.bleu[form] for score in after) / max(whole, 1e-9)
-        long = sum(score.span >= self.target.span for score in after)
-        return Forgot(left, long, sum(score.recovery for score in after) / len(after))
-
-    def cost(self, module: UnbindModule) -> Cost:
-        """What the module does to the retain-calibration rows."""
-        bank, selection = edit_of(module, self.retain.device)
-        outcome = self.retain.run(bank, selection, module.layer, kl_budget=float("inf"))
-        rows = list(outcome.rows.values())
-        drops = self.completions.drops(bank, selection, module.layer)
-        bounds = Budgets(
-            kl=upper_bound([(row.kl, row.scored) for row in rows]),
-            nll=upper_bound([(row.nll, row.scored) for row in rows]),
-            bleu=upper_bound([(drop, 1.0) for drop in drops]) if drops else 0.0,
-            open_rate=upper_bound([(float(row.opened), row.positions) for row in rows]),
-        )
-        scored, positions = sum(row.scored for row in rows), sum(row.positions for row in rows)
-        return Cost(
-            sum(row.nll for row in rows) / scored, sum(row.kl for row in rows) / scored,
-            sum(row.opened for row in rows) / positions, bounds,
-        )  # fmt: skip
+            self.probed = spread(self.every, PROBED_ROWS)
+            self.judge = Judge(given, kept.calibration, kept.completions)
 
     # The levels.
 
@@ -204,13 +117,14 @@ class _Auto:
                 retain = self._retain_moments(layer)
                 detector = fisher_detector(self.moments[layer], retain, self.given.options.ridge)
                 w, s_ref = detector.w.float()[None], torch.tensor([detector.s_ref], device=self.retain.device)
-                theirs = torch.cat(
-                    [activation(states, w, s_ref)[:, 0] for _, _, states in _sequences(self.retain, layer)]
-                )
+                theirs = torch.cat([activation(states, w, s_ref)[:, 0] for _, states in _sequences(self.retain, layer)])
                 allowed = max(1, round(self.budgets.open_rate * len(theirs)))
                 tau = theirs.topk(allowed).values[-1]
                 ours = torch.cat(
-                    [activation(states[first:], w, s_ref)[:, 0] for _, first, states in _sequences(self.forget, layer)]
+                    [
+                        activation(states[window.first_target - 1 :], w, s_ref)[:, 0]
+                        for window, states in _sequences(self.forget, layer)
+                    ]
                 )
                 best = max(best, (float((ours > tau).float().mean()), layer))
         coverage, layer = best
@@ -234,7 +148,7 @@ class _Auto:
         if report.outcome != "calibrated":
             level["verdict"] = "no strength within the budgets"
             return None
-        cost, forgot = self.cost(module), self.forgot(module, self.every)
+        cost, forgot = self.judge.cost(module), self.judge.forgot(module, self.every)
         level |= {"cost": asdict(cost), "forgot": asdict(forgot)}
         if cost.within(self.budgets) and forgot.reaches(self.target):
             level["verdict"] = "chosen"
@@ -254,15 +168,29 @@ class _Auto:
         found = []
         with self.clock.stage("layer screen"):
             for layer in self.layers:
-                network = self._train(layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}")
-                split = self._separation(network, layer, WINDOWS[1])
+                rows = list(_sequences(self.forget, layer))
+                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}")
+                split = self._separation(network, rows, layer, WINDOWS[1])
                 found.append({"layer": layer, **split.to_json()})
         best = max(found, key=lambda one: (one["margin"], one["layer"]))
         return int(best["layer"]), found
 
-    def _train(self, layer: int, width: int, steps: int, stage: str) -> Network:
+    def _embedded(self, layer: int) -> Sequences:
+        """The rows as they are and as they are met elsewhere: what a detector has to know."""
+        given = self.given
+        found = list(_sequences(self.forget, layer))
+        every = list(batches(given.embedded_windows(), given.pad, device=self.retain.device))
+        with torch.no_grad(), frozen(given.model):
+            for batch in counted(every, len(every), "embedded rows", given.progress):
+                with recording(given.model, [layer]) as states:
+                    given.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
+                found += _unpadded(batch, states[layer])
+        return found
+
+    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str) -> Network:
         parts = [
-            (row, states[min(FIRST_POSITION, first) : -1]) for row, first, states in _sequences(self.forget, layer)
+            (window.row, states[min(window.start + FIRST_POSITION, window.first_target - 1) : -1])
+            for window, states in forget
         ]
         rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
         states = torch.cat([states for _, states in parts])
@@ -271,10 +199,10 @@ class _Auto:
             progress=self.given.progress, stage=stage,
         )  # fmt: skip
 
-    def _separation(self, network: Network, layer: int, window: int) -> Separation:
+    def _separation(self, network: Network, forget: Sequences, layer: int, window: int) -> Separation:
         ours, theirs = (
-            evidence(((row, first, network.scores(states)) for row, first, states in _sequences(of, layer)), window)
-            for of in (self.forget, self.retain)
+            evidence(((one.row, one.first_target - 1, network.scores(states)) for one, states in of), window)
+            for of in (forget, _sequences(self.retain, layer))
         )
         return separation(ours, theirs, window, self.budgets.open_rate)
 
@@ -295,11 +223,12 @@ class _Auto:
         return {name: (axis / axis.norm()).float().cpu() for name, axis in found.items()}
 
     def network(self, layer: int, width: int) -> Iterator[tuple[UnbindModule, Forgot, dict[str, Any]]]:
-        """Modules of one network, for each closing threshold and axis, at the least strength that reaches the target."""
+        """Modules of one network, for each axis and closing threshold, at the least strength that reaches the target."""
         steps = network_steps(len(self.every))
         with self.clock.stage("detector"):
-            net = self._train(layer, width, steps, f"detector of {width}")
-            splits = [self._separation(net, layer, window) for window in WINDOWS]
+            rows = self._embedded(layer)
+            net = self._train(rows, layer, width, steps, f"detector of {width}")
+            splits = [self._separation(net, rows, layer, window) for window in WINDOWS]
         split = max(splits, key=lambda one: one.margin)
         norm = float(self.retained[layer].float().norm(dim=1).mean())
         tensors = {
@@ -313,9 +242,8 @@ class _Auto:
                 tau_close=None if closing == 1 else closing * tau, window=split.window, quantile=None, measured={}, **tensors,
             )  # fmt: skip
 
-        axes = self.axes(layer)
-        for closing in CLOSING:
-            for name, axis in axes.items():
+        for name, axis in self.axes(layer).items():
+            for closing in CLOSING:
                 level: dict[str, Any] = {
                     "gate": "network", "layer": layer, "width": width, "steps": steps, "tau_close": closing, "axis": name,
                     "separation": split.to_json(),
@@ -334,7 +262,7 @@ class _Auto:
 
         @cache
         def cost(index: int) -> Cost:
-            return self.cost(at(STRENGTHS[index]))
+            return self.judge.cost(at(STRENGTHS[index]))
 
         with self.clock.stage("strength"):
             low, high = 0, len(STRENGTHS)
@@ -343,17 +271,17 @@ class _Auto:
                 low, high = (middle + 1, high) if cost(middle).within(self.budgets) else (low, middle)
             affordable = low
             low, high = 0, max(affordable - 1, 0)
-            if high and self.forgot(at(STRENGTHS[high]), self.probed).reaches(self.target):
+            if high and self.judge.forgot(at(STRENGTHS[high]), self.probed).reaches(self.target):
                 while low < high:  # the least of these that reaches the target
                     middle = (low + high) // 2
-                    reached = self.forgot(at(STRENGTHS[middle]), self.probed).reaches(self.target)
+                    reached = self.judge.forgot(at(STRENGTHS[middle]), self.probed).reaches(self.target)
                     low, high = (low, middle) if reached else (middle + 1, high)
             else:
                 low = high
-            forgot = self.forgot(at(STRENGTHS[low]), self.every, attempts=2)
+            forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
             while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
                 low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
-                forgot = self.forgot(at(STRENGTHS[low]), self.every, attempts=2)
+                forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
         level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
         if affordable == 0:
             level["verdict"] = "no strength within the budgets"
@@ -427,15 +355,13 @@ def _finish(
     return replace(module, measured=measured), report
 
 
-def _spread(items: Sequence[int], most: int) -> list[int]:
-    """At most ``most`` of the items, evenly spread, the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round((i + 1) * len(items) / most) - 1] for i in range(most)]
-
-
-def _sequences(replay: Replay, layer: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(row, first predictor position, states [T,d]) of every window, without its padding."""
+def _sequences(replay: Replay, layer: int) -> Iterator[tuple[Window, Tensor]]:
+    """Every window with its states [T,d]."""
     for kept in replay.kept:
-        for index, window in enumerate(kept.batch.windows):
-            yield window.row, window.first_target - 1, kept.states[layer][index, : len(window.ids)]
+        yield from _unpadded(kept.batch, kept.states[layer])
+
+
+def _unpadded(batch: Batch, states: Tensor) -> Iterator[tuple[Window, Tensor]]:
+    """Every window of a batch with its states [T,d] out of [B,T,d], without the padding."""
+    for window, own in zip(batch.windows, states, strict=True):
+        yield window, own[: len(window.ids)]

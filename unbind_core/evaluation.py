@@ -74,13 +74,12 @@ def forget_scores(
     *,
     forms: Sequence[str],
     attempts: int = 1,
-    ways: Sequence[str] = WAYS,
     new_tokens: int = ACCESS_NEW_TOKENS,
     editing: Editing = nullcontext,
     progress: ProgressCallback = silent,
     stage: str = "forget rows",
 ) -> list[RowScore]:
-    """Scores of every forget row. ``attempts`` for each of the ``ways`` to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
+    """Scores of every forget row. ``attempts`` for each of the six ways to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
 
     ``attempts`` = 0 asks in the original way alone, greedily, for as many tokens as BLEU needs.
     """
@@ -89,37 +88,32 @@ def forget_scores(
 
     def run(work: Sequence[_Attempt], sampling: Sampling, label: str) -> list[list[int]]:
         prompts = [attempt.prompt for attempt in work]
-        outputs = complete(
+        return complete(
             model, prompts, sampling, pad=pad, end=end, editing=editing, stage=f"{stage}: {label}", progress=progress
         )
+
+    def recovered(work: Sequence[_Attempt], outputs: Sequence[Sequence[int]]) -> None:
         for attempt, output in zip(work, outputs, strict=True):
-            span = longest_span(attempt.target, output, attempt.prompt)
-            score = scores[attempt.row]
+            score, span = scores[attempt.row], longest_span(attempt.target, output, attempt.prompt)
             score.span = max(score.span, span)
             score.recovery = max(score.recovery, span / len(attempt.target))
-        return outputs
 
     conditions = _conditions(tokenizer, rows)
-    original = conditions.pop("original")
-    conditions = {name: work for name, work in conditions.items() if name in ways}
-    others = [attempt for work in conditions.values() for attempt in work] if attempts else []
-    greedy = run([*original, *others], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
-    for item, output in zip(original, greedy, strict=False):
-        scores[item.row].bleu["plain"] = sentence_bleu(item.target, output[:BLEU_NEW_TOKENS])
-    for attempt in range(1, attempts):
-        for number, (name, work) in enumerate({"original": original, **conditions}.items()):
+    asked = {name: conditions[name] for name in (WAYS if attempts else WAYS[:1])}
+    plain = [attempt for work in asked.values() for attempt in work]
+    fim = [_Attempt(i, *forget_prompt(tokenizer, row, "fim")) for i, row in enumerate(rows)] if "fim" in forms else []
+    greedy = run([*plain, *fim], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
+    recovered(plain, greedy[: len(plain)])
+    for form, work, outputs in (("plain", plain[: len(rows)], greedy), ("fim", fim, greedy[len(plain) :])):
+        for attempt, output in zip(work, outputs, strict=False):
+            score, told = scores[attempt.row], output[:BLEU_NEW_TOKENS]
+            score.bleu[form] = sentence_bleu(attempt.target, told)
+            score.span = max(score.span, longest_span(attempt.target, told, attempt.prompt))
+    for again in range(1, attempts):
+        for number, (name, work) in enumerate(asked.items()):
             # Seeds as the paper's: 1e5 a condition, 1e4 an attempt, 1 a batch.
-            sampling = Sampling(new_tokens, 0.8, 0.95, seed=100_000 * number + 10_000 * attempt)
-            run(work, sampling, f"{name}, attempt {attempt + 1}")
-    if "fim" in forms:
-        pairs = [forget_prompt(tokenizer, row, "fim") for row in rows]
-        outputs = complete(
-            model, [prompt for prompt, _ in pairs], Sampling(BLEU_NEW_TOKENS), pad=pad, end=end, editing=editing,
-            stage=f"{stage}: fill in the middle", progress=progress,
-        )  # fmt: skip
-        for score, (prompt, target), output in zip(scores, pairs, outputs, strict=True):
-            score.bleu["fim"] = sentence_bleu(target, output)
-            score.span = max(score.span, longest_span(target, output, prompt))
+            sampling = Sampling(new_tokens, 0.8, 0.95, seed=100_000 * number + 10_000 * again)
+            recovered(work, run(work, sampling, f"{name}, attempt {again + 1}"))
     return scores
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,7 +19,17 @@ from unbind_core.module import UnbindModule
 from unbind_core.options import Clock, FitOptions
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
-from unbind_core.windows import Window, forget_windows, retain_windows
+from unbind_core.windows import Window, embedded_windows, forget_windows, retain_windows
+
+LEAD = (50, 600)  # characters of other code in front of a row
+REQUESTS = (  # what stands in front of a prompt and behind it where code is asked for in words; evaluation has wordings of its own
+    ("Finish this code:\n\n", "\n"),
+    ("Here is the beginning of a file. Write what comes next, without any explanation.\n", "\n\n"),
+    ("# TODO: complete what is missing below\n", "\n"),
+    ("A snippet:\n```python\n", "\n```\nThe rest of it:\n"),
+    ("User: what is the rest of this function?\n\n", "\n\nAssistant:\n"),
+    ("I lost the second half of the following source. Please restore it and say nothing else.\n\n", "\n\n"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +56,42 @@ class Preparation:
         """Windows of forget rows in the fit's forms."""
         return forget_windows(self.tokenizer, self.forget, indices, self.forms, self.options.max_window)
 
+    def embedded_windows(self) -> list[Window]:
+        """Windows of all forget rows as they are met elsewhere, drawn by the seed: behind the end of a retain row, as in the
+        middle of a file, in the fit's forms; and within two of ``REQUESTS``, as one is put to a model.
+        """
+        rng = random.Random(self.options.seed)
+
+        def windows(around: list[tuple[str, str]], forms: Sequence[str]) -> list[Window]:
+            return embedded_windows(self.tokenizer, self.forget, around, forms, self.options.max_window)
+
+        files = [self.retain[rng.choice(self.parts.retain_fit)].text[-rng.randint(*LEAD) :] for _ in self.forget]
+        requests = [rng.sample(REQUESTS, 2) for _ in self.forget]
+        found = windows([(text, "") for text in files], self.forms)
+        for number in range(2):
+            found += windows([both[number] for both in requests], ("plain",))
+        return found
+
     def retain_windows(self, indices: Sequence[int]) -> list[Window]:
         """Windows of retain rows in the fit's forms."""
         return retain_windows(
             self.tokenizer, self.retain, indices, self.forms, self.options.max_window, self.options.seed
         )
+
+    def alternating_windows(self, indices: Sequence[int]) -> list[Window]:
+        """Windows of retain rows, each row in one of the fit's forms in turn: half the states, and no fewer rows."""
+        return [
+            window
+            for i, form in enumerate(self.forms)
+            for window in retain_windows(
+                self.tokenizer,
+                self.retain,
+                indices[i :: len(self.forms)],
+                [form],
+                self.options.max_window,
+                self.options.seed,
+            )
+        ]
 
     def module(self, **of_gate: Any) -> UnbindModule:
         """A module of this fit; ``of_gate`` are its layer, tensors, scalars and what was measured."""

@@ -207,3 +207,10 @@ def make_partitions(
         retain_fit=tuple(i for i in pool if i not in set(retain_calibration)),
         retain_calibration=tuple(retain_calibration),
     )
+
+
+def spread(items: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of the items, evenly spread, the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round((i + 1) * len(items) / most) - 1] for i in range(most)]

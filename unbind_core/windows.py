@@ -36,13 +36,15 @@ FIM_TEMPLATES: tuple[tuple[str, ...], ...] = (
 class Window:
     """Token ids of one unpadded window; the targets are positions ``first_target`` .. ``len(ids) - 1``.
 
-    The state at position ``t`` predicts token ``t + 1``, so predictor positions are the targets less one.
+    The state at position ``t`` predicts token ``t + 1``, so predictor positions are the targets less one. What is in front
+    of ``start`` is not of the row.
     """
 
     ids: tuple[int, ...]
     first_target: int
     row: int
     form: str = "plain"
+    start: int = 0
 
     @property
     def target_count(self) -> int:
@@ -200,6 +202,37 @@ def forget_windows(
                 target = target[: limit // 2]
                 prompt = prompt[-(limit - len(target)) :]
                 windows.append(Window(tuple(prompt + target), len(prompt), index, form))
+    return windows
+
+
+def embedded_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[ForgetRow],
+    around: Sequence[tuple[str, str]],
+    forms: Sequence[str] = ("plain",),
+    limit: int = MAX_WINDOW,
+) -> list[Window]:
+    """Windows of forget rows within other text: ``around[i]`` is what stands in front of row i's prompt, and what behind it.
+
+    A window that would be longer than ``limit`` is left out.
+    """
+    template, bos = fim_template(tokenizer), beginning(tokenizer)
+    windows: list[Window] = []
+    for index, (row, (before, after)) in enumerate(zip(rows, around, strict=True)):
+        lead = encode(tokenizer, before)
+        for form in forms:
+            prompt, target = forget_prompt(tokenizer, row, form)
+            if form == "plain":
+                head = [*bos, *lead]
+                ids = [*head, *prompt[len(bos) :], *encode(tokenizer, after)]
+            else:
+                assert template is not None  # or forget_prompt would have refused
+                prefix, suffix, _ = fim_split(row)
+                behind = encode(tokenizer, suffix)
+                head = fim_ids(tokenizer, template[: template.index("{prefix}") + 1], lead, behind)
+                ids = fim_ids(tokenizer, template, lead + encode(tokenizer, prefix + after), behind)
+            if len(ids) + len(target) <= limit:
+                windows.append(Window((*ids, *target), len(ids), index, form, len(head)))
     return windows
 
 

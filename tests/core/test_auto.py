@@ -24,12 +24,15 @@ from unbind_core import (
     auto,
     evaluation,
     fit,
+    judging,
     load_model,
 )
 from unbind_core.architecture import ModelIdentity
 from unbind_core.calibration import Budgets
 from unbind_core.errors import Cancelled, InsufficientRows
 from unbind_core.evaluation import forget_scores
+from unbind_core.judging import Cost, Forgot
+from unbind_core.network import upper_bound
 from unbind_core.options import BUDGETS, Clock, Target
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow
@@ -71,7 +74,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "CLOSING", (1.0,))
     monkeypatch.setattr(auto, "network_widths", lambda _rows: (16,))
     monkeypatch.setattr(auto, "network_steps", lambda _rows: 60)
-    monkeypatch.setattr(auto, "NEW_TOKENS", 24)
+    monkeypatch.setattr(judging, "NEW_TOKENS", 24)
     monkeypatch.setattr(evaluation, "BLEU_NEW_TOKENS", 24)
     monkeypatch.setattr(auto, "STRENGTHS", (0.5, 2.0))
     monkeypatch.setattr(auto, "SCREEN_STEPS", 20)
@@ -204,18 +207,18 @@ def test_the_upper_bound_covers_the_truth_about_as_often_as_it_says() -> None:
         sizes = torch.randint(20, 200, (80,), generator=generator).double()
         rates = -torch.rand(80, generator=generator, dtype=torch.float64).log() * 0.01  # mean 0.01, long tail
         parts = list(zip((sizes * rates).tolist(), sizes.tolist(), strict=True))
-        held += auto.upper_bound(parts, seed=trial) >= 0.01
+        held += upper_bound(parts, seed=trial) >= 0.01
     assert 0.87 <= held / 200 <= 0.99
 
 
 def test_the_upper_bound_is_deterministic_above_the_mean_and_exact_where_rows_agree() -> None:
     parts = [(float(i % 5), 10.0) for i in range(50)]
-    assert auto.upper_bound(parts) == auto.upper_bound(parts) > sum(a for a, _ in parts) / 500
-    assert auto.upper_bound(parts, seed=1) != auto.upper_bound(parts)
-    assert auto.upper_bound([(3.0, 10.0)] * 4) == pytest.approx(0.3)
-    assert auto.upper_bound([(0.0, 0.0)]) == 0.0
+    assert upper_bound(parts) == upper_bound(parts) > sum(a for a, _ in parts) / 500
+    assert upper_bound(parts, seed=1) != upper_bound(parts)
+    assert upper_bound([(3.0, 10.0)] * 4) == pytest.approx(0.3)
+    assert upper_bound([(0.0, 0.0)]) == 0.0
     more = [(a, b) for a, b in parts for _ in range(9)]
-    assert auto.upper_bound(more) < auto.upper_bound(parts)  # more rows, a tighter bound
+    assert upper_bound(more) < upper_bound(parts)  # more rows, a tighter bound
 
 
 class Known(auto._Auto):
@@ -225,19 +228,19 @@ class Known(auto._Auto):
         self.clock, self.levels, self.every, self.probed = Clock(), [], [0, 1], [0]
         self.budgets, self.target = Budgets(kl=1.0, nll=1.0, bleu=1.0, open_rate=1.0), Target()
         self.module, self.costs, self.enough, self.enough_of_probe = module, costs, enough, probed
-        self.given = cast(Any, self)
+        self.given = self.judge = cast(Any, self)
         self.progress = silent
 
     def at(self, strength: float) -> UnbindModule:
         return replace(self.module, kappa=strength)
 
-    def cost(self, module: UnbindModule) -> auto.Cost:
+    def cost(self, module: UnbindModule) -> Cost:
         kl = self.costs[auto.STRENGTHS.index(module.kappa)]
-        return auto.Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
+        return Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
 
-    def forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int = 1) -> auto.Forgot:
+    def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
         needed = self.enough_of_probe if len(rows) == 1 else self.enough
-        return auto.Forgot({"plain": 0.0 if auto.STRENGTHS.index(module.kappa) >= needed else 1.0}, 0, 0.0)
+        return Forgot({"plain": 0.0 if auto.STRENGTHS.index(module.kappa) >= needed else 1.0}, 0, 0.0)
 
 
 @settings(deadline=None)

@@ -1,0 +1,110 @@
+"""What a candidate module does: how much of the rows it makes the model forget, and what it costs on retain rows.
+
+The measures of ``gate="auto"`` (``auto.py`` chooses by them); all of them on rows that the fit was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+
+from unbind_core.calibration import Budgets
+from unbind_core.evaluation import RowScore, forget_scores
+from unbind_core.hooks import attach
+from unbind_core.module import UnbindModule
+from unbind_core.network import upper_bound
+from unbind_core.options import Target
+from unbind_core.preparation import Preparation
+from unbind_core.rows import spread
+from unbind_core.trials import Replay, RetainCompletions, edit_of
+
+SAMPLED_ROWS = 24  # so many rows say what sampling recovers beyond greedy decoding
+NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a module costs on the retain-calibration rows: means, and upper bounds of them."""
+
+    nll: float
+    kl: float
+    open_rate: float
+    bounds: Budgets
+
+    def within(self, budgets: Budgets) -> bool:
+        """Whether every bound is within its budget."""
+        return all(getattr(self.bounds, key) <= value for key, value in asdict(budgets).items())
+
+
+@dataclass(frozen=True)
+class Forgot:
+    """What is left of the rows under a module: shares of the former F-BLEU by form, rows with long spans, mean recovery."""
+
+    f_bleu_left: dict[str, float]
+    spans: int
+    recovery: float
+
+    def reaches(self, target: Target) -> bool:
+        """Whether this is as little as was aimed at."""
+        gone = all(left <= 1 - target.f_bleu_cut for left in self.f_bleu_left.values())
+        return gone and self.spans == 0 and self.recovery <= target.recovery
+
+
+class Judge:
+    """Measures modules against what the model did before: on the rows to forget and on retain-calibration rows."""
+
+    def __init__(self, given: Preparation, retain: Replay, completions: RetainCompletions) -> None:
+        self.given, self.retain, self.completions, self.target = given, retain, completions, given.options.target
+        self.before = self._scores(range(len(given.forget)), None, attempts=0)
+
+    def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
+        given = self.given
+        chosen = [given.forget[i] for i in rows]
+        bank = edit_of(module, self.retain.device)[0] if module is not None else None
+
+        def editing() -> AbstractContextManager[object]:
+            return attach(given.model, bank) if bank is not None else nullcontext()
+
+        return forget_scores(
+            given.model, given.tokenizer, chosen, forms=given.forms, attempts=attempts,
+            new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
+        )  # fmt: skip
+
+    def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
+        """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and
+        fill-in-the-middle; where nothing is left there, of all the ways to ask; where ``thorough``, some rows' sampled ones too.
+        """
+        found = self._forgot(module, rows, attempts=0)
+        for asked, attempts in ((rows, 1), (spread(rows, SAMPLED_ROWS), 2 if thorough else 0)):
+            if attempts and found.reaches(self.target):
+                more = self._forgot(module, asked, attempts)
+                found = Forgot(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
+        return found
+
+    def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
+        after = self._scores(rows, module, attempts)
+        left = {}
+        for form in self.given.forms:
+            whole = sum(self.before[i].bleu[form] for i in rows)
+            left[form] = sum(score.bleu[form] for score in after) / max(whole, 1e-9)
+        long = sum(score.span >= self.target.span for score in after)
+        return Forgot(left, long, sum(score.recovery for score in after) / len(after))
+
+    def cost(self, module: UnbindModule) -> Cost:
+        """What the module does to the retain-calibration rows."""
+        bank, selection = edit_of(module, self.retain.device)
+        outcome = self.retain.run(bank, selection, module.layer, kl_budget=float("inf"))
+        rows = list(outcome.rows.values())
+        drops = self.completions.drops(bank, selection, module.layer)
+        bounds = Budgets(
+            kl=upper_bound([(row.kl, row.scored) for row in rows]),
+            nll=upper_bound([(row.nll, row.scored) for row in rows]),
+            bleu=upper_bound([(drop, 1.0) for drop in drops]) if drops else 0.0,
+            open_rate=upper_bound([(float(row.opened), row.positions) for row in rows]),
+        )
+        scored, positions = sum(row.scored for row in rows), sum(row.positions for row in rows)
+        return Cost(
+            sum(row.nll for row in rows) / scored, sum(row.kl for row in rows) / scored,
+            sum(row.opened for row in rows) / positions, bounds,
+        )  # fmt: skip
