@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
+from unbind_core.bank import ModuleBank, Selection
 from unbind_core.module import UnbindModule
 
 with warnings.catch_warnings():  # the library compiles a part of this family with a deprecated function on import
@@ -205,3 +206,16 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 def tiny(tiny_checkpoint: TinyCheckpoint) -> LoadedModel:
     """A loaded tiny Qwen2 model, shared: tests must leave it as they found it."""
     return load_model(tiny_checkpoint("qwen2"))
+
+
+def bank_of(*modules: UnbindModule) -> ModuleBank:
+    bank = ModuleBank()
+    for one in modules:
+        bank.add(one)
+    return bank
+
+
+def select(bank: ModuleBank, *rows: dict[str, float]) -> Selection:
+    selection = bank.select(rows)
+    assert selection is not None
+    return selection

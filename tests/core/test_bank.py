@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.conftest import make_module
+from tests.core.conftest import bank_of, make_module, select
 from unbind_core.architecture import ModelIdentity
-from unbind_core.bank import ModuleBank, Selection
+from unbind_core.bank import ModuleBank
 from unbind_core.errors import ModelMismatch, UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 
@@ -21,19 +21,6 @@ MODEL = ModelIdentity("f" * 64, "tiny", D, 4)
 
 def module(name: str = "a", layer: int = 1, seed: int = 0, **changes: Any) -> UnbindModule:
     return make_module(MODEL, name, layer, seed=seed, **changes)
-
-
-def bank_of(*modules: UnbindModule) -> ModuleBank:
-    bank = ModuleBank()
-    for one in modules:
-        bank.add(one)
-    return bank
-
-
-def select(bank: ModuleBank, *rows: dict[str, float]) -> Selection:
-    selection = bank.select(rows)
-    assert selection is not None
-    return selection
 
 
 def states(*shape: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:

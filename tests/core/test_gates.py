@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.conftest import make_module, make_network_module
+from tests.core.conftest import bank_of, make_module, make_network_module, select
 from unbind_core.architecture import ModelIdentity
-from unbind_core.bank import ModuleBank, Selection
+from unbind_core.bank import Selection
 from unbind_core.gates import CLIP, GRAIN, held_open, normalised, windowed
 from unbind_core.memory import GateMemory, Places
 from unbind_core.module import UnbindModule
@@ -24,19 +24,6 @@ MODEL = ModelIdentity("f" * 64, "tiny", D, 4)
 
 def module(name: str = "a", seed: int = 0, **changes: Any) -> UnbindModule:
     return make_network_module(MODEL, name, LAYER, seed=seed, **changes)
-
-
-def bank_of(*modules: UnbindModule) -> ModuleBank:
-    bank = ModuleBank()
-    for one in modules:
-        bank.add(one)
-    return bank
-
-
-def select(bank: ModuleBank, *rows: dict[str, float]) -> Selection:
-    selection = bank.select(rows)
-    assert selection is not None
-    return selection
 
 
 def states(*shape: int, seed: int = 7) -> Tensor:

@@ -10,21 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tests.core.conftest import make_module
+from tests.core.conftest import bank_of, make_module
 from unbind_core.architecture import LoadedModel, decoder_layers
 from unbind_core.bank import ModuleBank
 from unbind_core.errors import UnbindError, UnknownModule, UnsupportedArchitecture
 from unbind_core.hooks import Intervention, attach
-from unbind_core.module import UnbindModule
 
 PROMPTS = ("def add(first, second):", "class Reader:\n    def __init__(self, path", "for")
-
-
-def bank_of(*modules: UnbindModule) -> ModuleBank:
-    bank = ModuleBank()
-    for module in modules:
-        bank.add(module)
-    return bank
 
 
 @pytest.fixture
