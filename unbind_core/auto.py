@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unbind_core.axis import constrained_axis, gradient_axis, output_axis
-from unbind_core.capture import frozen, recording
+from unbind_core.capture import capture_states
 from unbind_core.detector import fisher_detector
 from unbind_core.errors import FittingError
 from unbind_core.gates import activation
@@ -180,11 +180,8 @@ class _Auto:
         given = self.given
         found = list(_sequences(self.forget, layer))
         every = list(batches(given.embedded_windows(), given.pad, device=self.retain.device))
-        with torch.no_grad(), frozen(given.model):
-            for batch in counted(every, len(every), "embedded rows", given.progress):
-                with recording(given.model, [layer]) as states:
-                    given.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
-                found += _unpadded(batch, states[layer])
+        for batch in counted(every, len(every), "embedded rows", given.progress):
+            found += _unpadded(batch, capture_states(given.model, batch, [layer])[layer])
         return found
 
     def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str) -> Network:

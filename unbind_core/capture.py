@@ -211,12 +211,11 @@ def target_nll(logits: Tensor, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(wide, batch.next_tokens(), reduction="none")
 
 
-def capture_states(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:
-    """States of predictor positions at the given layers, and target NLL, by one forward pass without gradients."""
+def capture_states(model: nn.Module, batch: Batch, layers: Sequence[int]) -> dict[int, Tensor]:
+    """States [B,T,d] at the given layers, of every position, by one forward pass without gradients and without logits."""
     with torch.no_grad(), frozen(model), recording(model, layers) as states:
-        logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        nll = target_nll(logits, batch)
-        return Captured(batch, {i: h[batch.predictors] for i, h in states.items()}, {}, nll)
+        unwrap(model).base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)  # type: ignore[operator]
+        return states
 
 
 def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:

@@ -74,6 +74,7 @@ def forget_scores(
     *,
     forms: Sequence[str],
     attempts: int = 1,
+    sampled: Sequence[int] | None = None,
     new_tokens: int = ACCESS_NEW_TOKENS,
     editing: Editing = nullcontext,
     progress: ProgressCallback = silent,
@@ -81,7 +82,8 @@ def forget_scores(
 ) -> list[RowScore]:
     """Scores of every forget row. ``attempts`` for each of the six ways to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
 
-    ``attempts`` = 0 asks in the original way alone, greedily, for as many tokens as BLEU needs.
+    Sampled ones are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the original way alone, greedily, for
+    as many tokens as BLEU needs.
     """
     pad, end = pad_id(tokenizer), tokenizer.eos_token_id
     scores = [RowScore({}) for _ in rows]
@@ -113,7 +115,8 @@ def forget_scores(
         for number, (name, work) in enumerate(asked.items()):
             # Seeds as the paper's: 1e5 a condition, 1e4 an attempt, 1 a batch.
             sampling = Sampling(new_tokens, 0.8, 0.95, seed=100_000 * number + 10_000 * again)
-            recovered(work, run(work, sampling, f"{name}, attempt {again + 1}"))
+            chosen = [attempt for attempt in work if sampled is None or attempt.row in sampled]
+            recovered(chosen, run(chosen, sampling, f"{name}, attempt {again + 1}"))
     return scores
 
 

@@ -68,19 +68,15 @@ class Judge:
 
         return forget_scores(
             given.model, given.tokenizer, chosen, forms=given.forms, attempts=attempts,
-            new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
+            sampled=spread(range(len(rows)), SAMPLED_ROWS), new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
         )  # fmt: skip
 
     def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
         """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and
-        fill-in-the-middle; where nothing is left there, of all the ways to ask; where ``thorough``, some rows' sampled ones too.
+        fill-in-the-middle; where nothing is left there, of all the ways to ask, and where ``thorough`` some rows' sampled ones.
         """
         found = self._forgot(module, rows, attempts=0)
-        for asked, attempts in ((rows, 1), (spread(rows, SAMPLED_ROWS), 2 if thorough else 0)):
-            if attempts and found.reaches(self.target):
-                more = self._forgot(module, asked, attempts)
-                found = Forgot(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
-        return found
+        return self._forgot(module, rows, 2 if thorough else 1) if found.reaches(self.target) else found
 
     def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
         after = self._scores(rows, module, attempts)

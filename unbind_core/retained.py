@@ -55,8 +55,8 @@ def retain_moments(
     found: dict[int, Moments] = {}
     every = list(batches(windows, pad, device=parameter.device))
     for batch in counted(every, len(every), "retain states", progress):
-        for layer, states in capture_states(model, batch, layers).states.items():
-            found.setdefault(layer, Moments(states.shape[1], parameter.device)).add(states)
+        for layer, states in capture_states(model, batch, layers).items():
+            found.setdefault(layer, Moments(states.shape[-1], parameter.device)).add(states[batch.predictors])
     if file:
         save_moments(file, found)
     return found
@@ -155,8 +155,8 @@ def retain_states(
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     every = list(batches(windows, pad, device=parameter.device))
     for batch in counted(every, len(every), "retain states", progress):
-        for layer, states in capture_states(model, batch, layers).states.items():
-            found[layer].append(states[::step].to(torch.bfloat16))
+        for layer, states in capture_states(model, batch, layers).items():
+            found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
     joined = {layer: torch.cat(parts) for layer, parts in found.items()}
     if file:
         tensors = {str(layer): states.cpu() for layer, states in joined.items()}
