@@ -149,6 +149,28 @@ def test_an_idle_worker_prepares_and_yields_to_a_job(tmp_path: Path) -> None:
         shop.wait(lambda: len(shop.children()) == 1)
 
 
+def test_two_workers_prepare_one_after_the_other(tmp_path: Path) -> None:
+    with workshop(tmp_path, prepare=True) as shop:
+        shop.start(FAST_STAGE_SECONDS="1"), shop.start(FAST_STAGE_SECONDS="1")
+        most = 0
+        while sum("prepared for takedowns" in line for line in shop.log) < 2:
+            most = max(most, len(shop.children()))
+            time.sleep(0.02)
+        assert most == 3  # one for each worker that waits for a job, and one that prepares
+
+
+def test_what_a_killed_preparer_left_is_gone_when_a_worker_starts(tmp_path: Path) -> None:
+    cache = tmp_path / "data" / "cache"
+    left = cache / ".states-a.safetensors.x1y2.partial"
+    left.mkdir(parents=True)
+    (left / "states-a.safetensors").write_bytes(b"half")
+    (cache / "completions-a.json").write_text("[]")
+    with workshop(tmp_path) as shop:
+        shop.start()
+        shop.wait(lambda: any("waits for takedowns" in line for line in shop.log))
+        assert [path.name for path in cache.iterdir()] == ["completions-a.json"]
+
+
 def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     job_id = shop.submit("m")
     shop.start()
