@@ -331,6 +331,66 @@ def test_a_database_locked_for_ten_seconds_delays_and_loses_nothing(shop: Worksh
     shop.check_what_is_left([job_id])
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "unbind-test", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the space that is left."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+@pytest.mark.parametrize("stage", ["fit", "verify", "publish"])
+def test_a_full_disk_fails_the_job_with_the_reason_and_the_next_one_succeeds(
+    tmp_path: Path, small_disk: Path, stage: str
+) -> None:
+    database = f"sqlite:///{tmp_path / 'registry.db'}"
+    with workshop(small_disk, database_url=database) as shop:
+        job_id = shop.submit("m", seconds=0.5)
+        shop.start()
+        shop.wait(lambda: shop.job(job_id)["stage"] == stage)
+        filler = fill(small_disk)
+        (job,) = shop.ended(job_id)
+        assert job["state"] == "failed" and "No space left on device" in job["error"], job
+        assert not [path for path in small_disk.rglob("*.safetensors") if path.stat().st_size != 4096]
+        filler.unlink()
+        shop.registry.jobs.retry(job_id, ADMIN, time.time())
+        other = shop.submit("n")
+        assert [job["outcome"] for job in shop.ended(job_id, other)] == ["active", "active"]
+        shop.check_what_is_left([job_id, other])
+
+
+def test_a_full_disk_under_the_registry_delays_and_loses_nothing(small_disk: Path) -> None:
+    with workshop(small_disk) as shop:
+        job_id = shop.submit("m", seconds=0.5)
+        shop.start()
+        shop.wait(lambda: shop.job(job_id)["stage"] == "check")
+        filler = fill(small_disk)
+        shop.wait(lambda: any("disk is full" in line or "No space left" in line for line in shop.log))
+        filler.unlink()
+        (job,) = shop.ended(job_id)
+        if job["state"] == "failed":
+            assert "No space left on device" in job["error"], job
+            shop.registry.jobs.retry(job_id, ADMIN, time.time())
+            (job,) = shop.ended(job_id)
+        assert job["outcome"] == "active"
+        shop.check_what_is_left([job_id])
+
+
 def test_a_store_that_is_away_delays_publishing(tmp_path: Path) -> None:
     with workshop(tmp_path) as shop:
         store = Path(shop.settings.published_store)
