@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from server.cli import build
 from tests.server.conftest import build_module
-from tests.system.conftest import ADMIN_KEY, ServerProcess, serving
+from tests.system.conftest import ADMIN_KEY, ServerProcess, fill, serving
 from unbind_core.architecture import load_model
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + secret_{i}\n"} for i in range(5)]
@@ -212,6 +212,26 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
     plain = CliRunner().invoke(build(), ["takedown", "status", "--url", "http://127.0.0.1:9", "--key", "x"])
     assert plain.exit_code == 1 and "does not answer" in plain.output
+
+
+@pytest.mark.parametrize("where", ["beside it", "on it"])
+def test_a_full_disk_refuses_takedowns_with_the_reason_and_goes_on_serving(
+    checkpoint: Path, tmp_path: Path, small_disk: Path, where: str
+) -> None:
+    settings = {"database_url": f"sqlite:///{tmp_path / 'registry.db'}"} if where == "beside it" else {}
+    with serving(checkpoint, tmp_path, data_dir=small_disk / "data", worker=False, **settings) as server:
+        before = server.complete("def add(", max_tokens=4)
+        filler = fill(small_disk)
+        for _ in range(2):
+            status, answer = server.admin("/takedowns", {"name": "m", "rows": ROWS})
+            assert (status, answer["error"]["code"]) == (507, "disk_full") and "data folder" in answer["error"][
+                "message"
+            ]
+        assert server.complete("def add(", max_tokens=4) == before
+        assert server.admin("/takedowns")[1]["data"] == [] and not list(small_disk.rglob("*.partial"))
+        filler.unlink()
+        assert server.admin("/takedowns", {"name": "m", "rows": ROWS})[0] == 202
+        assert len(server.admin("/takedowns")[1]["data"]) == 1
 
 
 @pytest.mark.slow

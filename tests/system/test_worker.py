@@ -22,7 +22,7 @@ from server.registry.audit import Actor
 from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
-from tests.system.conftest import ROOT
+from tests.system.conftest import ROOT, fill
 
 ADMIN = Actor("admin", "test")
 LEASE = 1.5
@@ -329,29 +329,6 @@ def test_a_database_locked_for_ten_seconds_delays_and_loses_nothing(shop: Worksh
         other.execute("ROLLBACK")
     assert shop.ended(job_id)[0]["outcome"] == "active"
     shop.check_what_is_left([job_id])
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "unbind-test", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """A file that takes all the space that is left."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    return filler
 
 
 @pytest.mark.parametrize("stage", ["fit", "verify", "publish"])
