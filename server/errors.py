@@ -52,7 +52,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 def disk_full() -> ApiError:
     """507: nothing can be written."""
-    return ApiError(507, "the server's disk is full; make room in its data folder and try again", code="disk_full")
+    return ApiError(
+        507,
+        "the server's disk is full, or its limit of writing is reached; make room in its data folder and try again",
+        code="disk_full",
+    )
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def translate(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case RequestValidationError():
             return _validation(error)
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
             return disk_full()
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)

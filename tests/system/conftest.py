@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.core.conftest import CORPUS, save_checkpoint
+from tests.system.disks import Disk, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
@@ -158,23 +159,7 @@ def retain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB of its own."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "unbind-test", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """A file that takes all the space that is left."""
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    return filler
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk that can be filled."""
+    with small_disk(tmp_path / "disk") as made:
+        yield made

@@ -22,7 +22,8 @@ from server.registry.audit import Actor
 from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
-from tests.system.conftest import ROOT, fill
+from tests.system.conftest import ROOT
+from tests.system.disks import Disk
 
 ADMIN = Actor("admin", "test")
 LEASE = 1.5
@@ -333,35 +334,37 @@ def test_a_database_locked_for_ten_seconds_delays_and_loses_nothing(shop: Worksh
 
 @pytest.mark.parametrize("stage", ["fit", "verify", "publish"])
 def test_a_full_disk_fails_the_job_with_the_reason_and_the_next_one_succeeds(
-    tmp_path: Path, small_disk: Path, stage: str
+    tmp_path: Path, disk: Disk, stage: str
 ) -> None:
-    database = f"sqlite:///{tmp_path / 'registry.db'}"
-    with workshop(small_disk, database_url=database) as shop:
+    with workshop(disk.folder, database_url=f"sqlite:///{tmp_path / 'registry.db'}") as shop:
         job_id = shop.submit("m", seconds=0.5)
         shop.start()
         shop.wait(lambda: shop.job(job_id)["stage"] == stage)
-        filler = fill(small_disk)
+        disk.fill(shop.children())
         (job,) = shop.ended(job_id)
-        assert job["state"] == "failed" and "No space left on device" in job["error"], job
-        assert not [path for path in small_disk.rglob("*.safetensors") if path.stat().st_size != 4096]
-        filler.unlink()
+        assert job["state"] == "failed" and disk.full in job["error"], job
+        assert not [path for path in disk.folder.rglob("*.safetensors") if path.stat().st_size != 4096]
+        disk.free(shop.children())
         shop.registry.jobs.retry(job_id, ADMIN, time.time())
         other = shop.submit("n")
         assert [job["outcome"] for job in shop.ended(job_id, other)] == ["active", "active"]
         shop.check_what_is_left([job_id, other])
 
 
-def test_a_full_disk_under_the_registry_delays_and_loses_nothing(small_disk: Path) -> None:
-    with workshop(small_disk) as shop:
+def test_a_full_disk_under_the_registry_delays_and_loses_nothing(disk: Disk) -> None:
+    def writers() -> list[int]:
+        return [*(worker.pid for worker in shop.workers), *shop.children()]
+
+    with workshop(disk.folder) as shop:
         job_id = shop.submit("m", seconds=0.5)
         shop.start()
         shop.wait(lambda: shop.job(job_id)["stage"] == "check")
-        filler = fill(small_disk)
-        shop.wait(lambda: any("disk is full" in line or "No space left" in line for line in shop.log))
-        filler.unlink()
+        disk.fill(writers())
+        shop.wait(lambda: any("the registry does not answer" in line for line in shop.log))
+        disk.free(writers())
         (job,) = shop.ended(job_id)
         if job["state"] == "failed":
-            assert "No space left on device" in job["error"], job
+            assert disk.full in job["error"], job
             shop.registry.jobs.retry(job_id, ADMIN, time.time())
             (job,) = shop.ended(job_id)
         assert job["outcome"] == "active"
