@@ -6,6 +6,7 @@ Every refusal of the service is an ``ApiError`` or one of the exceptions transla
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +50,15 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def disk_full() -> ApiError:
+    """507: nothing can be written."""
+    return ApiError(
+        507,
+        "the server's disk is full, or its limit of writing is reached; make room in its data folder and try again",
+        code="disk_full",
+    )
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The error object as the official clients read it."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -74,6 +84,8 @@ def translate(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case RequestValidationError():
             return _validation(error)
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
+            return disk_full()
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
@@ -118,6 +130,7 @@ def install(app: FastAPI) -> None:
         EngineStopped,
         RequestValidationError,
         HTTPException,
+        OSError,
         Exception,
     ):
         app.add_exception_handler(kind, handle)

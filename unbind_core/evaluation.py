@@ -6,25 +6,26 @@ The before/after table of ``unbind verify`` and of a takedown's evidence; metric
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.bank import ModuleBank
 from unbind_core.capture import frozen, target_nll
 from unbind_core.generation import Editing, Sampling, complete
+from unbind_core.heldout import HeldOut
 from unbind_core.hooks import attach
 from unbind_core.metrics import longest_span, sentence_bleu
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.retained import retain_prompts
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
-from unbind_core.windows import Window, available_forms, batches, encode_prompt, forget_prompt, pad_id, retain_windows
+from unbind_core.trials import edit_of
+from unbind_core.windows import Window, available_forms, batches, encode_prompt, forget_prompt, pad_id
 
 BLEU_NEW_TOKENS = 128
 ACCESS_NEW_TOKENS = 256
@@ -156,68 +157,22 @@ def perplexity(
     return math.exp(total / max(count, 1))
 
 
-def retain_measures(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[RetainRow],
-    *,
-    module: UnbindModule | None = None,
-    progress: ProgressCallback = silent,
-) -> dict[str, float]:
-    """``ppl``, ``ppl_fim`` (where the tokenizer has the form), ``bleu`` and, with a module, ``gate_rate`` over both forms."""
-    pad, indices = pad_id(tokenizer), range(len(rows))
-    bank = ModuleBank(next(model.parameters()).device)
-    if module is not None:
-        bank.add(module)
-
-    def editing() -> Any:
-        return attach(model, bank) if module is not None else nullcontext()
-
-    measures: dict[str, float] = {}
-    for form in available_forms(tokenizer):
-        windows = retain_windows(tokenizer, rows, indices, [form])
-        measures["ppl" if form == "plain" else f"ppl_{form}"] = perplexity(
-            model, windows, pad, editing=editing, progress=progress
-        )
-    counts = [count["prefill"] for count in bank.counts().values()]
-    measures["gate_rate"] = sum(opened for _, opened in counts) / max(sum(evaluated for evaluated, _ in counts), 1)
-    prompts, references = retain_prompts(tokenizer, rows, indices)
-    outputs = complete(
-        model, prompts, Sampling(BLEU_NEW_TOKENS), pad=pad, end=tokenizer.eos_token_id, editing=editing,
-        stage="retain completions", progress=progress,
-    )  # fmt: skip
-    pairs = zip(references, outputs, strict=True)
-    measures["bleu"] = sum(sentence_bleu(r, o) for r, o in pairs) / max(len(prompts), 1)
-    return measures
-
-
 def measure(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     forget: Sequence[ForgetRow],
     retain: Sequence[RetainRow],
     *,
-    module: UnbindModule | None = None,
-    groups: Mapping[str, Sequence[int]] | None = None,
     attempts: int = 1,
     progress: ProgressCallback = silent,
 ) -> dict[str, Any]:
-    """One column of the before/after table: ``all``, one entry for each group of row indices, and ``retain``."""
-
-    def editing() -> Any:
-        if module is None:
-            return nullcontext()
-        bank = ModuleBank(next(model.parameters()).device)
-        bank.add(module)
-        return attach(model, bank)
-
-    forms = available_forms(tokenizer)
-    scores = forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, editing=editing, progress=progress)
+    """One column of the before/after table for a model without modules: ``all`` and, with retain rows, ``retain``."""
+    scores = forget_scores(
+        model, tokenizer, forget, forms=available_forms(tokenizer), attempts=attempts, progress=progress
+    )
     table: dict[str, Any] = {"all": _summary(scores)}
-    for name, indices in (groups or {}).items():
-        table[name] = _summary([scores[i] for i in indices])
     if retain:
-        table["retain"] = retain_measures(model, tokenizer, retain, module=module, progress=progress)
+        table["retain"] = HeldOut(model, tokenizer, retain, progress=progress).measures()
     return table
 
 
@@ -229,12 +184,16 @@ def verify(
     retain: Sequence[RetainRow],
     *,
     attempts: int = 1,
+    before: Sequence[RowScore] | None = None,
+    cache: Path | None = None,
     progress: ProgressCallback = silent,
 ) -> dict[str, Any]:
-    """The before/after table of a module: ``before`` and ``after``, each as :func:`measure` gives it.
+    """The before/after table of a module: ``before`` and ``after``, each with ``all``, a group of rows a role, and ``retain``.
 
     Rows are reported apart by what the module's fit did with them (``fitted``, ``calibration``, ``validation``) where
-    ``forget`` is the very set it was fitted on. ``attempts`` a condition, six conditions; the paper makes 5.
+    ``forget`` is the very set it was fitted on. ``attempts`` a condition, six conditions; the paper makes 5. ``before``: the scores
+    of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts; ``cache``: a folder for what
+    depends on the retain rows alone, which a fit may share.
     """
     groups: dict[str, Sequence[int]] = {}
     if forget_digest(forget) == module.forget_digest:
@@ -243,12 +202,35 @@ def verify(
             "calibration": module.partitions["forget_calibration"],
             "validation": module.partitions["forget_validation"],
         }
-    return {
-        label: measure(
-            model, tokenizer, forget, retain, module=applied, groups=groups, attempts=attempts, progress=progress
-        )
-        for label, applied in (("before", None), ("after", module))
+    forms = available_forms(tokenizer)
+    bank, _ = edit_of(module, next(model.parameters()).device)
+    scores = {
+        "before": before or forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, progress=progress),
+        "after": forget_scores(
+            model, tokenizer, forget, forms=forms, attempts=attempts, editing=lambda: attach(model, bank),
+            progress=progress,
+        ),
+    }  # fmt: skip
+    table: dict[str, Any] = {
+        column: {
+            "all": _summary(found),
+            **{name: _summary([found[i] for i in indices]) for name, indices in groups.items()},
+        }
+        for column, found in scores.items()
     }
+    if retain:
+        held = HeldOut(
+            model,
+            tokenizer,
+            retain,
+            [module.layer],
+            cache=cache,
+            fingerprint=module.model.fingerprint,
+            progress=progress,
+        )
+        table["before"]["retain"] = held.measures()
+        table["after"]["retain"] = held.measures(module, progress)
+    return table
 
 
 def extractable(
@@ -257,15 +239,16 @@ def extractable(
     rows: Sequence[ForgetRow],
     *,
     forms: Sequence[str] | None = None,
+    scores: Sequence[RowScore] | None = None,
     progress: ProgressCallback = silent,
 ) -> dict[str, Any]:
-    """Whether the rows are memorised at all, by one greedy completion a row and form.
+    """Whether the rows are memorised at all, by one greedy completion a row and form (``scores``, where they are known).
 
     A row counts as extracted if an exact span of 50 tokens, or of half its continuation if that is shorter, comes back.
     ``memorised`` is true if any row is extracted: with none there is nothing to remove.
     """
     used = available_forms(tokenizer, forms)
-    scores = forget_scores(model, tokenizer, rows, forms=used, attempts=0, progress=progress, stage="check")
+    scores = scores or forget_scores(model, tokenizer, rows, forms=used, attempts=0, progress=progress, stage="check")
     extracted = 0
     for row, score in zip(rows, scores, strict=True):
         length = len(forget_prompt(tokenizer, row, "plain")[1])

@@ -1,35 +1,70 @@
-"""Files that exist whole or not at all: temporary name, fsync, rename, fsync of the folder."""
+"""Files that exist whole or not at all: written in a folder of their own, fsync, rename, fsync of the folder.
+
+Who writes holds a lock on that folder, which the kernel drops with the process: one that is not locked was left by a process that
+was killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+UNFINISHED = ".partial"
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write(temporary)`` make a file beside ``path``, then put it in place atomically.
 
-    A failure leaves what was there before; OSError (disk full, no permission) goes through to the caller.
+    The file is its owner's alone unless ``write`` says otherwise. A failure leaves what was there before; OSError (disk full, no
+    permission) goes through to the caller.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    os.close(handle)
-    temporary = Path(name)
+    lock, folder = _own_folder(path)
     try:
+        temporary = folder / path.name
+        temporary.touch(0o600)
         write(temporary)
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(temporary)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
     finally:
-        os.close(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+    _sync(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what processes that were killed left of files they wrote into ``folder``; what is being written stays."""
+    for left in folder.glob(f".*{UNFINISHED}"):
+        with contextlib.suppress(OSError):  # deleted meanwhile, or somebody writes it
+            lock = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(lock)
+
+
+def _own_folder(path: Path) -> tuple[int, Path]:
+    """A new folder beside ``path``, and the descriptor that locks it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED))
+        with contextlib.suppress(FileNotFoundError):  # somebody tidied it away before it was locked
+            lock = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks: what is left over there stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return lock, folder
+            os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -22,6 +22,7 @@ from unbind_core.options import GATES, Clock, FitOptions, FitReport
 from unbind_core.paper import fit_paper
 from unbind_core.preparation import Preparation
 from unbind_core.progress import ProgressCallback, silent
+from unbind_core.retained import retain_prompts, unedited_completions
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.windows import available_forms, pad_id
 
@@ -85,20 +86,28 @@ def prepare_retained(
     *,
     cache: Path,
     retain_calibration: Sequence[RetainRow] = (),
+    held_out: Sequence[RetainRow] = (),
     identity: ModelIdentity | None = None,
     options: FitOptions | None = None,
     progress: ProgressCallback = silent,
 ) -> dict[str, float]:
     """Fill ``cache`` with what the next :func:`fit` with ``gate="auto"`` on these retain rows takes from it; seconds by part.
 
-    Arguments as there. It serves forget sets of up to 75 rows, or any size where ``options.retain_limit`` is set. Each part is
-    kept once it is whole, so that what was interrupted goes on after the last one.
+    Arguments as there; ``held_out`` are the rows of the verification after it, and come last. It serves forget sets of up to
+    75 rows, or any size where ``options.retain_limit`` is set. Each part is kept once it is whole, so that what was interrupted
+    goes on after the last one.
     """
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
     given = _preparation(
         model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache
     )  # fmt: skip
     retained(given)
+    if held_out:
+        with given.clock.stage("held-out completions"):
+            prompts, _ = retain_prompts(tokenizer, held_out, range(len(held_out)))
+            unedited_completions(
+                model, tokenizer, prompts, cache=cache, fingerprint=given.identity.fingerprint, progress=progress
+            )
     return given.clock.seconds
 
 

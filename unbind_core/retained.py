@@ -89,21 +89,39 @@ def retain_completions(
     fingerprint: str,
     progress: ProgressCallback,
 ) -> RetainCompletions:
-    """The unedited greedy completions of retain rows, from ``cache`` where they are known."""
-    pad, end = pad_id(tokenizer), tokenizer.eos_token_id
+    """The unedited greedy completions of retain rows and the states on their paths, from ``cache`` where they are known."""
     prompts, references = retain_prompts(tokenizer, rows, indices)
+    outputs = unedited_completions(model, tokenizer, prompts, cache=cache, fingerprint=fingerprint, progress=progress)
+    key = _key(fingerprint, next(model.parameters()).dtype, prompts, outputs, layers, "empty ones too")
+    return RetainCompletions(
+        model, prompts, references, outputs, layers, pad=pad_id(tokenizer), end=tokenizer.eos_token_id,
+        cache=cache and cache / f"paths-{key}.safetensors",
+    )  # fmt: skip
+
+
+def unedited_completions(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    cache: Path | None = None,
+    fingerprint: str = "",
+    progress: ProgressCallback = silent,
+) -> list[list[int]]:
+    """Greedy completions of at most BLEU_NEW_TOKENS tokens, kept in the folder ``cache`` if given.
+
+    The key is the model's fingerprint, its dtype and the prompts.
+    """
     file = cache and cache / f"completions-{_key(fingerprint, next(model.parameters()).dtype, prompts)}.json"
     outputs = _known(file) if file else None
     if outputs is None:
-        sampling = Sampling(BLEU_NEW_TOKENS)
-        outputs = complete(model, prompts, sampling, pad=pad, end=end, stage="retain completions", progress=progress)
+        outputs = complete(
+            model, prompts, Sampling(BLEU_NEW_TOKENS), pad=pad_id(tokenizer), end=tokenizer.eos_token_id,
+            stage="retain completions", progress=progress,
+        )  # fmt: skip
         if file:
             write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
-    states = (
-        cache
-        and cache / f"paths-{_key(fingerprint, next(model.parameters()).dtype, prompts, outputs, layers)}.safetensors"
-    )
-    return RetainCompletions(model, prompts, references, outputs, layers, pad=pad, end=end, cache=states)
+    return outputs
 
 
 def retain_replay(

@@ -25,6 +25,7 @@ from unbind_core.generation import Sampling, complete
 from unbind_core.hooks import attach
 from unbind_core.metrics import sentence_bleu
 from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.replay import logits_above
 from unbind_core.windows import Batch, Window, batches, make_batch
 
@@ -77,7 +78,7 @@ class Replay:
 
     def __init__(
         self, model: nn.Module, windows: Sequence[Window], layers: Sequence[int], *, pad: int, tokens: int = 2048,
-        cache: Path | None = None,
+        cache: Path | None = None, stage: str = "states", progress: ProgressCallback = silent,
     ) -> None:  # fmt: skip
         """``cache`` is a file to keep the states in, named for what they depend on."""
         self.model, self.pad = model, pad
@@ -86,7 +87,7 @@ class Replay:
         self.device = next(model.parameters()).device
         each = list(batches(windows, pad, tokens=tokens, device=self.device))
         self.kept = (_load(cache, each, self.layers) if cache and each else None) or [
-            self._keep(batch) for batch in each
+            self._keep(batch) for batch in counted(each, len(each), stage, progress)
         ]
         if cache and not cache.exists():
             _save(cache, self.kept)
@@ -229,19 +230,24 @@ class RetainCompletions:
         pad: int,
         end: int | None,
         cache: Path | None = None,
+        progress: ProgressCallback = silent,
     ) -> None:
         self.model, self.pad, self.end = model, pad, end
         self.prompts, self.references = prompts, references
         self.scores = [sentence_bleu(r, o) for r, o in zip(references, outputs, strict=True)]
-        # Greedy decoding leaves the unedited path only where a gate opens on that path.
-        paths = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True)) if len(o)]
-        self.replay = Replay(model, paths, layers, pad=pad, cache=cache)
+        # Greedy decoding leaves the unedited path only where a gate opens on that path, be it the prompt alone.
+        paths = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))]
+        self.replay = Replay(
+            model, paths, layers, pad=pad, cache=cache, stage="retain completions' states", progress=progress
+        )
 
     def drop(self, bank: ModuleBank, selection: Selection, layer: int) -> float:
         """R-BLEU(original) - R-BLEU(edited), mean over rows."""
         return sum(self.drops(bank, selection, layer)) / max(len(self.prompts), 1)
 
-    def drops(self, bank: ModuleBank, selection: Selection, layer: int) -> list[float]:
+    def drops(
+        self, bank: ModuleBank, selection: Selection, layer: int, progress: ProgressCallback = silent
+    ) -> list[float]:
         """R-BLEU(original) - R-BLEU(edited) of every row; only rows on whose path a gate opens are generated again."""
         wanted: list[int] = []
         for kept in self.replay.kept:
@@ -255,6 +261,8 @@ class RetainCompletions:
             pad=self.pad,
             end=self.end,
             editing=lambda: attach(self.model, bank),
+            stage="retain completions",
+            progress=progress,
         )
         lost = [0.0] * len(self.prompts)
         for i, output in zip(wanted, outputs, strict=True):

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Header, Request
 from sqlalchemy.exc import OperationalError
 
 from server.api.caller import Caller, administrator
-from server.errors import ApiError
+from server.errors import ApiError, disk_full
 from server.registry.audit import Actor
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere, Refusal, Stale, Unconditional
 from server.service import Service, service
@@ -47,13 +47,15 @@ IfMatch = Annotated[str | None, Header(max_length=200)]
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Answer what the registry refuses, and 503 where it cannot be reached."""
+    """Answer what the registry refuses, 503 where it cannot be reached, and 507 where it cannot write."""
     try:
         yield
     except Refusal as error:
         status, code, param = _ANSWERS[type(error)]
         raise ApiError(status, str(error), param=param, code=code) from None
-    except OperationalError:
+    except OperationalError as error:
+        if "disk is full" in str(error.orig):  # as SQLite says it
+            raise disk_full() from None
         raise ApiError(
             503, "the registry's database does not answer; try again", code="registry_unreachable",
             headers={"Retry-After": "5"},

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import write_whole
+from unbind_core.files import remove_unfinished, write_whole
 from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 
@@ -60,8 +60,7 @@ def tidy(data_dir: Path, job_id: str, stages: Mapping[str, Any]) -> None:
     for folder in job_dir(data_dir, job_id).iterdir():
         if folder.name not in kept:
             shutil.rmtree(folder, ignore_errors=True)
-        for left in folder.glob(".*.partial"):
-            left.unlink(missing_ok=True)
+        remove_unfinished(folder)
 
 
 def save_json(path: Path, value: Any) -> None:

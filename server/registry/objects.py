@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import write_whole
+from unbind_core.files import remove_unfinished, write_whole
 
 QUARANTINE = "quarantine"
 
@@ -44,8 +44,7 @@ class ObjectStore:
 
             if not path.is_file() or path.read_bytes() != data:
                 write_whole(path, write)
-            for left in path.parent.glob(f".{path.name}.*.partial"):
-                left.unlink(missing_ok=True)  # by a worker that was killed while it wrote this very object
+            remove_unfinished(path.parent)
         else:
             self._remote("pipe_file", key, data)
         return key

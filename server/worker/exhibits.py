@@ -22,7 +22,7 @@ from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import Window, batches, forget_prompt, forget_windows, pad_id, retain_windows
 
 BINS = 40
-ROWS = 24  # of each kind, for the histograms
+ROWS = 12  # of each kind, for the histograms: some thousand positions
 SAMPLES = 3
 SAMPLE_TOKENS = 96
 

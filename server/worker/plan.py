@@ -13,7 +13,7 @@ from server.registry.tables import JobKind
 
 # Share of the whole job's time, as measured on the demo world; progress is reported in these proportions.
 PLANS: Mapping[JobKind, Mapping[str, float]] = {
-    JobKind.TAKEDOWN: {"check": 0.05, "fit": 0.53, "verify": 0.36, "joint": 0.04, "publish": 0.02},
+    JobKind.TAKEDOWN: {"check": 0.08, "fit": 0.68, "verify": 0.20, "joint": 0.03, "publish": 0.01},
     JobKind.VERIFY: {"verify": 1.0},
     JobKind.ACTIVATE: {"joint": 1.0},
     JobKind.PREPARE: {"prepare": 1.0},

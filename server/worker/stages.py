@@ -6,6 +6,7 @@ Run by ``child.py`` in a process of its own; the method itself is ``unbind_core`
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -23,14 +24,15 @@ from server.settings import Settings, load_settings
 from server.worker.plan import Task
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import DataError
-from unbind_core.evaluation import extractable, verify
+from unbind_core.evaluation import RowScore, extractable, forget_scores, verify
 from unbind_core.fitting import FitOptions, fit, prepare_retained
 from unbind_core.module import UnbindModule
 from unbind_core.options import BUDGETS
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
+from unbind_core.windows import available_forms
 
-MODULE_FILE = "module.safetensors"
+MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
 ProgressCall = Callable[[Progress], None]
 
 
@@ -88,9 +90,14 @@ def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str
 
 
 def check(context: Context) -> dict[str, Any]:
-    """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove."""
-    loaded = context.loaded
-    return dict(extractable(loaded.model, loaded.tokenizer, context.forget, progress=context.progress))
+    """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove. Leaves each row's score."""
+    model, tokenizer = context.loaded.model, context.loaded.tokenizer
+    scores = forget_scores(
+        model, tokenizer, context.forget, forms=available_forms(tokenizer), attempts=0, progress=context.progress,
+        stage="check",
+    )  # fmt: skip
+    save_json(context.folder / SCORES_FILE, [dataclasses.asdict(score) for score in scores])
+    return dict(extractable(model, tokenizer, context.forget, scores=scores))
 
 
 def fit_module(context: Context) -> dict[str, Any]:
@@ -125,12 +132,15 @@ def verify_module(context: Context) -> dict[str, Any]:
     from server.worker.exhibits import exhibits
 
     loaded, settings = context.loaded, context.settings
-    retain = retain_rows(settings.retain_test)[: settings.retain_test_limit] if settings.retain_test else []
-    module = context.module()
-    attempts = settings.verify_attempts
+    retain, module, attempts = held_out_rows(settings), context.module(), settings.verify_attempts
+    before = None
+    if attempts == 0 and "check" in context.task.done:  # which asked just this
+        known = (context.left_by("check") / SCORES_FILE).read_text(encoding="utf-8")
+        before = [RowScore(**score) for score in json.loads(known)]
     table = verify(
-        loaded.model, loaded.tokenizer, module, context.forget, retain, attempts=attempts, progress=context.progress
-    )
+        loaded.model, loaded.tokenizer, module, context.forget, retain, attempts=attempts, before=before,
+        cache=settings.data_dir / "cache", progress=context.progress,
+    )  # fmt: skip
     save_json(context.folder / "exhibits.json", finite(exhibits(loaded, module, context.forget, retain)))
     return dict(table)
 
@@ -169,9 +179,14 @@ def prepare(context: Context) -> dict[str, Any]:
     calibration = retain_rows(settings.retain_calibration) if settings.retain_calibration else ()
     seconds = prepare_retained(
         loaded.model, loaded.tokenizer, retain_rows(settings.retain), retain_calibration=calibration,
-        identity=loaded.identity, progress=context.progress, cache=settings.data_dir / "cache",
+        held_out=held_out_rows(settings), identity=loaded.identity, progress=context.progress, cache=settings.data_dir / "cache",
     )  # fmt: skip
     return {"seconds": seconds}
+
+
+def held_out_rows(settings: Settings) -> list[RetainRow]:
+    """The retain rows of the before/after table."""
+    return retain_rows(settings.retain_test)[: settings.retain_test_limit] if settings.retain_test else []
 
 
 def retain_rows(path: Path) -> list[RetainRow]:

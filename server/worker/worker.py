@@ -6,7 +6,6 @@ with it) or alone by ``unbind worker``.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 from sqlalchemy.exc import OperationalError
 
-from server.registry.files import job_dir, private, tidy
+from server.registry.files import job_dir, tidy
 from server.registry.jobs import Claim
 from server.registry.modules import NewModule
 from server.registry.objects import ObjectStore
@@ -32,7 +31,10 @@ from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState, Origin
 from server.settings import PREFIX, Settings
 from server.worker.hands import Child
+from server.worker.locks import take
 from server.worker.plan import OVER_BUDGET, PLANS, Task, ends, progress_of, remark, verdict
+from server.worker.preparing import Preparer
+from unbind_core.files import remove_unfinished
 
 log = logging.getLogger("unbind.worker")
 COMMAND = (sys.executable, "-m", "server.worker.child")
@@ -63,11 +65,11 @@ class Worker:
         self.registry = open_registry(settings)
         self.objects = ObjectStore(settings.published_store)
         self._standby: Child | None = None
-        self._preparer: Child | None = None
-        self._prepared = not settings.prepare
+        self._preparer = Preparer(settings, self._child)
 
     def run(self) -> None:
         """Claim and work until asked to stop. No job's error ends the loop."""
+        remove_unfinished(self.settings.data_dir / "cache")
         log.info("worker %s waits for takedowns", self.owner)
         try:
             while not self.stop.is_set():
@@ -77,9 +79,9 @@ class Worker:
                     with _device(self.settings) as free:
                         claim = self._claim() if free else None
                         if claim is None and free:
-                            self._prepare()
+                            self._preparer.go_on()
                         else:
-                            self._stop_preparing()
+                            self._preparer.stop()
                         if claim is not None:
                             worked = True
                             self.work(claim)
@@ -88,7 +90,7 @@ class Worker:
                 if not worked:
                     self.stop.wait(POLL_SECONDS)
         finally:
-            self._stop_preparing()
+            self._preparer.stop()
             if self._standby is not None:
                 self._standby.kill()
             self.registry.close()
@@ -102,30 +104,6 @@ class Worker:
     def _child(self) -> Child:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         return Child(self._command, environment | self.settings.to_environment())
-
-    # While nothing waits: what takedowns need of the retain rows, by a child of its own, which is killed when a job comes. What it
-    # has finished is in the cache by then.
-
-    def _prepare(self) -> None:
-        if self._prepared:
-            return
-        if self._preparer is None:
-            self._preparer = self._child()
-            folder = str(private(self.settings.data_dir / "cache"))
-            self._preparer.give(Task("", JobKind.PREPARE, "", "", {}, folder, {}))
-        while not self._preparer.messages.empty():
-            said = self._preparer.messages.get()
-            if said is None or "failed" in said or "finished" in said:
-                reason = (said or {"failed": "its process died"}).get("failed")
-                log.info("retain rows: %s", f"could not be prepared ({reason})" if reason else "prepared for takedowns")
-                self._prepared = True
-                self._stop_preparing()
-                return
-
-    def _stop_preparing(self) -> None:
-        if self._preparer is not None:
-            self._preparer.kill()
-            self._preparer = None
 
     def _claim(self) -> Claim | None:
         settings = self.settings
@@ -159,6 +137,7 @@ class Worker:
             self._end(claim, JobState.FAILED, error=f"{type(error).__name__}: {error}"[:2000])
         finally:
             child.kill()
+            remove_unfinished(self.settings.data_dir / "cache")
 
     # The stages, run by the child.
 
@@ -305,11 +284,9 @@ class Worker:
 @contextmanager
 def _device(settings: Settings) -> Iterator[bool]:
     """Whether this worker may use the device now: one heavy job at a time on each of a machine's devices."""
-    name = f"{socket.gethostname()}-{settings.device.replace(':', '-')}.lock"
-    with (private(settings.data_dir / "locks") / name).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    lock = take(settings.data_dir, f"{socket.gethostname()}-{settings.device.replace(':', '-')}")
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            lock.close()

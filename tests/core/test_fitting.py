@@ -13,6 +13,7 @@ from unbind_core.calibration import Budgets
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
 from unbind_core.evaluation import extractable, verify
 from unbind_core.fitting import prepare_retained
+from unbind_core.heldout import HeldOut
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
 
@@ -95,7 +96,11 @@ def test_retain_statistics_come_from_the_cache_the_second_time(loaded: LoadedMod
 
 def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: LoadedModel, tmp_path: Path) -> None:
     asked = {"identity": loaded.identity, "cache": tmp_path}
-    prepare_retained(loaded.model, loaded.tokenizer, RETAIN[:16], retain_calibration=RETAIN[16:], **asked)
+    held_out = [RetainRow(row.text.replace("size", "length")) for row in RETAIN[:4]]
+    seconds = prepare_retained(
+        loaded.model, loaded.tokenizer, RETAIN[:16], retain_calibration=RETAIN[16:], held_out=held_out, **asked
+    )
+    assert list(seconds)[-1] == "held-out completions"  # the fit comes first, and can begin before they are there
     files = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     seen: list[str] = []
 
@@ -110,7 +115,11 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
             progress=callback, **asked,
         )  # fmt: skip
     assert "forget states and gradients" in seen and not {"retain states", "retain completions"} & set(seen)
-    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 4
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 5
+    seen.clear()
+    given = {"cache": tmp_path, "fingerprint": loaded.identity.fingerprint, "progress": callback}
+    HeldOut(loaded.model, loaded.tokenizer, held_out, [1], **given)
+    assert seen and "retain completions" not in seen
 
 
 @pytest.mark.parametrize("stage", ["retain states", "forget states and gradients", "forget scan", "retain budgets"])

@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.core.conftest import CORPUS, save_checkpoint
+from tests.system.disks import Disk, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
@@ -155,3 +156,10 @@ def retain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk that can be filled."""
+    with small_disk(tmp_path / "disk") as made:
+        yield made

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from tests.server.conftest import build_module
 from tests.system.conftest import ADMIN_KEY, ServerProcess, serving
+from tests.system.disks import Disk
 from unbind_core.architecture import load_model
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + secret_{i}\n"} for i in range(5)]
@@ -212,6 +213,26 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
     plain = CliRunner().invoke(build(), ["takedown", "status", "--url", "http://127.0.0.1:9", "--key", "x"])
     assert plain.exit_code == 1 and "does not answer" in plain.output
+
+
+def test_a_full_disk_refuses_changes_with_the_reason_and_goes_on_serving(
+    checkpoint: Path, tmp_path: Path, disk: Disk
+) -> None:
+    with serving(checkpoint, tmp_path, data_dir=disk.folder / "data", worker=False) as server:
+        before = server.complete("def add(", max_tokens=4)
+        disk.fill([server.process.pid])
+        for _ in range(2):
+            status, answer = server.admin("/takedowns", {"name": "m", "rows": ROWS})
+            assert (status, answer["error"]["code"]) == (507, "disk_full") and "make room" in answer["error"]["message"]
+            status, answer = server.admin("/profiles/editor", {}, method="PUT")
+            assert (status, answer["error"]["code"]) == (
+                (507, "disk_full") if disk.own else (503, "registry_unreachable")
+            )
+        assert server.complete("def add(", max_tokens=4) == before
+        assert server.admin("/takedowns")[1]["data"] == [] and not list(disk.folder.rglob("*.partial"))
+        disk.free([server.process.pid])
+        assert server.admin("/takedowns", {"name": "m", "rows": ROWS})[0] == 202
+        assert len(server.admin("/takedowns")[1]["data"]) == 1
 
 
 @pytest.mark.slow

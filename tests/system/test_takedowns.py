@@ -74,6 +74,7 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     assert {"check", "fit", "verify"} <= {stage for stage, _ in seen} and seen == sorted(seen, key=lambda s: s[1])
     assert set(job["timings"]) == {"check", "fit", "verify", "joint", "publish"}
     table = job["result"]["verify"]
+    assert table["before"]["all"].items() <= job["result"]["check"].items()  # asked once
     assert table["after"]["all"]["f_bleu"] < 0.5 * table["before"]["all"]["f_bleu"]
     # the very next request
     status, answer, headers = server.call(

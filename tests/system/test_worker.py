@@ -23,6 +23,7 @@ from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
 from tests.system.conftest import ROOT
+from tests.system.disks import Disk
 
 ADMIN = Actor("admin", "test")
 LEASE = 1.5
@@ -147,6 +148,28 @@ def test_an_idle_worker_prepares_and_yields_to_a_job(tmp_path: Path) -> None:
         shop.start()
         shop.wait(lambda: any("prepared for takedowns" in line for line in shop.log))
         shop.wait(lambda: len(shop.children()) == 1)
+
+
+def test_two_workers_prepare_one_after_the_other(tmp_path: Path) -> None:
+    with workshop(tmp_path, prepare=True) as shop:
+        shop.start(FAST_STAGE_SECONDS="1"), shop.start(FAST_STAGE_SECONDS="1")
+        most = 0
+        while sum("prepared for takedowns" in line for line in shop.log) < 2:
+            most = max(most, len(shop.children()))
+            time.sleep(0.02)
+        assert most == 3  # one for each worker that waits for a job, and one that prepares
+
+
+def test_what_a_killed_preparer_left_is_gone_when_a_worker_starts(tmp_path: Path) -> None:
+    cache = tmp_path / "data" / "cache"
+    left = cache / ".states-a.safetensors.x1y2.partial"
+    left.mkdir(parents=True)
+    (left / "states-a.safetensors").write_bytes(b"half")
+    (cache / "completions-a.json").write_text("[]")
+    with workshop(tmp_path) as shop:
+        shop.start()
+        shop.wait(lambda: any("waits for takedowns" in line for line in shop.log))
+        assert [path.name for path in cache.iterdir()] == ["completions-a.json"]
 
 
 def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
@@ -307,6 +330,45 @@ def test_a_database_locked_for_ten_seconds_delays_and_loses_nothing(shop: Worksh
         other.execute("ROLLBACK")
     assert shop.ended(job_id)[0]["outcome"] == "active"
     shop.check_what_is_left([job_id])
+
+
+@pytest.mark.parametrize("stage", ["fit", "verify", "publish"])
+def test_a_full_disk_fails_the_job_with_the_reason_and_the_next_one_succeeds(
+    tmp_path: Path, disk: Disk, stage: str
+) -> None:
+    with workshop(disk.folder, database_url=f"sqlite:///{tmp_path / 'registry.db'}") as shop:
+        job_id = shop.submit("m", seconds=0.5)
+        shop.start()
+        shop.wait(lambda: shop.job(job_id)["stage"] == stage)
+        disk.fill(shop.children())
+        (job,) = shop.ended(job_id)
+        assert job["state"] == "failed" and disk.full in job["error"], job
+        assert not [path for path in disk.folder.rglob("*.safetensors") if path.stat().st_size != 4096]
+        disk.free(shop.children())
+        shop.registry.jobs.retry(job_id, ADMIN, time.time())
+        other = shop.submit("n")
+        assert [job["outcome"] for job in shop.ended(job_id, other)] == ["active", "active"]
+        shop.check_what_is_left([job_id, other])
+
+
+def test_a_full_disk_under_the_registry_delays_and_loses_nothing(disk: Disk) -> None:
+    def writers() -> list[int]:
+        return [*(worker.pid for worker in shop.workers), *shop.children()]
+
+    with workshop(disk.folder) as shop:
+        job_id = shop.submit("m", seconds=0.5)
+        shop.start()
+        shop.wait(lambda: shop.job(job_id)["stage"] == "check")
+        disk.fill(writers())
+        shop.wait(lambda: any("the registry does not answer" in line for line in shop.log))
+        disk.free(writers())
+        (job,) = shop.ended(job_id)
+        if job["state"] == "failed":
+            assert disk.full in job["error"], job
+            shop.registry.jobs.retry(job_id, ADMIN, time.time())
+            (job,) = shop.ended(job_id)
+        assert job["outcome"] == "active"
+        shop.check_what_is_left([job_id])
 
 
 def test_a_store_that_is_away_delays_publishing(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Files that exist whole or not at all, whatever happens to the process that writes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unbind_core.files import remove_unfinished, write_whole
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from unbind_core.files import write_whole
+
+def write(temporary):
+    temporary.write_text("half")
+    print("writing", flush=True)
+    time.sleep(600)
+
+write_whole(Path(sys.argv[1]), write)
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_being_written_stays_and_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+    (tmp_path / "whole.json").write_text("{}")
+    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "new.json"], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
+        remove_unfinished(tmp_path)
+        assert len(names(tmp_path)) == 2
+        os.kill(writer.pid, signal.SIGKILL)
+    assert len(names(tmp_path)) == 2
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == ["whole.json"]
+
+
+def test_tensors_are_written_under_the_lock(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        save_file({"x": torch.ones(3)}, temporary)
+        remove_unfinished(tmp_path)
+
+    write_whole(tmp_path / "t.safetensors", write)
+    assert names(tmp_path) == ["t.safetensors"] and load_file(tmp_path / "t.safetensors")["x"].sum() == 3
+
+
+def test_a_failure_leaves_what_was_there_before(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError("no space left on device")
+
+    write_whole(tmp_path / "a", lambda temporary: temporary.write_text("whole"))
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "a", write)
+    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "whole"
+
+
+def test_a_folder_that_is_not_there_has_nothing_unfinished(tmp_path: Path) -> None:
+    remove_unfinished(tmp_path / "missing")
+    assert not names(tmp_path)
