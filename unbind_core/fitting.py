@@ -17,6 +17,7 @@ from unbind_core.architecture import ModelIdentity, decoder_layers, identify
 from unbind_core.auto import fit_auto, retained
 from unbind_core.capture import check_exactness
 from unbind_core.errors import DataError
+from unbind_core.evaluation import RowScore
 from unbind_core.module import UnbindModule
 from unbind_core.options import GATES, Clock, FitOptions, FitReport
 from unbind_core.paper import fit_paper
@@ -57,13 +58,15 @@ def fit(
     options: FitOptions | None = None,
     progress: ProgressCallback = silent,
     cache: Path | None = None,
+    before: Sequence[RowScore] | None = None,
 ) -> tuple[UnbindModule, FitReport]:
     """Fit and calibrate one module that makes ``model`` forget the continuations of ``forget``; ``options.gate`` says how.
 
     ``retain_calibration``: rows for the retain budgets that the model was not trained on, which makes honester rates;
     without them a fifth of ``retain`` is set aside. Partitions count them after ``retain``. ``identity`` (from
     :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. ``cache`` is a folder for
-    what does not depend on the forget set. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
+    what does not depend on the forget set; ``before``: what ``forget_scores(..., attempts=0)`` gave for these rows and the
+    unedited model in all forms, where that is known. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
     UnsupportedArchitecture, and Cancelled where the callback raises it.
 
     With outcome "ineffective" the module has kappa = 0 and changes nothing: do not deploy it. With "short" it forgets less than
@@ -75,7 +78,7 @@ def fit(
     )  # fmt: skip
     with given.clock.stage("self-check"):
         first = given.forget_windows(given.parts.forget_fit[:1])[0]
-        given = replace(given, exactness=check_exactness(model, first, given.layers))
+        given = replace(given, before=before, exactness=check_exactness(model, first, given.layers))
     return fit_paper(given) if given.options.gate == "paper" else fit_auto(given)
 
 

@@ -56,7 +56,7 @@ class Judge:
 
     def __init__(self, given: Preparation, retain: Replay, completions: RetainCompletions) -> None:
         self.given, self.retain, self.completions, self.target = given, retain, completions, given.options.target
-        self.before = self._scores(range(len(given.forget)), None, attempts=0)
+        self.before = given.before or self._scores(range(len(given.forget)), None, attempts=0)
 
     def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
         given = self.given

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import ModelIdentity
+from unbind_core.evaluation import RowScore
 from unbind_core.module import UnbindModule
 from unbind_core.options import Clock, FitOptions
 from unbind_core.progress import ProgressCallback
@@ -34,7 +35,9 @@ REQUESTS = (  # what stands in front of a prompt and behind it where code is ask
 
 @dataclass(frozen=True)
 class Preparation:
-    """One fit's inputs. ``retain`` holds the rows set apart for calibration last; ``exactness`` is the self-check's error."""
+    """One fit's inputs. ``retain`` holds the rows set apart for calibration last; ``exactness`` is the self-check's error,
+    ``before`` what is known of the unedited model's greedy completions of the forget rows.
+    """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
@@ -51,6 +54,7 @@ class Preparation:
     cache: Path | None
     clock: Clock
     exactness: float
+    before: Sequence[RowScore] | None = None
 
     def forget_windows(self, indices: Sequence[int]) -> list[Window]:
         """Windows of forget rows in the fit's forms."""

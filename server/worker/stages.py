@@ -68,6 +68,14 @@ class Context:
         """The folder of the attempt that finished a stage."""
         return self.folder.parent / str(self.task.done[stage]["folder"])
 
+    @property
+    def checked(self) -> list[RowScore] | None:
+        """What ``check`` found of each row under the unedited model, greedily and in all forms; None where it did not run."""
+        if "check" not in self.task.done:
+            return None
+        known = (self.left_by("check") / SCORES_FILE).read_text(encoding="utf-8")
+        return [RowScore(**score) for score in json.loads(known)]
+
     def module(self) -> UnbindModule:
         """The module that the job made, or is about."""
         if "fit" in self.task.done:
@@ -120,6 +128,7 @@ def fit_module(context: Context) -> dict[str, Any]:
         ),
         progress=context.progress,
         cache=settings.data_dir / "cache",
+        before=context.checked,
     )
     module.save(context.folder / MODULE_FILE)
     full = {**report.to_json(), "budgets": dict(module.budgets)}
@@ -133,12 +142,9 @@ def verify_module(context: Context) -> dict[str, Any]:
 
     loaded, settings = context.loaded, context.settings
     retain, module, attempts = held_out_rows(settings), context.module(), settings.verify_attempts
-    before = None
-    if attempts == 0 and "check" in context.task.done:  # which asked just this
-        known = (context.left_by("check") / SCORES_FILE).read_text(encoding="utf-8")
-        before = [RowScore(**score) for score in json.loads(known)]
     table = verify(
-        loaded.model, loaded.tokenizer, module, context.forget, retain, attempts=attempts, before=before,
+        loaded.model, loaded.tokenizer, module, context.forget, retain, attempts=attempts,
+        before=context.checked if attempts == 0 else None,
         cache=settings.data_dir / "cache", progress=context.progress,
     )  # fmt: skip
     save_json(context.folder / "exhibits.json", finite(exhibits(loaded, module, context.forget, retain)))
