@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from server.bench_filter import random_module
-from server.bench_systems import EngineSystem, LibraryBatching, StaticBatch, System, http_server
+from server.bench_systems import EngineSystem, LibraryBatching, StaticBatch, System, http_server, vllm_system
 from server.engine.pinned import PinnedSet
 from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnbindError
@@ -93,15 +94,19 @@ class Bench:
             self._progress(Progress(what, repeat + 1, self._repeats + 1))
         return seconds
 
-    def throughput(self, load: Workload, parts: Sequence[str]) -> dict[str, Any]:
-        """The engine against static ``generate`` and the library's continuous batching on one workload."""
+    def throughput(self, load: Workload, parts: Sequence[str], vllm: Path | None = None) -> dict[str, Any]:
+        """The engine against static ``generate``, the library's continuous batching and vLLM on one workload."""
         length = load.prompt + load.new
         engine = EngineSystem(self._loaded, load.requests, length)
         systems: dict[str, System] = {"engine": engine, "static": StaticBatch(self._loaded)}
         if "library" in parts:
             systems["library"] = LibraryBatching(self._loaded, load.requests, length)
         try:
-            at_once = self._alternating(str(load), systems, load)
+            with ExitStack() as stack:
+                beside = dict(systems)
+                if vllm is not None:
+                    beside["vllm"] = stack.enter_context(vllm_system(vllm, self._loaded, load.requests, length))
+                at_once = self._alternating(str(load), beside, load)
             figures: dict[str, Any] = _ratios(at_once) | {"tokens_per_second": _speeds(at_once, load)}
             if "arrivals" in parts:
                 window = statistics.median(wall for wall, _ in at_once["engine"]) / 2
@@ -193,12 +198,14 @@ def run(
     module_counts: Sequence[int] = MODULES,
     keystrokes: int = KEYSTROKES,
     keystroke_tokens: int = KEYSTROKE_TOKENS,
+    vllm: Path | None = None,
     settings: dict[str, object],
     progress: ProgressCallback,
 ) -> dict[str, Any]:
     """All figures, or those of ``parts``; ``settings`` name the model to the server that is started for HTTP.
 
-    Ratios above 1 mean that the engine is faster; slowdowns are shares (0.02 is 2 %).
+    ``vllm``: a Python that has vLLM, to be set against the engine too. Ratios above 1 mean that the engine is faster;
+    slowdowns are shares (0.02 is 2 %).
     """
     unknown = set(parts) - set(PARTS)
     if unknown or repeats < 1:
@@ -207,10 +214,12 @@ def run(
     loads = [Workload.parse(text) for text in workloads]
     figures: dict[str, Any] = {}
     if "throughput" in parts:
-        measured = {str(load): bench.throughput(load, parts) for load in loads}
+        measured = {str(load): bench.throughput(load, parts, vllm) for load in loads}
         figures["vs_static_generate"] = {load: found["vs_static_generate"] for load, found in measured.items()}
         if "library" in parts:
             figures["vs_library_batching"] = {load: found["vs_library_batching"] for load, found in measured.items()}
+        if vllm is not None:
+            figures["vs_vllm"] = {load: found["vs_vllm"] for load, found in measured.items()}
         figures["workloads"] = measured
     if "keystrokes" in parts:
         typed = bench.keystrokes(keystrokes, keystroke_tokens)
@@ -233,11 +242,13 @@ def run(
 def _ratios(seconds: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
     """Medians over repeats of another system's time over the engine's, by wall clock and by processor time."""
     found = {}
-    for name, key in (("static", "vs_static_generate"), ("library", "vs_library_batching")):
+    names = {"static": "vs_static_generate", "library": "vs_library_batching", "vllm": "vs_vllm"}
+    for name, key in names.items():
         if name in seconds:
             pairs = list(zip(seconds["engine"], seconds[name], strict=True))
             found[key] = statistics.median(other[0] / own[0] for own, other in pairs)
-            found[f"{key}_processor_time"] = statistics.median(other[1] / own[1] for own, other in pairs)
+            if name != "vllm":  # which computes in a process of its own
+                found[f"{key}_processor_time"] = statistics.median(other[1] / own[1] for own, other in pairs)
     return found
 
 

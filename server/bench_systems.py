@@ -1,6 +1,6 @@
 """What ``unbind bench serve`` sets against each other: each takes prompts with arrival times and makes all the tokens.
 
-The engine, the library's static batch, the library's continuous batching, and the engine behind HTTP.
+The engine, the library's static batch, the library's continuous batching, vLLM, and the engine behind HTTP.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -132,6 +133,63 @@ class LibraryBatching:
                 elif result is None and not manager.is_running():
                     raise UnbindError("the library's continuous batching ended before its requests did")
         _complete(made, new, "the library's continuous batching")
+
+
+class Vllm:
+    """vLLM on the same weights, eagerly, in a process of the Python given (``bench_vllm.py``)."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, asked: Mapping[str, object]) -> dict[str, Any]:
+        """One line there, one line back."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        answer = ""
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise UnbindError("--vllm: that Python could not run vLLM; its reason is above")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def generate(self, prompts: Prompts, new: int, arrivals: Sequence[float]) -> None:
+        """As the protocol says; like the static batch it begins when the last prompt is there."""
+        time.sleep(max(arrivals))
+        _complete(self.ask({"prompts": prompts, "new": new})["made"], new, "vLLM")
+
+
+@contextmanager
+def vllm_system(python: Path, loaded: LoadedModel, requests: int, length: int) -> Iterator[Vllm]:
+    """vLLM under ``python`` on ``loaded``, saved with its adapter merged into a folder that goes with the block.
+
+    Raises UnbindError where there is no such Python or it cannot run vLLM.
+    """
+    script = Path(__file__).with_name("bench_vllm.py")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    # in one process, with as many threads as the others have and no core of its own
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        model: Any = loaded.model
+        model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+        try:
+            process = subprocess.Popen(
+                [str(python), "-I", str(script)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder,
+            )  # fmt: skip
+        except OSError as error:
+            raise UnbindError(f"--vllm: '{python}' is not a Python that runs ({error.strerror})") from None
+        with process:
+            try:
+                started = Vllm(process)
+                dtype = str(model.dtype).removeprefix("torch.")
+                started.ask({"model": folder, "length": length, "requests": requests, "dtype": dtype})
+                yield started
+            finally:
+                process.kill()
 
 
 class HttpSystem:

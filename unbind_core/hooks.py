@@ -155,8 +155,27 @@ def _as_rows(bank: ModuleBank, modules: Modules | None) -> list[Mapping[str, flo
     return [dict.fromkeys([str(name) for name in modules], 1.0)]
 
 
-def _real_positions(mask: Any, batch: int, length: int) -> Tensor | None:
-    """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none."""
+def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | None:
+    """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none.
+
+    With a cache of fixed size ``generate`` passes the finished mask [B or 1,1,length,size] instead, by layer type where the
+    model mixes them: what the newest position sees of it is real. Raises UnsupportedArchitecture where that is cut by a window.
+    """
+    if (
+        mask is not None
+        and getattr(past, "is_compileable", False)
+        and not (isinstance(mask, Tensor) and mask.dim() == 2)
+    ):
+        whole = mask.get("full_attention") if isinstance(mask, Mapping) else mask
+        if whole is None and mask.get("sliding_attention") is None:
+            return None
+        if not isinstance(whole, Tensor) or whole.dim() != 4:
+            raise UnsupportedArchitecture(
+                f"{type(past).__name__}: its mask does not tell which positions are padding; generate without "
+                "cache_implementation"
+            )
+        seen = whole[:, 0, -1, : int(past.get_seq_length()) + length].expand(batch, -1)
+        return seen if seen.dtype == torch.bool else seen == 0
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         return None
     return mask.bool()
@@ -173,7 +192,7 @@ class _Sequences:
 
     def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> Places:
         """Where the rows of this pass stand; ``real`` bool [B, past and new positions] is false at padding."""
-        before = past.get_seq_length() if past is not None else 0
+        before = int(past.get_seq_length()) if past is not None else 0
         block, memory = getattr(past, _MEMORY, (None, None))
         if block != self._block or memory is None or not before or memory.slots != batch:
             memory = GateMemory(batch, before + length, device)
@@ -268,7 +287,7 @@ def attach(
                 rows = torch.arange(batch, device=given.device) // (batch // selection.rows)
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
-            real = _real_positions(arguments.get("attention_mask"), batch, length)
+            real = _real_positions(arguments.get("attention_mask"), batch, length, past)
             new = None if decoding or real is None else real[:, -length:]
             places = sequences.places(batch, length, past, real, given.device) if selection.remembers else None
             phase = "decode" if decoding else "prefill"

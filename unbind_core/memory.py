@@ -53,6 +53,12 @@ class GateMemory:
         for layer, table in self._tables.items():
             self._tables[layer] = table.index_select(0, rows.to(self.device))
 
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+        for table in self._tables.values():
+            table[slot].zero_()
+
     def bytes_allocated(self) -> int:
         """Bytes of all tables."""
         return sum(table.numel() * table.element_size() for table in self._tables.values())

@@ -16,11 +16,12 @@ from server.api.generation import Generation, Result
 from server.errors import ApiError, error_body
 
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 def event_bytes(event: Any) -> bytes:
     """One event, ended as the protocol wants it."""
-    return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(event).encode() + b"\n\n"
 
 
 async def whole(request: Request, generation: Generation, shape: Callable[[list[Result]], Any]) -> Response:

@@ -133,6 +133,10 @@ class Generation:
 
     async def merged(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """The deltas of all choices as they come, each with its choice."""
+        if len(self.choices) == 1:  # the rule, and each hop from task to task costs as much as the rest of a token
+            async for delta in self.deltas(self.choices[0]):
+                yield self.choices[0], delta
+            return
         arrived: asyncio.Queue[tuple[Choice, Delta] | ApiError | None] = asyncio.Queue()
 
         async def pump(choice: Choice) -> None:

@@ -203,6 +203,7 @@ def bench_serve(
     module_counts: Annotated[str | None, typer.Option(help="Numbers of modules, with commas.")] = None,
     keystrokes: Annotated[int, typer.Option(min=1, help="How many keystrokes to replay.")] = 40,
     keystroke_tokens: Annotated[int, typer.Option(min=32, help="Length of the prompt that is typed on.")] = 1500,
+    vllm: Annotated[Path | None, typer.Option(help="A Python that has vLLM, to measure it beside the engine.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """How fast the engine serves, against the library's static and continuous batching; prefix reuse; HTTP."""
@@ -221,6 +222,7 @@ def bench_serve(
             module_counts=numbers(module_counts, int, "--module-counts", "0,1,64") or figures_of.MODULES,
             keystrokes=keystrokes,
             keystroke_tokens=keystroke_tokens,
+            vllm=vllm,
             settings=settings,
             progress=progress,
         )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.engine")
 T = TypeVar("T")
+PARTS_A_SECOND = 800  # of all streams together: each takes Python time, which the forward passes wait for
 
 
 class EngineStopped(Exception):
@@ -75,7 +77,8 @@ class Engine:
         self._wake = threading.Condition()
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, dict[asyncio.Queue[Delta], list[Delta]]] = {}
+        self._posted, self._urgent = 0.0, False
         self._stopping = self._draining = False
         self._thread = threading.Thread(target=self._run, name="unbind-engine", daemon=True)
 
@@ -136,8 +139,17 @@ class Engine:
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
 
+        begun = False
+
         def deliver(delta: Delta) -> None:
-            self._outbox.setdefault(loop, []).append((deltas, delta))
+            nonlocal begun
+            letters = self._outbox.setdefault(loop, {}).setdefault(deltas, [])
+            if letters and delta.finish_reason is None:
+                letters[-1] = letters[-1].then(delta)
+            else:  # the end stands alone, so that it tells what ended the answer
+                letters.append(delta)
+            self._urgent |= not begun or delta.finish_reason is not None
+            begun = True
 
         flight = Flight(
             request,
@@ -150,8 +162,12 @@ class Engine:
                 raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
             self.scheduler.check_room(len(self._arrived))
             self._arrived.append(flight)
-            self._wake.notify()
+        loop.call_soon(self._notify)  # not at once: what comes in one turn of the loop then begins in one step
         return flight, deltas
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def cancel(self, flight: Flight) -> None:
         """End a request that nobody listens to any more; nothing happens if it is finished."""
@@ -215,7 +231,7 @@ class Engine:
             except Exception:  # the thread must outlive any error: without it every client would hang
                 log.exception("the engine met an error outside a forward pass")
                 self.stepper.end_all("the engine met an error; the request was dropped")
-            self._post()
+            self._post(soon=True)
         self.scheduler.waiting.extend(self._arrived)
         self._arrived.clear()
         self.stepper.end_all("the server is shutting down")
@@ -227,17 +243,26 @@ class Engine:
     def _idle(self) -> bool:
         return not self._arrived and self.scheduler.idle
 
-    def _post(self) -> None:
-        """Hand over what a pass has made, all of it at once to each event loop: waking one for each token is slow."""
+    def _post(self, soon: bool = False) -> None:
+        """Hand over what passes have made, all of it at once to each event loop: waking one for each token is slow.
+
+        ``soon``: another short pass follows, so that what neither begins nor ends an answer can wait a little.
+        """
+        now = time.perf_counter()
+        streams = sum(map(len, self._outbox.values()))
+        if soon and not self._urgent and now - self._posted < streams / PARTS_A_SECOND:
+            return
+        self._posted, self._urgent = now, False
         outbox, self._outbox = self._outbox, {}
         for loop, letters in outbox.items():
             with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
                 loop.call_soon_threadsafe(_put_all, letters)
 
 
-def _put_all(letters: Sequence[tuple[asyncio.Queue[Delta], Delta]]) -> None:
-    for queue, delta in letters:
-        queue.put_nowait(delta)
+def _put_all(letters: Mapping[asyncio.Queue[Delta], Sequence[Delta]]) -> None:
+    for queue, deltas in letters.items():
+        for delta in deltas:
+            queue.put_nowait(delta)
 
 
 __all__ = ["Engine", "EngineStats", "EngineStopped", "FinishReason", "Sampling"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from server.engine.pinned import NOTHING, PinnedSet
@@ -51,6 +52,17 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @cached_property
+    def reshapes(self) -> bool:
+        """Whether logits change before anything is chosen."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(self.logit_bias or penalties)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether the token is the model's likeliest, and nothing else need be looked at."""
+        return self.temperature <= 0 and not self.reshapes
+
     @property
     def warms_up(self) -> bool:
         """Whether nothing is asked for but that the prompt be known: it stays out of what is counted of the gates."""
@@ -81,7 +93,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """One step's worth of answer. ``error`` is set where the engine failed the request (finish_reason "error").
+    """One step's worth of answer, or a few steps'. ``error`` is set where the engine failed the request (finish_reason "error").
 
     ``logprobs`` has one entry for each of ``tokens`` where the request asked for them; ``prompt_logprobs`` comes with
     the first delta, None at the first position, which nothing predicts.
@@ -96,6 +108,14 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     activations: tuple[Mapping[str, float], ...] = ()
+
+    def then(self, later: Delta) -> Delta:
+        """This part and the one after it as one."""
+        return Delta(
+            self.text + later.text, self.tokens + later.tokens, later.finish_reason, later.error,
+            self.logprobs + later.logprobs, self.prompt_logprobs + later.prompt_logprobs,
+            self.activations + later.activations,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -185,6 +185,11 @@ class Runner:
                 "(relative), so this family needs its own kind of cache; serve another model, or use unbind_core.attach"
             )
 
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds after a failed step: keys, values and what gates remember."""
+        self.cache.clear(slot)
+        self.gate_memory.clear(slot)
+
     def recover(self) -> None:
         """After a failed pass: give the device its unused memory back, so that the next one finds some."""
         if self.device.type == "cuda":

