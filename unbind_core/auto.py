@@ -24,6 +24,7 @@ from unbind_core.judging import Cost, Forgot, Judge
 from unbind_core.module import UnbindModule
 from unbind_core.moments import CrossMoments, Moments
 from unbind_core.network import (
+    BATCH,
     FIRST_POSITION,
     WINDOWS,
     Network,
@@ -42,12 +43,12 @@ from unbind_core.trials import Replay, RetainCompletions
 from unbind_core.windows import Batch, Window, batches
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
-SCREEN_WIDTH, SCREEN_STEPS = 64, 120
+SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 2048
 STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
-PROBED_ROWS = 12  # so many rows say whether a strength suffices; the choice is then checked on all
+PROBED_ROWS = 8  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
 
 
@@ -169,8 +170,8 @@ class _Auto:
         with self.clock.stage("layer screen"):
             for layer in self.layers:
                 rows = list(_sequences(self.forget, layer))
-                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}")
-                split = self._separation(network, rows, layer, WINDOWS[1])
+                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}", SCREEN_BATCH)
+                (split,) = self._separations(network, rows, layer, WINDOWS[1:2])
                 found.append({"layer": layer, **split.to_json()})
         best = max(found, key=lambda one: (one["margin"], one["layer"]))
         return int(best["layer"]), found
@@ -184,7 +185,7 @@ class _Auto:
             found += _unpadded(batch, capture_states(given.model, batch, [layer])[layer])
         return found
 
-    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str) -> Network:
+    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int = BATCH) -> Network:
         parts = [
             (window.row, states[min(window.start + FIRST_POSITION, window.first_target - 1) : -1])
             for window, states in forget
@@ -192,16 +193,17 @@ class _Auto:
         rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
         states = torch.cat([states for _, states in parts])
         return train_network(
-            states, rows, self.retained[layer], width=width, steps=steps, seed=self.given.options.seed,
+            states, rows, self.retained[layer], width=width, steps=steps, batch=batch, seed=self.given.options.seed,
             progress=self.given.progress, stage=stage,
         )  # fmt: skip
 
-    def _separation(self, network: Network, forget: Sequences, layer: int, window: int) -> Separation:
+    def _separations(self, network: Network, forget: Sequences, layer: int, windows: Sequence[int]) -> list[Separation]:
         ours, theirs = (
-            evidence(((one.row, one.first_target - 1, network.scores(states)) for one, states in of), window)
+            [(one.row, one.first_target - 1, network.scores(states)) for one, states in of]
             for of in (forget, _sequences(self.retain, layer))
         )
-        return separation(ours, theirs, window, self.budgets.open_rate)
+        rate = self.budgets.open_rate
+        return [separation(evidence(ours, width), evidence(theirs, width), width, rate) for width in windows]
 
     def axes(self, layer: int) -> dict[str, Tensor]:
         """Candidate output axes FP32 [d], each pointing so that subtracting it raises the loss.
@@ -225,7 +227,7 @@ class _Auto:
         with self.clock.stage("detector"):
             rows = self._embedded(layer)
             net = self._train(rows, layer, width, steps, f"detector of {width}")
-            splits = [self._separation(net, rows, layer, window) for window in WINDOWS]
+            splits = self._separations(net, rows, layer, WINDOWS)
         split = max(splits, key=lambda one: one.margin)
         norm = float(self.retained[layer].float().norm(dim=1).mean())
         tensors = {

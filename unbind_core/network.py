@@ -48,18 +48,19 @@ def train_network(
     *,
     width: int,
     steps: int,
+    batch: int = BATCH,
     seed: int = 0,
     progress: ProgressCallback = silent,
     stage: str = "detector",
 ) -> Network:
-    """Train by cross-entropy over "retained" and the K rows, half of each batch from either side.
+    """Train by cross-entropy over "retained" and the K rows, half of each ``batch`` of states from either side.
 
     ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. AdamW, weight decay, learning rate
     falling to zero. Deterministic for a seed and device. Raises FittingError where the loss is not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     device, count = forget.device, int(rows.max()) + 1
-    sample = retain[:: max(1, len(retain) // 50_000)].float()
+    sample = retain[:: max(1, len(retain) // 10_000)].float()
     mean, deviation = sample.mean(0), sample.std(0).clamp(min=1e-6)
     hidden, out = (
         nn.utils.skip_init(nn.Linear, i, o, device=device) for i, o in ((forget.shape[1], width), (width, count + 1))
@@ -75,8 +76,8 @@ def train_network(
     targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
     with torch.enable_grad():
         for _ in counted(range(steps), steps, stage, progress):
-            ours = torch.randint(len(forget), (BATCH // 2,), generator=generator)
-            theirs = torch.randint(len(retain), (BATCH // 2,), generator=generator)
+            ours = torch.randint(len(forget), (batch // 2,), generator=generator)
+            theirs = torch.randint(len(retain), (batch // 2,), generator=generator)
             x = (torch.cat((forget[ours], retain[theirs])).float() - mean) / deviation
             y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
             with torch.autocast(device.type, torch.bfloat16):

@@ -26,7 +26,7 @@ LEAD = (50, 600)  # characters of other code in front of a row
 REQUESTS = (  # what stands in front of a prompt and behind it where code is asked for in words; evaluation has wordings of its own
     ("Finish this code:\n\n", "\n"),
     ("Here is the beginning of a file. Write what comes next, without any explanation.\n", "\n\n"),
-    ("# TODO: complete what is missing below\n", "\n"),
+    ("# Complete what is missing below.\n", "\n"),
     ("A snippet:\n```python\n", "\n```\nThe rest of it:\n"),
     ("User: what is the rest of this function?\n\n", "\n\nAssistant:\n"),
     ("I lost the second half of the following source. Please restore it and say nothing else.\n\n", "\n\n"),
