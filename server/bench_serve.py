@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from server.bench_filter import random_module
-from server.bench_systems import EngineSystem, LibraryBatching, StaticBatch, System, http_server, vllm_system
+from server.bench_server import served
+from server.bench_systems import EngineSystem, HttpSystem, LibraryBatching, StaticBatch, System, vllm_system
 from server.engine.pinned import PinnedSet
 from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnbindError
@@ -176,10 +177,15 @@ class Bench:
         """Throughput through HTTP streams, one client a request, over the engine's own."""
         length = load.prompt + load.new
         engine = EngineSystem(self._loaded, load.requests, length)
-        sizes = {"max_slots": load.requests, "max_model_len": length, "threads": torch.get_num_threads()}
+        sizes = {
+            "max_slots": load.requests,
+            "max_model_len": length,
+            "threads": torch.get_num_threads(),
+            "worker": False,
+        }
         try:
-            with tempfile.TemporaryDirectory() as folder, http_server(settings | sizes, Path(folder)) as server:
-                seconds = self._alternating("HTTP", {"engine": engine, "http": server}, load)
+            with tempfile.TemporaryDirectory() as folder, served(settings | sizes, Path(folder)) as url:
+                seconds = self._alternating("HTTP", {"engine": engine, "http": HttpSystem(url)}, load)
         finally:
             engine.close()
         pairs = zip(seconds["engine"], seconds["http"], strict=True)

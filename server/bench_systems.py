@@ -9,9 +9,7 @@ import asyncio
 import copy
 import json
 import os
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,34 +221,6 @@ class HttpSystem:
             return list(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
 
         _complete(asyncio.run(everything()), new, "the server")
-
-
-@contextmanager
-def http_server(settings: Mapping[str, object], folder: Path) -> Iterator[HttpSystem]:
-    """``unbind serve`` with these settings and its data in ``folder``, ended by its process id."""
-    command = [sys.executable, "-m", "server", "serve", "--json", "--no-worker", "--port", "0"]
-    command += ["--data-dir", str(folder), "--log-level", "error"]
-    for key, value in settings.items():
-        command += [f"--{key.replace('_', '-')}", str(value)]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("UNBIND_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    try:
-        announced = ""
-        while not announced.endswith("}\n"):
-            line = process.stdout.readline()
-            if not line:
-                raise UnbindError("the server for the HTTP figures did not start; its reason is above")
-            announced += line
-        yield HttpSystem(json.loads(announced)["url"])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
 
 
 def _complete(made: Sequence[int], new: int, who: str) -> None:

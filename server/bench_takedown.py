@@ -1,26 +1,22 @@
 """How long a takedown takes on a running service, and what that costs the streams it serves meanwhile.
 
-A real server on loopback with the demo model. A first takedown, not counted, leaves the retain statistics in the cache; then the
-inter-token time of the streams is measured alone, and again from the POST of the second takedown until its module is in force.
+A real server on loopback with the demo model. A first takedown, posted as soon as it answers, leaves the retain statistics in the
+cache; then the streams are measured alone, and again from the POST of the second takedown until its module is in force.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.request import Request, urlopen
 
-from server.settings import PREFIX
+from server.bench_server import served
 
 KEY = "bench"
 STREAM_TOKENS = 64
@@ -28,59 +24,46 @@ TIMEOUT_SECONDS = 1800.0
 
 
 def measure_takedown(
-    rows: list[dict[str, str]], warm: list[dict[str, str]], prompts: list[str], streams: int, quiet: float,
+    rows: list[dict[str, str]], first: list[dict[str, str]], prompts: list[str], streams: int, quiet: float,
     tell: Callable[[str], None], settings: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds from POST to a module in force, by stage, and the streams' median inter-token time before and during."""
-    with TemporaryDirectory() as folder, _serving(Path(folder), settings) as url:
-        tell("first takedown (fills the cache)")
-        _wait(url, _post(url, "warm", warm), tell)
-        with _Streams(url, prompts, streams) as load:
-            tell(f"{streams} streams alone, {quiet:g} s")
-            time.sleep(min(quiet / 2, 3.0))
-            load.clear()
-            time.sleep(quiet)
-            alone = load.clear()
-            tell(f"takedown of {len(rows)} rows beside {streams} streams")
-            began = time.monotonic()
-            job = _wait(url, _post(url, "measured", rows), tell)
-            seconds = time.monotonic() - began
-            beside = load.clear()
-            failed = load.failed
+    """Seconds from POST to a module in force, by stage: of the first takedown, cold and alone; of the second, beside streams,
+    with the mean time between their tokens before and during it.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        given = {"admin_key": KEY, "modules_dir": folder / "none", "log_level": "warning", **settings}
+        with served(given, folder) as url:
+            tell("first takedown, nothing cached")
+            cold = _takedown(url, "first", first, tell)
+            with _Streams(url, prompts, streams) as load:
+                tell(f"{streams} streams alone, {quiet:g} s")
+                time.sleep(min(quiet / 2, 3.0))
+                load.clear()
+                time.sleep(quiet)
+                alone = load.clear()
+                tell(f"takedown of {len(rows)} rows beside {streams} streams")
+                warm = _takedown(url, "second", rows, tell)
+                beside = load.clear()
+                failed = load.failed
     return {
-        "rows": len(rows), "streams": streams, "outcome": job["outcome"], "seconds": round(seconds, 2),
-        "stages": job["timings"], "fit": (job["result"] or {}).get("fit", {}).get("seconds"),
-        "inter_token_ms": {"alone": _milliseconds(alone), "beside": _milliseconds(beside)},
+        **warm, "streams": streams, "inter_token_ms": {"alone": _milliseconds(alone), "beside": _milliseconds(beside)},
         "rise": round(median(beside) / median(alone) - 1, 3) if alone and beside else None, "failed_requests": failed,
+        "cold": cold,
+    }  # fmt: skip
+
+
+def _takedown(url: str, name: str, rows: list[dict[str, str]], tell: Callable[[str], None]) -> dict[str, Any]:
+    began = time.monotonic()
+    job = _wait(url, _post(url, name, rows), tell)
+    return {
+        "rows": len(rows), "outcome": job["outcome"], "seconds": round(time.monotonic() - began, 2),
+        "stages": job["timings"], "fit": (job["result"] or {}).get("fit", {}).get("seconds"),
     }  # fmt: skip
 
 
 def _milliseconds(gaps: list[float]) -> float | None:
     return round(1000 * median(gaps), 2) if gaps else None
-
-
-@contextmanager
-def _serving(folder: Path, settings: dict[str, str]) -> Iterator[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    given = {"ADMIN_KEY": KEY, "PORT": "0", "DATA_DIR": str(folder / "data"), "MODULES_DIR": str(folder / "none"),
-             "LOG_LEVEL": "warning", **{name.upper(): value for name, value in settings.items()}}  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "server", "serve", "--json"], stdout=subprocess.PIPE, text=True,
-        env={**environment, **{PREFIX + name: value for name, value in given.items()}},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        announced = ""
-        while not announced.endswith("}\n"):
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError("the server did not start; its log says why")
-            announced += line
-        yield str(json.loads(announced)["url"])
-    finally:
-        process.terminate()
-        process.wait(30)
-        process.stdout.close()
 
 
 def _call(url: str, path: str, body: Any = None) -> Any:
@@ -108,7 +91,7 @@ def _wait(url: str, job_id: str, tell: Callable[[str], None]) -> dict[str, Any]:
 
 
 class _Streams:
-    """Clients that stream one completion after another until the end, and keep the time between pieces."""
+    """Clients that stream one completion after another until the end, and keep the mean time between tokens of each."""
 
     def __init__(self, url: str, prompts: list[str], count: int) -> None:
         self._url, self._prompts = url, prompts
@@ -128,7 +111,7 @@ class _Streams:
             thread.join(60)
 
     def clear(self) -> list[float]:
-        """The gaps since the last call, in seconds."""
+        """One figure for each completion since the last call, in seconds."""
         kept, self._gaps = self._gaps, []
         return kept
 
@@ -142,15 +125,16 @@ class _Streams:
             )
             try:
                 with urlopen(request, timeout=120) as answer:  # noqa: S310
-                    last, ended = 0.0, False
+                    first = last = 0.0
                     for line in answer:
                         if line.startswith(b"data: [DONE]"):
-                            ended = True
-                        elif line.startswith(b"data: "):
-                            now = time.monotonic()
-                            if last:
-                                self._gaps.append(now - last)
-                            last = now
-                self.failed += not ended
+                            break
+                        if line.startswith(b"data: "):
+                            last = time.monotonic()
+                            first = first or last
+                    else:
+                        self.failed += 1
+                        continue
+                self._gaps.append((last - first) / (STREAM_TOKENS - 1))  # an event may hold a few tokens
             except OSError:
                 self.failed += 1

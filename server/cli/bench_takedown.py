@@ -17,11 +17,13 @@ def takedown(
     rows: Annotated[int, typer.Option(help="Rows of the demo's set C to forget.")] = 40,
     streams: Annotated[int, typer.Option(help="Streams beside it.")] = 8,
     quiet: Annotated[float, typer.Option(help="Seconds to measure the streams alone.")] = 20.0,
-    warm_rows: Annotated[int, typer.Option(help="Rows of the takedown before it, which fills the cache.")] = 12,
+    first_rows: Annotated[
+        int, typer.Option(help="Rows of the demo's set B in the takedown before it, with no cache.")
+    ] = 12,
     worker_threads: Annotated[int, typer.Option(help="Torch threads of the worker.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
-    """Time a takedown on a running service with the demo model."""
+    """Time two takedowns on a running service with the demo model: one with no cache, one beside streams."""
 
     def read(name: str) -> list[dict[str, Any]]:
         lines = (DEMO / "rows" / name).read_text(encoding="utf-8").splitlines()
@@ -30,7 +32,7 @@ def takedown(
     with clear_errors():
         prompts = [row["text"][:400] for row in read("retain_test.jsonl")[:64]]
         measured = measure_takedown(
-            read("forget_c.jsonl")[:rows], read("forget_b.jsonl")[:warm_rows], prompts, streams, quiet,
+            read("forget_c.jsonl")[:rows], read("forget_b.jsonl")[:first_rows], prompts, streams, quiet,
             lambda text: notes.print(text, highlight=False), {"worker_threads": str(worker_threads)},
         )  # fmt: skip
     if as_json:
