@@ -85,6 +85,7 @@ class Engine:
     def start(self) -> None:
         """Check the model on the slot cache, then begin to serve. Raises UnsupportedArchitecture."""
         ids = tuple(range(5, 17)) if len(self.tokenizer) > 17 else (0, 1, 2)
+        ids = ids[: self.runner.max_length - 1]
         probe = Flight(
             GenerationRequest(ids), TextStream(self.tokenizer, ()), lambda _: None, uniform_source(0), slot=0
         )
