@@ -9,10 +9,11 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from server.errors import error_body
+from unbind_core.errors import UnbindError
 
 MOST_READ = 1024 * 1024  # of a body, so that a client that is still sending hears the answer
 
@@ -48,6 +49,22 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("", 0), _NotReady, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, port 0 for any free one. Raises UnbindError that names the address and the remedy."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as unless_bound:
+            bound = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            unless_bound.pop_all()
+    except OSError as error:
+        raise UnbindError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from None
+    return bound
 
 
 @contextmanager

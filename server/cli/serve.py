@@ -17,7 +17,7 @@ from rich.syntax import Syntax
 
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
-from server.cli.loading import not_ready
+from server.cli.loading import bind, not_ready
 from server.cli.tour import tour
 from server.engine.memory import plan_memory
 from server.logs import set_up_logging
@@ -99,7 +99,7 @@ def serve(settings: Settings, as_json: bool) -> None:
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
         open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
-        listening = uvicorn.Config("", host=settings.host, port=settings.port, log_config=None).bind_socket()
+        listening = bind(settings.host, settings.port)
         with not_ready(listening):
             loaded = load_served(settings)
         plan_memory(loaded.model, settings.max_slots, settings.max_model_len)  # refuses here, before anything starts

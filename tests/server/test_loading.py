@@ -8,7 +8,10 @@ import threading
 from http.client import HTTPConnection
 from typing import Any
 
-from server.cli.loading import not_ready
+import pytest
+
+from server.cli.loading import bind, not_ready
+from unbind_core.errors import UnbindError
 
 
 def _call(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, Any, str | None]:
@@ -40,3 +43,13 @@ def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_n
         caller.join(20)
     assert later == [200]
     bound.close()
+
+
+def test_an_address_that_cannot_be_had_is_named_with_the_remedy() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UnbindError, match=f"127.0.0.1:{port} .*in use.*choose another"):
+            bind("127.0.0.1", port)
+    with pytest.raises(UnbindError, match="choose another --host"):
+        bind("nowhere.invalid", 0)
