@@ -221,7 +221,7 @@ class _Auto:
         }
         return {name: (axis / axis.norm()).float().cpu() for name, axis in found.items()}
 
-    def network(self, layer: int, width: int) -> Iterator[tuple[UnbindModule, Forgot, dict[str, Any]]]:
+    def network(self, layer: int, width: int) -> Iterator[tuple[UnbindModule, Forgot | None, dict[str, Any]]]:
         """Modules of one network, for each axis and closing threshold, at the least strength that reaches the target."""
         steps = network_steps(len(self.every))
         with self.clock.stage("detector"):
@@ -256,8 +256,10 @@ class _Auto:
 
     def _least(
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
-    ) -> tuple[UnbindModule, Forgot, dict[str, Any]]:
-        """The module at the least strength that reaches the target, or else at the largest that the budgets allow."""
+    ) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
+        """The module at the least strength that reaches the target, or else at the largest that the budgets allow, and what is
+        left under it: of all rows, or of those probed where they miss the target; None where no strength is within the budgets.
+        """
 
         @cache
         def cost(index: int) -> Cost:
@@ -269,23 +271,25 @@ class _Auto:
                 middle = (low + high) // 2
                 low, high = (middle + 1, high) if cost(middle).within(self.budgets) else (low, middle)
             affordable = low
-            low, high = 0, max(affordable - 1, 0)
-            if high and self.judge.forgot(at(STRENGTHS[high]), self.probed).reaches(self.target):
+            level |= {"strength": STRENGTHS[0], "cost": asdict(cost(0))}
+            if affordable == 0:
+                level["verdict"] = "no strength within the budgets"
+                return at(STRENGTHS[0]), None, level
+            low, high = 0, affordable - 1
+            forgot = self.judge.forgot(at(STRENGTHS[high]), self.probed)
+            if not forgot.reaches(self.target):
+                low = high  # all rows are asked only if nothing better is found
+            else:
                 while low < high:  # the least of these that reaches the target
                     middle = (low + high) // 2
                     reached = self.judge.forgot(at(STRENGTHS[middle]), self.probed).reaches(self.target)
                     low, high = (low, middle) if reached else (middle + 1, high)
-            else:
-                low = high
-            forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
-            while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
-                low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
                 forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
+                while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
+                    low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
+                    forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
         level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
-        if affordable == 0:
-            level["verdict"] = "no strength within the budgets"
-        else:
-            level["verdict"] = "chosen" if forgot.reaches(self.target) else "misses the target"
+        level["verdict"] = "chosen" if forgot.reaches(self.target) else "misses the target"
         self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
         return at(STRENGTHS[low]), forgot, level
 
@@ -315,15 +319,16 @@ def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
     for width in network_widths(len(run.every)):
         for module, forgot, level in run.network(layer, width):
             last = module
-            if level["verdict"] == "no strength within the budgets":
+            if forgot is None:
                 continue
-            left = max(forgot.f_bleu_left.values()) + forgot.recovery
-            if best is None or left < best[0]:
-                best = (left, module, level)
+            rest = max(forgot.f_bleu_left.values()) + forgot.recovery
+            if best is None or rest < best[0]:
+                best = (rest, module, level)
             if level["verdict"] == "chosen":
                 return _finish(run, module, level, "calibrated", screened)
     if best is not None:
-        best[2]["verdict"] = "chosen: the best within the budgets"
+        left = run.judge.forgot(best[1], run.every, thorough=True)
+        best[2].update(forgot=asdict(left), verdict="chosen: the best within the budgets")
         return _finish(run, best[1], best[2], "short", screened)
     if last is None:
         raise FittingError("no layer's states could be told apart; are the rows memorised at all?")

@@ -27,7 +27,7 @@ from unbind_core.retained import retain_prompts, unedited_completions
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.windows import available_forms, pad_id
 
-RETAIN_LIMIT, RETAIN_PER_ROW = 600, 8
+RETAIN_LIMIT, RETAIN_PER_ROW = 1200, 8
 
 
 def _check_options(options: FitOptions, layer_count: int) -> list[int]:

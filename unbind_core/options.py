@@ -16,8 +16,8 @@ from unbind_core.calibration import NORM_STRENGTHS, QUANTILES, STRENGTHS, Budget
 from unbind_core.detector import RIDGE
 from unbind_core.windows import MAX_WINDOW
 
-# "auto" is held to half the likelihood budgets of the paper, and its bounds to them, not its means.
-BUDGETS = {"paper": Budgets(), "auto": Budgets(kl=0.005, nll=0.005, bleu=0.01, open_rate=0.002)}
+# "auto" is held to the likelihood budgets of the paper with 95 % upper bounds, where the paper holds means to them.
+BUDGETS = {"paper": Budgets(), "auto": Budgets(bleu=0.01, open_rate=0.002)}
 GATES = tuple(BUDGETS)
 
 
@@ -41,7 +41,7 @@ class FitOptions:
     and takes the first that reaches the ``target`` with the 95 % upper bounds of its costs within the budgets.
 
     ``budgets`` None means the gate's own (``BUDGETS``); ``layers`` None tries all; ``forms`` None takes all that the tokenizer
-    has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 600, or eight for each forget row
+    has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 1,200, or eight for each forget row
     where that is more; ``state_bytes``: how much of the retain states is kept. ``quantiles``, ``strengths``,
     ``norm_strengths`` and ``full_scan`` (every candidate's budgets are measured, for the report) are the paper gate's.
     """
