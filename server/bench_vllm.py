@@ -4,6 +4,7 @@ The first line on stdin is ``{"model": folder, "length": n, "requests": n, "dtyp
 Each further line, ``{"prompts": [[id, ...], ...], "new": n}``, is answered by ``{"made": [n, ...]}`` once all tokens are there.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever logs to stdout from now on must not get between the answers
     job = json.loads(sys.stdin.readline())
-    import vllm  # type: ignore[import-not-found,unused-ignore]
+    vllm = importlib.import_module("vllm")  # of the Python that runs this, not of the project's
 
     engine = vllm.LLM(
         job["model"],
