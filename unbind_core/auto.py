@@ -252,7 +252,9 @@ class _Auto:
                 def at(strength: float, axis: Tensor = axis, closing: float = closing) -> UnbindModule:
                     return module(axis, strength, closing)
 
-                yield self._least(at, level)
+                found = self._least(at, level)
+                self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
+                yield found
 
     def _least(
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
@@ -290,7 +292,6 @@ class _Auto:
                     forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
         level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
         level["verdict"] = "chosen" if forgot.reaches(self.target) else "misses the target"
-        self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
         return at(STRENGTHS[low]), forgot, level
 
 
