@@ -7,6 +7,7 @@ reaches the target: what is gained by more is paid for wherever a gate opens by 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -176,13 +177,14 @@ class _Auto:
         best = max(found, key=lambda one: (one["margin"], one["layer"]))
         return int(best["layer"]), found
 
-    def _embedded(self, layer: int) -> Sequences:
+    def embedded(self, layer: int) -> Sequences:
         """The rows as they are and as they are met elsewhere: what a detector has to know."""
         given = self.given
         found = list(_sequences(self.forget, layer))
-        every = list(batches(given.embedded_windows(), given.pad, device=self.retain.device))
-        for batch in counted(every, len(every), "embedded rows", given.progress):
-            found += _unpadded(batch, capture_states(given.model, batch, [layer])[layer])
+        with self.clock.stage("embedded rows"):
+            every = list(batches(given.embedded_windows(), given.pad, device=self.retain.device))
+            for batch in counted(every, len(every), "embedded rows", given.progress):
+                found += _unpadded(batch, capture_states(given.model, batch, [layer])[layer])
         return found
 
     def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int = BATCH) -> Network:
@@ -221,11 +223,12 @@ class _Auto:
         }
         return {name: (axis / axis.norm()).float().cpu() for name, axis in found.items()}
 
-    def network(self, layer: int, width: int) -> Iterator[tuple[UnbindModule, Forgot | None, dict[str, Any]]]:
+    def network(
+        self, rows: Sequences, layer: int, width: int
+    ) -> Iterator[tuple[UnbindModule, Forgot | None, dict[str, Any]]]:
         """Modules of one network, for each axis and closing threshold, at the least strength that reaches the target."""
         steps = network_steps(len(self.every))
         with self.clock.stage("detector"):
-            rows = self._embedded(layer)
             net = self._train(rows, layer, width, steps, f"detector of {width}")
             splits = self._separations(net, rows, layer, WINDOWS)
         split = max(splits, key=lambda one: one.margin)
@@ -259,40 +262,41 @@ class _Auto:
     def _least(
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
     ) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
-        """The module at the least strength that reaches the target, or else at the largest that the budgets allow, and what is
-        left under it: of all rows, or of those probed where they miss the target; None where no strength is within the budgets.
+        """The module at the least strength that reaches the target on all rows, if that is within the budgets; or else at the
+        largest that is, with what is left of the probed rows; None where none is. What is left falls with the strength and
+        costs rise with it, so both are found by bisection.
         """
 
         @cache
         def cost(index: int) -> Cost:
             return self.judge.cost(at(STRENGTHS[index]))
 
+        def reaches(index: int) -> bool:
+            return self.judge.forgot(at(STRENGTHS[index]), self.probed).reaches(self.target)
+
+        def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
+            level.update(strength=STRENGTHS[index], cost=asdict(cost(index)), verdict=verdict)
+            if forgot is not None:
+                level["forgot"] = asdict(forgot)
+            return at(STRENGTHS[index]), forgot, level
+
+        everything = range(len(STRENGTHS))
+        asked: dict[int, Forgot] = {}
         with self.clock.stage("strength"):
-            low, high = 0, len(STRENGTHS)
-            while low < high:  # the largest strength within the budgets: costs grow with it
-                middle = (low + high) // 2
-                low, high = (middle + 1, high) if cost(middle).within(self.budgets) else (low, middle)
-            affordable = low
-            level |= {"strength": STRENGTHS[0], "cost": asdict(cost(0))}
+            least = bisect_left(everything, True, key=reaches)
+            for index in everything[least:]:  # more than one where the probe was kinder than all rows are
+                if cost(index).within(self.budgets):
+                    asked[index] = self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
+                    if asked[index].reaches(self.target):
+                        return told(index, asked[index], "chosen")
+                elif not cost(min(index + 1, everything[-1])).within(self.budgets):
+                    break  # one may cost more than the next does, for BLEU moves by whole rows
+            affordable = bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
             if affordable == 0:
-                level["verdict"] = "no strength within the budgets"
-                return at(STRENGTHS[0]), None, level
-            low, high = 0, affordable - 1
-            forgot = self.judge.forgot(at(STRENGTHS[high]), self.probed)
-            if not forgot.reaches(self.target):
-                low = high  # all rows are asked only if nothing better is found
-            else:
-                while low < high:  # the least of these that reaches the target
-                    middle = (low + high) // 2
-                    reached = self.judge.forgot(at(STRENGTHS[middle]), self.probed).reaches(self.target)
-                    low, high = (low, middle) if reached else (middle + 1, high)
-                forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
-                while low + 1 < affordable and not (forgot.reaches(self.target) and cost(low).within(self.budgets)):
-                    low += 1  # the probe was kinder than all rows are, or a lesser strength costs more
-                    forgot = self.judge.forgot(at(STRENGTHS[low]), self.every, thorough=True)
-        level |= {"strength": STRENGTHS[low], "cost": asdict(cost(low)), "forgot": asdict(forgot)}
-        level["verdict"] = "chosen" if forgot.reaches(self.target) else "misses the target"
-        return at(STRENGTHS[low]), forgot, level
+                return told(0, None, "no strength within the budgets")
+            best = affordable - 1
+            forgot = asked.get(best) or self.judge.forgot(at(STRENGTHS[best]), self.probed)
+            return told(best, forgot, "misses the target")
 
 
 def network_steps(rows: int) -> int:
@@ -317,8 +321,9 @@ def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
     layer, screened = run.best_layer()
     best: tuple[float, UnbindModule, dict[str, Any]] | None = None
     last: UnbindModule | None = None
+    rows = run.embedded(layer)
     for width in network_widths(len(run.every)):
-        for module, forgot, level in run.network(layer, width):
+        for module, forgot, level in run.network(rows, layer, width):
             last = module
             if forgot is None:
                 continue

@@ -27,7 +27,7 @@ from unbind_core.retained import retain_prompts, unedited_completions
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.windows import available_forms, pad_id
 
-RETAIN_LIMIT, RETAIN_PER_ROW = 1200, 8
+RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 
 
 def _check_options(options: FitOptions, layer_count: int) -> list[int]:
@@ -73,6 +73,10 @@ def fit(
     was aimed at. ``gate="paper"`` keeps rows of the forget set back for calibration and validation, as the paper does;
     ``gate="auto"`` fits all of them and needs no more than one.
     """
+    if before is not None and len(before) != len(forget):
+        raise DataError(
+            f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
+        )
     given = _preparation(
         model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache
     )  # fmt: skip
@@ -96,9 +100,8 @@ def prepare_retained(
 ) -> dict[str, float]:
     """Fill ``cache`` with what the next :func:`fit` with ``gate="auto"`` on these retain rows takes from it; seconds by part.
 
-    Arguments as there; ``held_out`` are the rows of the verification after it, and come last. It serves forget sets of up to
-    75 rows, or any size where ``options.retain_limit`` is set. Each part is kept once it is whole, so that what was interrupted
-    goes on after the last one.
+    Arguments as there; ``held_out`` are the rows of the verification after it, and come last. It serves forget sets of any
+    size. Each part is kept once it is whole, so that what was interrupted goes on after the last one.
     """
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
     given = _preparation(
@@ -122,11 +125,11 @@ def _preparation(
     options = options or FitOptions()
     layers = _check_options(options, len(decoder_layers(model)))
     rows = [*retain, *retain_calibration]
-    limit = options.retain_limit or max(RETAIN_LIMIT, RETAIN_PER_ROW * len(forget))
     return Preparation(
         model=model, tokenizer=tokenizer, identity=identity or identify(model, tokenizer), name=name, forget=forget, retain=rows,
         parts=make_partitions(
-            forget, rows, options.seed, limit, len(retain_calibration), split_forget=options.gate == "paper"
+            forget, rows, options.seed, options.retain_limit or RETAIN_LIMIT, len(retain_calibration),
+            split_forget=options.gate == "paper",
         ),
         layers=layers, forms=available_forms(tokenizer, options.forms), pad=pad_id(tokenizer), options=options, progress=progress,
         cache=cache, clock=Clock(), exactness=0.0,

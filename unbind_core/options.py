@@ -41,9 +41,9 @@ class FitOptions:
     and takes the first that reaches the ``target`` with the 95 % upper bounds of its costs within the budgets.
 
     ``budgets`` None means the gate's own (``BUDGETS``); ``layers`` None tries all; ``forms`` None takes all that the tokenizer
-    has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 1,200, or eight for each forget row
-    where that is more; ``state_bytes``: how much of the retain states is kept. ``quantiles``, ``strengths``,
-    ``norm_strengths`` and ``full_scan`` (every candidate's budgets are measured, for the report) are the paper gate's.
+    has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 2,500; ``state_bytes``: how much of the
+    retain states is kept. ``quantiles``, ``strengths``, ``norm_strengths`` and ``full_scan`` (every candidate's budgets are
+    measured, for the report) are the paper gate's.
     """
 
     gate: str = "auto"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unbind_core.architecture import LoadedModel
 from unbind_core.bank import ModuleBank
-from unbind_core.capture import frozen, recording
+from unbind_core.capture import capture_states
 from unbind_core.gates import NetworkGates
 from unbind_core.generation import Sampling, complete
 from unbind_core.hooks import attach
@@ -61,13 +61,11 @@ def histograms(
 
 
 def _scores(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]) -> Tensor:
-    model, device = loaded.model, next(loaded.model.parameters()).device
+    device = next(loaded.model.parameters()).device
     tensors = {name: tensor.to(device) for name, tensor in module.tensors.items()}
     found = []
     for batch in batches(windows, pad_id(loaded.tokenizer), device=device):
-        with torch.no_grad(), frozen(model), recording(model, [module.layer]) as states:
-            model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
-        whole = states[module.layer]
+        whole = capture_states(loaded.model, batch, [module.layer])[module.layer]
         if module.heads is None:
             scores = whole.float() @ tensors["w"] - module.s_ref
         else:
