@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from unbind_core.windows import Batch, Window, batches
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
 SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 2048
+SCREEN_TIE = 0.1  # margins so close, relative, are a tie
 STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
@@ -166,7 +168,10 @@ class _Auto:
         return moments
 
     def best_layer(self) -> tuple[int, list[dict[str, Any]]]:
-        """The layer at which a small network tells forget from retain rows best, and what each layer gave."""
+        """The layer at which a small network tells forget from retain rows best, and what each layer gave.
+
+        Of layers that are as good the last, where an update does most: a network trained so briefly does not tell them apart.
+        """
         found = []
         with self.clock.stage("layer screen"):
             for layer in self.layers:
@@ -174,8 +179,9 @@ class _Auto:
                 network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}", SCREEN_BATCH)
                 (split,) = self._separations(network, rows, layer, WINDOWS[1:2])
                 found.append({"layer": layer, **split.to_json()})
-        best = max(found, key=lambda one: (one["margin"], one["layer"]))
-        return int(best["layer"]), found
+        least = max(one["margin"] for one in found)
+        least -= SCREEN_TIE * abs(least)
+        return max(int(one["layer"]) for one in found if one["margin"] >= least), found
 
     def embedded(self, layer: int) -> Sequences:
         """The rows as they are and as they are met elsewhere: what a detector has to know."""
@@ -226,38 +232,43 @@ class _Auto:
     def network(
         self, rows: Sequences, layer: int, width: int
     ) -> Iterator[tuple[UnbindModule, Forgot | None, dict[str, Any]]]:
-        """Modules of one network, for each axis and closing threshold, at the least strength that reaches the target."""
+        """Modules of one network, for each window and pair of thresholds, at the least strength that reaches the target: with the
+        first axis, and with the others where that one left least.
+        """
         steps = network_steps(len(self.every))
         with self.clock.stage("detector"):
             net = self._train(rows, layer, width, steps, f"detector of {width}")
             splits = self._separations(net, rows, layer, WINDOWS)
-        split = max(splits, key=lambda one: one.margin)
         norm = float(self.retained[layer].float().norm(dim=1).mean())
         tensors = {
             "w": net.w.cpu(), "b": net.b.cpu(), "heads": net.heads.cpu(), "heads_b": net.heads_b.cpu(),
         }  # fmt: skip
-        tau = split.threshold - split.reference
 
-        def module(axis: Tensor, strength: float, closing: float) -> UnbindModule:
+        def module(axis: Tensor, split: Separation, threshold: float, closing: float, strength: float) -> UnbindModule:
+            tau = threshold - split.reference
             return self.given.module(
                 layer=layer, detector="network", v=axis, s_ref=split.reference, tau=tau, kappa=strength * norm,
                 tau_close=None if closing == 1 else closing * tau, window=split.window, quantile=None, measured={}, **tensors,
             )  # fmt: skip
 
+        opening = sorted(
+            ((number, -split.margin, split, threshold) for split in splits for number, threshold in enumerate(split.thresholds)),
+            key=lambda one: one[:2],
+        )  # fmt: skip
+        ways = [(split, threshold, closing) for _, _, split, threshold in opening for closing in CLOSING]
         for name, axis in self.axes(layer).items():
-            for closing in CLOSING:
+            left = []
+            for split, threshold, closing in ways:
                 level: dict[str, Any] = {
-                    "gate": "network", "layer": layer, "width": width, "steps": steps, "tau_close": closing, "axis": name,
-                    "separation": split.to_json(),
+                    "gate": "network", "layer": layer, "width": width, "steps": steps, "axis": name, "tau": threshold,
+                    "tau_close": closing, "separation": split.to_json(),
                 }  # fmt: skip
                 self.levels.append(level)
-
-                def at(strength: float, axis: Tensor = axis, closing: float = closing) -> UnbindModule:
-                    return module(axis, strength, closing)
-
-                found = self._least(at, level)
+                found = self._least(partial(module, axis, split, threshold, closing), level)
                 self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
                 yield found
+                left.append(inf if found[1] is None else found[1].left)
+            ways = [ways[left.index(min(left))]]  # what another axis changes is not when a gate opens
 
     def _least(
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
@@ -271,8 +282,12 @@ class _Auto:
         def cost(index: int) -> Cost:
             return self.judge.cost(at(STRENGTHS[index]))
 
+        @cache
+        def probe(index: int) -> Forgot:
+            return self.judge.forgot(at(STRENGTHS[index]), self.probed)
+
         def reaches(index: int) -> bool:
-            return self.judge.forgot(at(STRENGTHS[index]), self.probed).reaches(self.target)
+            return probe(index).reaches(self.target)
 
         def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
             level.update(strength=STRENGTHS[index], cost=asdict(cost(index)), verdict=verdict)
@@ -283,20 +298,20 @@ class _Auto:
         everything = range(len(STRENGTHS))
         asked: dict[int, Forgot] = {}
         with self.clock.stage("strength"):
-            least = bisect_left(everything, True, key=reaches)
+            strongest = everything[-1]  # asked first: where it is not enough, nothing is
+            least = bisect_left(everything[:strongest], True, key=reaches) if reaches(strongest) else len(everything)
             for index in everything[least:]:  # more than one where the probe was kinder than all rows are
                 if cost(index).within(self.budgets):
                     asked[index] = self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
                     if asked[index].reaches(self.target):
                         return told(index, asked[index], "chosen")
-                elif not cost(min(index + 1, everything[-1])).within(self.budgets):
+                elif not cost(min(index + 1, strongest)).within(self.budgets):
                     break  # one may cost more than the next does, for BLEU moves by whole rows
             affordable = bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
             if affordable == 0:
                 return told(0, None, "no strength within the budgets")
             best = affordable - 1
-            forgot = asked.get(best) or self.judge.forgot(at(STRENGTHS[best]), self.probed)
-            return told(best, forgot, "misses the target")
+            return told(best, asked.get(best) or probe(best), "misses the target")
 
 
 def network_steps(rows: int) -> int:
@@ -327,9 +342,8 @@ def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
             last = module
             if forgot is None:
                 continue
-            rest = max(forgot.f_bleu_left.values()) + forgot.recovery
-            if best is None or rest < best[0]:
-                best = (rest, module, level)
+            if best is None or forgot.left < best[0]:
+                best = (forgot.left, module, level)
             if level["verdict"] == "chosen":
                 return _finish(run, module, level, "calibrated", screened)
     if best is not None:

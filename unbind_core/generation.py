@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unbind_core.architecture import unwrap
 from unbind_core.capture import frozen
 from unbind_core.progress import ProgressCallback, counted, silent
 
+SHORTEST_STRETCH = 4  # tokens
 Editing = Callable[[], AbstractContextManager[object]]
 
 
@@ -54,7 +56,7 @@ def complete(
     results: list[list[int]] = [[] for _ in prompts]
     inner = unwrap(model)
     device = next(inner.parameters()).device
-    options: dict[str, object] = {"max_new_tokens": sampling.max_new_tokens, "pad_token_id": pad, "eos_token_id": end}
+    options: dict[str, object] = {"pad_token_id": pad, "eos_token_id": end, "return_dict_in_generate": True}
     if sampling.temperature > 0:
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     else:
@@ -69,8 +71,40 @@ def complete(
                 mask[row, width - len(prompts[index]) :] = 1
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), editing():
                 torch.manual_seed(sampling.seed + number)
-                out = inner.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)  # type: ignore[operator]
-            for row, index in enumerate(group):
-                new = out[row, width:].tolist()
-                results[index] = new[: new.index(end)] if end is not None and end in new else new
+                new = _continued(inner, ids.to(device), mask.to(device), sampling.max_new_tokens, end, options)
+            for index, tokens in zip(group, new, strict=True):
+                results[index] = tokens
     return results
+
+
+def _continued(
+    model: Any, ids: Tensor, mask: Tensor, count: int, end: int | None, options: dict[str, object]
+) -> list[list[int]]:
+    """Up to ``count`` tokens after each row of ``ids`` [B,T], without the end token and what follows it.
+
+    In stretches, each as long as all before it: rows that have ended leave the batch between two, with their part of the
+    cache. Under a module most rows end at once, and a few go on.
+    """
+    found: list[list[int]] = [[] for _ in ids]
+    live = torch.arange(len(ids))
+    cache, done = None, 0
+    while done < count:
+        stretch = min(max(SHORTEST_STRETCH, done), count - done)
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=stretch, **options
+        )
+        new = out.sequences[:, ids.shape[1] :]
+        going = []
+        for row, tokens in enumerate(new.tolist()):
+            ended = end is not None and end in tokens
+            found[int(live[row])] += tokens[: tokens.index(end)] if ended else tokens
+            if not ended:
+                going.append(row)
+        done += stretch
+        if not going or done >= count:
+            break
+        cache, rows = out.past_key_values, torch.tensor(going, device=ids.device)
+        ids, mask, live = out.sequences[rows], torch.cat((mask, torch.ones_like(new)), 1)[rows], live[going]
+        if len(going) < len(new):
+            cache.batch_select_indices(rows)
+    return found

@@ -45,6 +45,11 @@ class Forgot:
     spans: int
     recovery: float
 
+    @property
+    def left(self) -> float:
+        """All that is left, as one number."""
+        return max(self.f_bleu_left.values()) + self.recovery
+
     def reaches(self, target: Target) -> bool:
         """Whether this is as little as was aimed at."""
         gone = all(left <= 1 - target.f_bleu_cut for left in self.f_bleu_left.values())

@@ -139,10 +139,14 @@ class Separation:
         return {key: round(value, 4) for key, value in self.__dict__.items()}
 
     @property
-    def threshold(self) -> float:
-        """Where to open: a quarter into the gap between the two sides if there is one, else what the retain side allows."""
+    def thresholds(self) -> list[float]:
+        """Where to open, the dearest to reach first: over all retain scores, a quarter into the gap between the two sides if there
+        is one; else also where nearly all forget positions are reached, as far as the retain side allows.
+        """
         gap = self.forgotten - self.highest
-        return self.highest + 0.25 * gap if gap > 0 else max(self.retained, min(self.forgotten, self.highest))
+        if gap > 0:
+            return [self.highest + 0.25 * gap]
+        return [self.highest, max(self.retained, self.forgotten)]
 
 
 def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:

@@ -106,8 +106,9 @@ def test_with_a_gap_the_threshold_lies_inside_of_it(gap: float, offset: float, s
     theirs = offset - torch.rand(200, generator=generator)
     ours = offset + gap + torch.rand(100, generator=generator)
     found = separation(side(ours), side(theirs), 16, 0.01)
-    assert float(theirs.max()) < found.threshold < float(ours.min())
-    assert found.threshold < offset + gap / 2 + 1  # nearer to the retain side, so that forget rows open early
+    (threshold,) = found.thresholds
+    assert float(theirs.max()) < threshold < float(ours.min())
+    assert threshold < offset + gap / 2 + 1  # nearer to the retain side, so that forget rows open early
     assert found.margin > 0
     assert found.reference == pytest.approx(float(theirs.mean()), abs=1e-4)
 
@@ -115,8 +116,10 @@ def test_with_a_gap_the_threshold_lies_inside_of_it(gap: float, offset: float, s
 def test_without_a_gap_the_retain_side_decides() -> None:
     theirs, ours = torch.linspace(-1, 1, 1000), torch.linspace(0, 3, 1000)
     found = separation(side(ours), side(theirs), 8, 0.01)
-    assert float((theirs >= found.threshold).float().mean()) <= 0.01
-    assert found.reference < found.threshold <= found.highest
+    strict, lenient = found.thresholds
+    assert strict == found.highest == float(theirs.max())
+    assert float((theirs >= lenient).float().mean()) <= 0.01
+    assert found.reference < lenient <= strict
     backwards = separation(side(-ours), side(theirs), 8, 0.01)
     assert backwards.margin < 0
 
