@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from tests.system.disks import Disk, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class ServerProcess:
@@ -91,6 +94,11 @@ def _parsed(body: bytes) -> Any:
         return json.loads(body)
     except ValueError:
         return body.decode(errors="replace")
+
+
+def pytest_report_header() -> str:
+    """Say whether the page at ``/`` is tried in a browser."""
+    return f"console tests: {CHROMIUM or 'left out, there is no browser (Debian: apt-get install chromium)'}"
 
 
 @contextmanager
