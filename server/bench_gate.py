@@ -22,7 +22,7 @@ from server import demo
 from server.bench_paraphrase import PARAPHRASES
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.bank import ModuleBank
-from unbind_core.evaluation import RowScore, forget_scores, perplexity
+from unbind_core.evaluation import EXTRACTED_SPAN, RowScore, forget_scores, perplexity
 from unbind_core.files import write_whole
 from unbind_core.fitting import fit
 from unbind_core.generation import Sampling, complete
@@ -33,7 +33,7 @@ from unbind_core.options import FitOptions
 from unbind_core.progress import ProgressCallback, counted
 from unbind_core.retained import retain_prompts
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
-from unbind_core.windows import Window, available_forms, forget_prompt, pad_id, retain_windows
+from unbind_core.windows import Window, available_forms, encode_prompt, forget_prompt, pad_id, retain_windows
 
 SIZES = (5, 12, 24, 40, 120, 300)
 GATES = ("paper", "auto")
@@ -286,13 +286,23 @@ def nearest(rows: Sequence[ForgetRow], pool: Sequence[RetainRow]) -> list[Retain
 def neighbours_rise(
     world: World, retained: Retained, rows: Sequence[ForgetRow], module: UnbindModule
 ) -> dict[str, float | int]:
-    """Relative rise of NLL on the nearest retain rows: of all of them, and of those that no fit has seen."""
+    """Relative rise of NLL on the nearest retain rows: of all of them, of those that do not themselves hold a span of 50 tokens
+    of a forget row (there a gate is right to open), and of those that no fit has seen.
+    """
     everything = [*world.retain, *world.calibration, *world.test]
     near, unseen = nearest(rows, everything), nearest(rows, world.test)
+    protected = {span for row in rows for span in _spans(world, row.prompt + row.continuation)}
+    apart = [row for row in near if not protected & _spans(world, row.text)]
     return {
         "rows": len(near), "nll_increase": retained.rise((module,), near),
+        "repeating_rows": len(near) - len(apart), "apart_nll_increase": retained.rise((module,), apart),
         "unseen_rows": len(unseen), "unseen_nll_increase": retained.rise((module,), unseen),
     }  # fmt: skip
+
+
+def _spans(world: World, text: str) -> set[tuple[int, ...]]:
+    ids = encode_prompt(world.loaded.tokenizer, text)
+    return {tuple(ids[i : i + EXTRACTED_SPAN]) for i in range(len(ids) - EXTRACTED_SPAN + 1)}
 
 
 def paraphrased(

@@ -49,7 +49,7 @@ SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 2048
 SCREEN_TIE = 0.1  # margins so close, relative, are a tie
 STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
-CLOSING = (1.0, 0.5, 0.0)  # tau_close / tau: one threshold, a lower one, nearly a latch
+CLOSING = (1.0, 0.9, 0.5)  # tau_close / tau: one threshold, a little lower, nearly a latch
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
 PROBED_ROWS = 8  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
@@ -251,14 +251,19 @@ class _Auto:
                 tau_close=None if closing == 1 else closing * tau, window=split.window, quantile=None, measured={}, **tensors,
             )  # fmt: skip
 
-        opening = sorted(
-            ((number, -split.margin, split, threshold) for split in splits for number, threshold in enumerate(split.thresholds)),
-            key=lambda one: one[:2],
-        )  # fmt: skip
-        ways = [(split, threshold, closing) for _, _, split, threshold in opening for closing in CLOSING]
+        # A gate that stays open costs most where it opens by mistake, a lower threshold opens it there more often: both come last.
+        ways = sorted(
+            (
+                (number, latch, -split.margin, split, threshold, closing)
+                for split in splits
+                for number, threshold in enumerate(split.thresholds)
+                for latch, closing in enumerate(CLOSING)
+            ),
+            key=lambda way: way[:3],
+        )
         for name, axis in self.axes(layer).items():
             left = []
-            for split, threshold, closing in ways:
+            for *_, split, threshold, closing in ways:
                 level: dict[str, Any] = {
                     "gate": "network", "layer": layer, "width": width, "steps": steps, "axis": name, "tau": threshold,
                     "tau_close": closing, "separation": split.to_json(),
