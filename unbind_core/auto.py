@@ -294,29 +294,34 @@ class _Auto:
         def reaches(index: int) -> bool:
             return probe(index).reaches(self.target)
 
+        def affordable() -> int:
+            return bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
+
         def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
             level.update(strength=STRENGTHS[index], cost=asdict(cost(index)), verdict=verdict)
             if forgot is not None:
                 level["forgot"] = asdict(forgot)
             return at(STRENGTHS[index]), forgot, level
 
+        @cache
+        def whole(index: int) -> Forgot:
+            return self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
+
         everything = range(len(STRENGTHS))
-        asked: dict[int, Forgot] = {}
         with self.clock.stage("strength"):
             strongest = everything[-1]  # asked first: where it is not enough, nothing is
             least = bisect_left(everything[:strongest], True, key=reaches) if reaches(strongest) else len(everything)
             for index in everything[least:]:  # more than one where the probe was kinder than all rows are
-                if cost(index).within(self.budgets):
-                    asked[index] = self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
-                    if asked[index].reaches(self.target):
-                        return told(index, asked[index], "chosen")
-                elif not cost(min(index + 1, strongest)).within(self.budgets):
-                    break  # one may cost more than the next does, for BLEU moves by whole rows
-            affordable = bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
-            if affordable == 0:
+                if not cost(index).within(self.budgets):
+                    if index + 1 >= affordable():
+                        break
+                elif whole(index).reaches(self.target):
+                    return told(index, whole(index), "chosen")
+                elif index == least + 1 and not whole(affordable() - 1).reaches(self.target):
+                    break  # asking all rows is slow: two strengths on the way are enough
+            if (best := affordable() - 1) < 0:
                 return told(0, None, "no strength within the budgets")
-            best = affordable - 1
-            return told(best, asked.get(best) or probe(best), "misses the target")
+            return told(best, whole(best) if best >= least else probe(best), "misses the target")
 
 
 def network_steps(rows: int) -> int:
