@@ -140,13 +140,14 @@ class Separation:
 
     @property
     def thresholds(self) -> list[float]:
-        """Where to open, the dearest to reach first: over all retain scores, a quarter into the gap between the two sides if there
-        is one; else also where nearly all forget positions are reached, as far as the retain side allows.
+        """Where to open, the dearest to reach first: a quarter into the gap between the two sides; without a gap, over all retain
+        scores, where nearly all forget positions are reached as far as the retain side allows, and between.
         """
         gap = self.forgotten - self.highest
         if gap > 0:
             return [self.highest + 0.25 * gap]
-        return [self.highest, max(self.retained, self.forgotten)]
+        lowest = max(self.retained, self.forgotten)
+        return [self.highest, (self.highest + lowest) / 2, lowest]
 
 
 def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:

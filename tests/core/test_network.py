@@ -116,7 +116,8 @@ def test_with_a_gap_the_threshold_lies_inside_of_it(gap: float, offset: float, s
 def test_without_a_gap_the_retain_side_decides() -> None:
     theirs, ours = torch.linspace(-1, 1, 1000), torch.linspace(0, 3, 1000)
     found = separation(side(ours), side(theirs), 8, 0.01)
-    strict, lenient = found.thresholds
+    strict, middle, lenient = found.thresholds
+    assert lenient <= middle <= strict
     assert strict == found.highest == float(theirs.max())
     assert float((theirs >= lenient).float().mean()) <= 0.01
     assert found.reference < lenient <= strict
