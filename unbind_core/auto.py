@@ -279,8 +279,8 @@ class _Auto:
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
     ) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
         """The module at the least strength that reaches the target on all rows, if that is within the budgets; or else at the
-        largest that is, with what is left of the probed rows; None where none is. What is left falls with the strength and
-        costs rise with it, so both are found by bisection.
+        largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; None where none is
+        within the budgets. What is left falls with the strength and costs rise with it, so both are found by bisection.
         """
 
         @cache

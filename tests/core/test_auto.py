@@ -259,6 +259,21 @@ def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, en
         assert forgot.reaches(known.target) == (enough < affordable)
 
 
+def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, asked = Known(MODULE, [0.5] * len(auto.STRENGTHS), len(auto.STRENGTHS), 0), []
+    forgot = known.forgot
+
+    def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
+        asked.append(len(rows))
+        return forgot(module, rows, thorough=thorough)
+
+    monkeypatch.setattr(known, "forgot", counted)
+    level: dict[str, Any] = {}
+    _, left, _ = known._least(known.at, level)
+    assert asked.count(2) == 3 and level["verdict"] == "misses the target"
+    assert left is not None and not left.reaches(known.target)
+
+
 def test_a_strength_over_budget_is_never_taken_even_where_more_costs_less() -> None:
     known = Known(MODULE, [2.0, *[0.5] * (len(auto.STRENGTHS) - 1)], 0, 0)
     level: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from tests.core.conftest import TinyCheckpoint
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.calibration import Budgets
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
-from unbind_core.evaluation import extractable, verify
+from unbind_core.evaluation import RowScore, extractable, verify
 from unbind_core.fitting import prepare_retained
 from unbind_core.heldout import HeldOut
 from unbind_core.progress import Progress, silent
@@ -146,6 +146,11 @@ def test_raising_cancelled_from_the_callback_stops_at_any_stage(loaded: LoadedMo
 def test_a_bad_option_is_named(loaded: LoadedModel, options: FitOptions, message: str) -> None:
     with pytest.raises(DataError, match=message):
         run(loaded, options)
+
+
+def test_scores_from_before_that_are_not_one_a_row_are_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(DataError, match=r"before: 1 scores .* one a row"):
+        run(loaded, before=[RowScore({"plain": 1.0})])
 
 
 def test_too_few_rows_are_refused_with_the_number_needed(loaded: LoadedModel) -> None:

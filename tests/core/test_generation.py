@@ -43,7 +43,7 @@ def test_rows_that_end_leave_the_batch_and_the_others_go_on_as_alone(
     bank = bank_of(remembering_module(loaded, "n", 1, window=5))
     asked = prompts(9)
     whole = [alone(loaded, bank, prompt) for prompt in asked]
-    # The token that ends rows at the most different places, some of them not at all.
+    # The token that most rows come to, and so end with; at different places, or the batch would shrink once only.
     end, _ = Counter(token for row in whole for token in set(row)).most_common(1)[0]
     wanted = [row[: row.index(end)] if end in row else row for row in whole]
     assert len({len(row) for row in wanted}) > 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from server import demo
-from tests.system.conftest import CHROMIUM, ServerProcess, serving
+from tests.system.conftest import CHROMIUM, ROOT, ServerProcess, serving
 
 pytestmark = pytest.mark.slow
 WAIT_MS = 60_000
@@ -19,9 +18,7 @@ WAIT_MS = 60_000
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The demo world as it is shipped, without the worker."""
     folder = tmp_path_factory.mktemp("console")
-    with serving(
-        demo.BASE, folder, adapter=demo.ADAPTER, worker=False, modules_dir=Path("modules").resolve()
-    ) as running:
+    with serving(demo.BASE, folder, adapter=demo.ADAPTER, worker=False, modules_dir=ROOT / "modules") as running:
         yield running
 
 
