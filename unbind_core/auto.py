@@ -7,10 +7,9 @@ reaches the target: what is gained by more is paid for wherever a gate opens by 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -22,9 +21,9 @@ from unbind_core.capture import capture_states
 from unbind_core.detector import fisher_detector
 from unbind_core.errors import FittingError
 from unbind_core.gates import activation
-from unbind_core.judging import Cost, Forgot, Judge
+from unbind_core.judging import Forgot, Judge
 from unbind_core.module import UnbindModule
-from unbind_core.moments import CrossMoments, Moments
+from unbind_core.moments import Moments
 from unbind_core.network import (
     BATCH,
     FIRST_POSITION,
@@ -41,17 +40,17 @@ from unbind_core.preparation import Preparation
 from unbind_core.progress import Progress, counted
 from unbind_core.retained import retain_completions, retain_replay, retain_states
 from unbind_core.rows import make_partitions, spread
+from unbind_core.strength import Search
 from unbind_core.trials import Replay, RetainCompletions
 from unbind_core.windows import Batch, Window, batches
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
 SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 2048
 SCREEN_TIE = 0.1  # margins so close, relative, are a tie
-STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
-CLOSING = (1.0, 0.9, 0.5)  # tau_close / tau: one threshold, a little lower, nearly a latch
+# tau_close / tau: one threshold, a little lower, nearly a latch; and how dear each is, in steps of the opening threshold
+CLOSING = {1.0: 0, 0.9: 1, 0.5: 3}
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
-PROBED_ROWS = 8  # so many rows say whether a strength suffices; the choice is then checked on all
 GRADIENT_ROWS = 60
 
 
@@ -94,7 +93,7 @@ class _Auto:
     def __init__(self, given: Preparation) -> None:
         self.given, self.clock = given, given.clock
         self.budgets, self.target = given.options.limits, given.options.target
-        self.every = list(range(len(given.forget)))
+        self.every = range(len(given.forget))
         self.levels: list[dict[str, Any]] = []
         self._capture()
 
@@ -103,13 +102,14 @@ class _Auto:
         kept = retained(given)
         self.layers = layers = kept.layers
         self.retained, self.retain = kept.states, kept.calibration
-        with self.clock.stage("forget states and gradients"):
-            some = given.forget_windows(spread(self.every, GRADIENT_ROWS))
-            self.moments, self.cross = forget_statistics(given.model, some, layers, given.pad, given.progress)
-            self.forget = Replay(given.model, given.forget_windows(self.every), layers, pad=given.pad)
+        with self.clock.stage("forget states"):
+            self.forget = Replay(
+                given.model, given.forget_windows(self.every), layers, pad=given.pad, stage="forget states",
+                progress=given.progress,
+            )  # fmt: skip
         with self.clock.stage("rows before"):
-            self.probed = spread(self.every, PROBED_ROWS)
             self.judge = Judge(given, kept.calibration, kept.completions)
+        self.search = Search(self.judge, self.budgets, self.target, self.clock, self.every)
 
     # The levels.
 
@@ -119,7 +119,7 @@ class _Auto:
         with self.clock.stage("linear screen"):
             for layer in self.layers:
                 retain = self._retain_moments(layer)
-                detector = fisher_detector(self.moments[layer], retain, self.given.options.ridge)
+                detector = fisher_detector(self._forget_moments(layer), retain, self.given.options.ridge)
                 w, s_ref = detector.w.float()[None], torch.tensor([detector.s_ref], device=self.retain.device)
                 theirs = torch.cat([activation(states, w, s_ref)[:, 0] for _, states in _sequences(self.retain, layer)])
                 allowed = max(1, round(self.budgets.open_rate * len(theirs)))
@@ -167,6 +167,14 @@ class _Auto:
         moments.add(states[:: max(1, len(states) // (64 * states.shape[1]))])
         return moments
 
+    def _forget_moments(self, layer: int) -> Moments:
+        moments: Moments | None = None
+        for window, states in _sequences(self.forget, layer):
+            moments = moments or Moments(states.shape[1], states.device)
+            moments.add(states[window.first_target - 1 : -1])
+        assert moments is not None  # a fit has rows
+        return moments
+
     def best_layer(self) -> tuple[int, list[dict[str, Any]]]:
         """The layer at which a small network tells forget from retain rows best, and what each layer gave.
 
@@ -190,7 +198,7 @@ class _Auto:
         with self.clock.stage("embedded rows"):
             every = list(batches(given.embedded_windows(), given.pad, device=self.retain.device))
             for batch in counted(every, len(every), "embedded rows", given.progress):
-                found += _unpadded(batch, capture_states(given.model, batch, [layer])[layer])
+                found += _unpadded(batch, capture_states(given.model, batch, [layer], roughly=True)[layer])
         return found
 
     def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int = BATCH) -> Network:
@@ -218,14 +226,16 @@ class _Auto:
 
         The mean gradient first: on the demo model the text under it ends, where under the others it goes round in circles.
         """
-        cross: CrossMoments = self.cross[layer]
-        retain = self._retain_moments(layer)
+        given, retain = self.given, self._retain_moments(layer)
+        with self.clock.stage("gradients"):
+            some = given.forget_windows(spread(self.every, GRADIENT_ROWS))
+            cross = forget_statistics(given.model, some, [layer], given.pad, given.progress)[1][layer]
         eigen = output_axis(cross).v0
         eigen = eigen if float(cross.gradient @ eigen) < 0 else -eigen
         found = {
             "gradient": gradient_axis(cross),
             "paper": eigen,
-            "constrained": constrained_axis(cross, retain, self.given.options.ridge),
+            "constrained": constrained_axis(cross, retain, given.options.ridge),
         }
         return {name: (axis / axis.norm()).float().cpu() for name, axis in found.items()}
 
@@ -254,10 +264,10 @@ class _Auto:
         # A gate that stays open costs most where it opens by mistake, a lower threshold opens it there more often: both come last.
         ways = sorted(
             (
-                (number, latch, -split.margin, split, threshold, closing)
+                (number + dear, number, -split.margin, split, threshold, closing)
                 for split in splits
                 for number, threshold in enumerate(split.thresholds)
-                for latch, closing in enumerate(CLOSING)
+                for closing, dear in CLOSING.items()
             ),
             key=lambda way: way[:3],
         )
@@ -269,59 +279,11 @@ class _Auto:
                     "tau_close": closing, "separation": split.to_json(),
                 }  # fmt: skip
                 self.levels.append(level)
-                found = self._least(partial(module, axis, split, threshold, closing), level)
+                found = self.search.least(partial(module, axis, split, threshold, closing), level)
                 self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
                 yield found
                 left.append(inf if found[1] is None else found[1].left)
             ways = [ways[left.index(min(left))]]  # what another axis changes is not when a gate opens
-
-    def _least(
-        self, at: Callable[[float], UnbindModule], level: dict[str, Any]
-    ) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
-        """The module at the least strength that reaches the target on all rows, if that is within the budgets; or else at the
-        largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; None where none is
-        within the budgets. What is left falls with the strength and costs rise with it, so both are found by bisection.
-        """
-
-        @cache
-        def cost(index: int) -> Cost:
-            return self.judge.cost(at(STRENGTHS[index]))
-
-        @cache
-        def probe(index: int) -> Forgot:
-            return self.judge.forgot(at(STRENGTHS[index]), self.probed)
-
-        def reaches(index: int) -> bool:
-            return probe(index).reaches(self.target)
-
-        def affordable() -> int:
-            return bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
-
-        def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
-            level.update(strength=STRENGTHS[index], cost=asdict(cost(index)), verdict=verdict)
-            if forgot is not None:
-                level["forgot"] = asdict(forgot)
-            return at(STRENGTHS[index]), forgot, level
-
-        @cache
-        def whole(index: int) -> Forgot:
-            return self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
-
-        everything = range(len(STRENGTHS))
-        with self.clock.stage("strength"):
-            strongest = everything[-1]  # asked first: where it is not enough, nothing is
-            least = bisect_left(everything[:strongest], True, key=reaches) if reaches(strongest) else len(everything)
-            for index in everything[least:]:  # more than one where the probe was kinder than all rows are
-                if not cost(index).within(self.budgets):
-                    if index + 1 >= affordable():
-                        break
-                elif whole(index).reaches(self.target):
-                    return told(index, whole(index), "chosen")
-                elif index == least + 1 and not whole(affordable() - 1).reaches(self.target):
-                    break  # asking all rows is slow: two strengths on the way are enough
-            if (best := affordable() - 1) < 0:
-                return told(0, None, "no strength within the budgets")
-            return told(best, whole(best) if best >= least else probe(best), "misses the target")
 
 
 def network_steps(rows: int) -> int:

@@ -6,7 +6,7 @@ The before/after table of ``unbind verify`` and of a takedown's evidence; metric
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ FENCE = "Complete the code in the fenced block. Return only its continuation.\n`
 PREFIXES = (16, 32, 64)
 WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
 EXTRACTED_SPAN = 50
+Greedily = Callable[[Sequence[list[int]], Sequence[list[int]], int], list[list[int]]]  # prompts, targets, new tokens
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,22 @@ def forget_scores(
     sampled: Sequence[int] | None = None,
     new_tokens: int = ACCESS_NEW_TOKENS,
     editing: Editing = nullcontext,
+    greedily: Greedily | None = None,
     progress: ProgressCallback = silent,
     stage: str = "forget rows",
 ) -> list[RowScore]:
     """Scores of every forget row. ``attempts`` for each of the six ways to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
 
     Sampled ones are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the original way alone, greedily, for
-    as many tokens as BLEU needs.
+    as many tokens as BLEU needs. ``greedily`` gives the greedy completions where they are to be had for less.
     """
     pad, end = pad_id(tokenizer), tokenizer.eos_token_id
     scores = [RowScore({}) for _ in rows]
 
     def run(work: Sequence[_Attempt], sampling: Sampling, label: str) -> list[list[int]]:
         prompts = [attempt.prompt for attempt in work]
+        if greedily is not None and sampling.temperature == 0:
+            return greedily(prompts, [attempt.target for attempt in work], sampling.max_new_tokens)
         return complete(
             model, prompts, sampling, pad=pad, end=end, editing=editing, stage=f"{stage}: {label}", progress=progress
         )
@@ -102,8 +106,7 @@ def forget_scores(
             score.recovery = max(score.recovery, span / len(attempt.target))
 
     conditions = _conditions(tokenizer, rows)
-    asked = {name: conditions[name] for name in (WAYS if attempts else WAYS[:1])}
-    plain = [attempt for work in asked.values() for attempt in work]
+    plain = [attempt for name in (WAYS if attempts else WAYS[:1]) for attempt in conditions[name]]
     fim = [_Attempt(i, *forget_prompt(tokenizer, row, "fim")) for i, row in enumerate(rows)] if "fim" in forms else []
     greedy = run([*plain, *fim], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
     recovered(plain, greedy[: len(plain)])
@@ -113,11 +116,9 @@ def forget_scores(
             score.bleu[form] = sentence_bleu(attempt.target, told)
             score.span = max(score.span, longest_span(attempt.target, told, attempt.prompt))
     for again in range(1, attempts):
-        for number, (name, work) in enumerate(asked.items()):
-            # Seeds as the paper's: 1e5 a condition, 1e4 an attempt, 1 a batch.
-            sampling = Sampling(new_tokens, 0.8, 0.95, seed=100_000 * number + 10_000 * again)
-            chosen = [attempt for attempt in work if sampled is None or attempt.row in sampled]
-            recovered(chosen, run(chosen, sampling, f"{name}, attempt {again + 1}"))
+        chosen = [attempt for attempt in plain if sampled is None or attempt.row in sampled]
+        sampling = Sampling(new_tokens, 0.8, 0.95, seed=10_000 * again)
+        recovered(chosen, run(chosen, sampling, f"attempt {again + 1}"))
     return scores
 
 

@@ -56,7 +56,10 @@ def complete(
     results: list[list[int]] = [[] for _ in prompts]
     inner = unwrap(model)
     device = next(inner.parameters()).device
-    options: dict[str, object] = {"pad_token_id": pad, "eos_token_id": end, "return_dict_in_generate": True}
+    options: dict[str, object] = {
+        "pad_token_id": pad, "eos_token_id": end, "return_dict_in_generate": True,
+        "repetition_penalty": 1.0,  # a checkpoint's own default would hide what the model knows by heart
+    }  # fmt: skip
     if sampling.temperature > 0:
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     else:

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
-from unbind_core.retained import retain_prompts, unedited_completions
+from unbind_core.retained import retain_completions, retain_replay
 from unbind_core.rows import RetainRow
-from unbind_core.trials import Replay, RetainCompletions, edit_of
+from unbind_core.trials import edit_of
 from unbind_core.windows import available_forms, pad_id, retain_windows
 
 
@@ -35,23 +35,17 @@ class HeldOut:
         fingerprint: str = "",
         progress: ProgressCallback = silent,
     ) -> None:
-        """``cache`` is a folder for the unedited completions, ``fingerprint`` the identity they are kept under."""
+        """``cache`` is a folder for the unedited completions and states, ``fingerprint`` the identity they are kept under."""
         pad, every = pad_id(tokenizer), range(len(rows))
         self._device = next(model.parameters()).device
         self._windows = {
-            form: Replay(
-                model, retain_windows(tokenizer, rows, every, [form]), layers, pad=pad, stage="retain perplexity",
-                progress=progress,
+            form: retain_replay(
+                model, retain_windows(tokenizer, rows, every, [form]), layers, pad=pad, cache=cache, fingerprint=fingerprint,
+                stage="retain perplexity", progress=progress,
             )
             for form in available_forms(tokenizer)
         }  # fmt: skip
-        prompts, references = retain_prompts(tokenizer, rows, every)
-        outputs = unedited_completions(
-            model, tokenizer, prompts, cache=cache, fingerprint=fingerprint, progress=progress
-        )
-        self._completions = RetainCompletions(
-            model, prompts, references, outputs, layers, pad=pad, end=tokenizer.eos_token_id, progress=progress
-        )
+        self._completions = retain_completions(model, tokenizer, rows, every, layers, cache, fingerprint, progress)
 
     def measures(self, module: UnbindModule | None = None, progress: ProgressCallback = silent) -> dict[str, float]:
         """``ppl``, ``ppl_fim`` (where the tokenizer has the form), ``gate_rate`` over both forms and ``bleu``, under the module.

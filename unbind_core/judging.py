@@ -6,10 +6,11 @@ The measures of ``gate="auto"`` (``auto.py`` chooses by them); all of them on ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from unbind_core.calibration import Budgets
+from unbind_core.drafts import Drafts
 from unbind_core.evaluation import RowScore, forget_scores
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
@@ -61,30 +62,38 @@ class Judge:
 
     def __init__(self, given: Preparation, retain: Replay, completions: RetainCompletions) -> None:
         self.given, self.retain, self.completions, self.target = given, retain, completions, given.options.target
+        self._drafts: dict[int, Drafts] = {}
         self.before = given.before or self._scores(range(len(given.forget)), None, attempts=0)
 
     def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
         given = self.given
-        chosen = [given.forget[i] for i in rows]
-        bank = edit_of(module, self.retain.device)[0] if module is not None else None
-
-        def editing() -> AbstractContextManager[object]:
-            return attach(given.model, bank) if bank is not None else nullcontext()
-
-        return forget_scores(
-            given.model, given.tokenizer, chosen, forms=given.forms, attempts=attempts,
-            sampled=spread(range(len(rows)), SAMPLED_ROWS), new_tokens=NEW_TOKENS, editing=editing, progress=given.progress,
+        asked = partial(
+            forget_scores, given.model, given.tokenizer, [given.forget[i] for i in rows], forms=given.forms, attempts=attempts,
+            sampled=spread(range(len(rows)), SAMPLED_ROWS), new_tokens=NEW_TOKENS, progress=given.progress,
         )  # fmt: skip
+        if module is None:
+            return asked()
+        bank, _ = edit_of(module, self.retain.device)
+        if module.layer not in self._drafts:
+            self._drafts[module.layer] = Drafts(
+                given.model, module.layer, pad=given.pad, end=given.tokenizer.eos_token_id
+            )
+        return asked(
+            editing=lambda: attach(given.model, bank),
+            greedily=partial(self._drafts[module.layer].complete, module, progress=given.progress),
+        )
 
     def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
         """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and
         fill-in-the-middle; where nothing is left there, of all the ways to ask, and where ``thorough`` some rows' sampled ones.
         """
         found = self._forgot(module, rows, attempts=0)
-        if not found.reaches(self.target):
-            return found
-        more = self._forgot(module, rows, 2 if thorough else 1)
-        return Forgot(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
+        for attempts in (1, 2) if thorough else (1,):
+            if not found.reaches(self.target):
+                break
+            more = self._forgot(module, rows, attempts)
+            found = Forgot(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
+        return found
 
     def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
         after = self._scores(rows, module, attempts)

@@ -70,15 +70,21 @@ def train_network(
         for parameter in part.parameters():
             parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
     optimizer = torch.optim.AdamW(
-        [*hidden.parameters(), *out.parameters()], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98)
-    )
+        [*hidden.parameters(), *out.parameters()], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98),
+        fused=True,
+    )  # fmt: skip
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
     targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
     with torch.enable_grad():
         for _ in counted(range(steps), steps, stage, progress):
             ours = torch.randint(len(forget), (batch // 2,), generator=generator)
             theirs = torch.randint(len(retain), (batch // 2,), generator=generator)
-            x = (torch.cat((forget[ours], retain[theirs])).float() - mean) / deviation
+            x = (
+                torch.cat((forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))))
+                .float()
+                .sub_(mean)
+                .div_(deviation)
+            )
             y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
             with torch.autocast(device.type, torch.bfloat16):
                 logits = out(hidden(x).relu())
@@ -140,14 +146,14 @@ class Separation:
 
     @property
     def thresholds(self) -> list[float]:
-        """Where to open, the dearest to reach first: a quarter into the gap between the two sides; without a gap, over all retain
-        scores, where nearly all forget positions are reached as far as the retain side allows, and between.
+        """Where to open, the dearest to reach first: over all retain scores (a quarter into the gap where the sides lie
+        apart); where the opening budget is used up, or without a gap where nearly all forget positions are reached,
+        if that is less; between.
         """
         gap = self.forgotten - self.highest
-        if gap > 0:
-            return [self.highest + 0.25 * gap]
-        lowest = max(self.retained, self.forgotten)
-        return [self.highest, (self.highest + lowest) / 2, lowest]
+        strict = self.highest + 0.25 * max(gap, 0.0)
+        lowest = min(strict, self.retained if gap > 0 else max(self.retained, self.forgotten))
+        return [strict, (strict + lowest) / 2, lowest]
 
 
 def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import unwrap
-from unbind_core.capture import capture_states
+from unbind_core.capture import bfloat16_is_fast, capture_states
 from unbind_core.files import write_whole
 from unbind_core.generation import Sampling, complete
 from unbind_core.moments import Moments, load_moments, save_moments
@@ -132,11 +132,16 @@ def retain_replay(
     pad: int,
     cache: Path | None,
     fingerprint: str,
+    stage: str = "calibration states",
+    progress: ProgressCallback = silent,
 ) -> Replay:
-    """The calibration windows with their states at all layers, from ``cache`` where they are known."""
+    """Windows of retain rows with their states at some layers, from ``cache`` where they are known."""
     dtype = next(model.parameters()).dtype
     key = _key(fingerprint, dtype, [(w.ids, w.first_target) for w in windows], layers)
-    return Replay(model, windows, layers, pad=pad, cache=cache and cache / f"calibration-{key}.safetensors")
+    return Replay(
+        model, windows, layers, pad=pad, cache=cache and cache / f"calibration-{key}.safetensors", stage=stage,
+        progress=progress,
+    )  # fmt: skip
 
 
 def _known(file: Path) -> list[list[int]] | None:
@@ -166,14 +171,15 @@ def retain_states(
     parameter = next(model.parameters())
     size = sum(window.target_count for window in windows) * len(layers) * _width(model) * 2
     step = max(1, -(-size // limit_bytes))
-    key = _key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step)
+    roughly = bfloat16_is_fast(parameter.device)  # they are kept in bfloat16 anyway
+    key = _key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
     file = cache and cache / f"states-{key}.safetensors"
     if file and (known := _known_states(file, layers, parameter.device)) is not None:
         return known
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     every = list(batches(windows, pad, device=parameter.device))
     for batch in counted(every, len(every), "retain states", progress):
-        for layer, states in capture_states(model, batch, layers).items():
+        for layer, states in capture_states(model, batch, layers, roughly=roughly).items():
             found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
     joined = {layer: torch.cat(parts) for layer, parts in found.items()}
     if file:

@@ -102,11 +102,7 @@ class Replay:
 
     def touched(self, kept: _Kept, selection: Selection, layer: int) -> tuple[Tensor, Tensor]:
         """Edited states [B,T,d] of a batch at ``layer`` and which of its real positions the edit changed (bool [B,T])."""
-        states = kept.states[layer]
-        rows = torch.zeros(states.shape[0], dtype=torch.int64, device=states.device)
-        edited = selection.edit(layer, states, rows, "prefill", kept.batch.attention_mask.bool())
-        changed = (edited != states).any(-1) & kept.batch.attention_mask.bool()
-        return edited, changed
+        return changed_by(selection, layer, kept.batch, kept.states[layer])
 
     def screen_kl(self, selection: Selection, layer: int) -> float:
         """Mean KL of an edit over one small batch: what the bisection over strengths looks at."""
@@ -165,6 +161,13 @@ class Replay:
         for evaluated, opened in (counts["prefill"] for counts in bank.counts().values()):
             outcome.evaluated, outcome.opened = outcome.evaluated + evaluated, outcome.opened + opened
         return outcome
+
+
+def changed_by(selection: Selection, layer: int, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch's ``states`` [B,T,d] at ``layer`` edited, and which of the real positions that changed (bool [B,T])."""
+    rows, real = states.new_zeros(states.shape[0], dtype=torch.int64), batch.attention_mask.bool()
+    edited = selection.edit(layer, states, rows, "prefill", real)
+    return edited, (edited != states).any(-1) & real
 
 
 def _save(file: Path, kept: Sequence[_Kept]) -> None:

@@ -59,14 +59,21 @@ def _cost(loaded: LoadedModel, modules: Sequence[UnbindModule], every: Sequence[
     count = 0
     with torch.no_grad(), frozen(loaded.model):
         for batch in every:
-            plain = _log_probabilities(loaded.model, batch)
+            count += int(batch.predictors.sum())
+            opened = _opened(bank)
             with attach(loaded.model, bank):
                 edited = _log_probabilities(loaded.model, batch)
+            if _opened(bank) == opened:
+                continue  # nothing was changed
+            plain = _log_probabilities(loaded.model, batch)
             kl += float(nn.functional.kl_div(edited, plain, reduction="sum", log_target=True))
             targets = batch.next_tokens()[:, None]
             nll += float((plain.gather(1, targets) - edited.gather(1, targets)).double().sum())
-            count += len(targets)
     return {"kl": kl / max(count, 1), "nll_increase": nll / max(count, 1)}
+
+
+def _opened(bank: ModuleBank) -> int:
+    return sum(opened for counts in bank.counts().values() for _, opened in counts.values())
 
 
 def _log_probabilities(model: nn.Module, batch: Batch) -> torch.Tensor:

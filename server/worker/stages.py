@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from server.registry.tables import JobKind, Origin
 from server.settings import Settings, load_settings
 from server.worker.plan import Task
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.drafts import Drafts
 from unbind_core.errors import DataError
 from unbind_core.evaluation import RowScore, extractable, forget_scores, verify
 from unbind_core.fitting import FitOptions, fit, prepare_retained
@@ -30,7 +31,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.options import BUDGETS
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
-from unbind_core.windows import available_forms
+from unbind_core.windows import available_forms, pad_id
 
 MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
 ProgressCall = Callable[[Progress], None]
@@ -100,9 +101,10 @@ def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str
 def check(context: Context) -> dict[str, Any]:
     """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove. Leaves each row's score."""
     model, tokenizer = context.loaded.model, context.loaded.tokenizer
+    drafts = Drafts(model, pad=pad_id(tokenizer), end=tokenizer.eos_token_id)
     scores = forget_scores(
         model, tokenizer, context.forget, forms=available_forms(tokenizer), attempts=0, progress=context.progress,
-        stage="check",
+        greedily=partial(drafts.complete, None, progress=context.progress), stage="check",
     )  # fmt: skip
     save_json(context.folder / SCORES_FILE, [dataclasses.asdict(score) for score in scores])
     return dict(extractable(model, tokenizer, context.forget, scores=scores))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,19 @@ from transformers import (
 
 from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
 from unbind_core.bank import ModuleBank, Selection
+from unbind_core.capture import frozen, recording
+from unbind_core.gates import network_scores, windowed
 from unbind_core.module import UnbindModule
+from unbind_core.retained import retain_prompts, unedited_completions
+from unbind_core.rows import RetainRow
+
+LAYER = 1
+ROWS = [
+    RetainRow(
+        f"class Item{i}:\n    size = {i * 37}\n\n    def area_{i % 3}(self):\n        return self.size ** {i}\n" * 2
+    )
+    for i in range(10)
+]
 
 with warnings.catch_warnings():  # the library compiles a part of this family with a deprecated function on import
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -219,3 +232,42 @@ def select(bank: ModuleBank, *rows: dict[str, float]) -> Selection:
     selection = bank.select(rows)
     assert selection is not None
     return selection
+
+
+def highest(loaded: LoadedModel, module: UnbindModule) -> list[float]:
+    """What the module's gate goes by, at its highest on each row's unedited path: prompt and greedy completion."""
+    prompts, _ = retain_prompts(loaded.tokenizer, ROWS, range(len(ROWS)))
+    found = []
+    for prompt, output in zip(prompts, unedited_completions(loaded.model, loaded.tokenizer, prompts), strict=True):
+        ids = torch.tensor([[*prompt, *output]])
+        with torch.no_grad(), frozen(loaded.model), recording(loaded.model, [LAYER]) as states:
+            loaded.model(ids)
+        if module.heads is None:
+            scores = states[LAYER].float() @ module.w - module.s_ref
+        else:
+            each = network_scores(states[LAYER], module.w, *module.network)
+            scores = windowed(each, module.window, torch.arange(1, ids.shape[1] + 1)).amax(-1)
+        found.append(float(scores.max()))
+    return found
+
+
+def opening_on_some(loaded: LoadedModel, kind: str) -> UnbindModule:
+    """A strong module of one kind whose gate opens on some of the rows."""
+
+    def made(seed: int, **changes: Any) -> UnbindModule:
+        if kind == "paper":
+            return make_module(loaded.identity, layer=LAYER, seed=seed, kappa=20.0, **changes)
+        window = {"network": 1, "windowed network": 4}[kind]
+        return make_network_module(
+            loaded.identity, layer=LAYER, seed=seed, window=window, heads=1, kappa=20.0, **changes
+        )
+
+    for seed in range(20):
+        tops = sorted(highest(loaded, made(seed)))
+        gap, middle = max((high - low, (high + low) / 2) for low, high in pairwise(tops[2:-2]))
+        if gap > 0.02 * (tops[-1] - tops[0]) > 0:
+            break
+    if kind == "paper":
+        return made(seed, tau=middle)
+    reference = middle - 4 * (tops[-1] - middle)  # far enough below that scores are not clipped
+    return made(seed, s_ref=reference, tau=middle - reference, tau_close=0.9 * (middle - reference))

@@ -26,6 +26,7 @@ from unbind_core import (
     fit,
     judging,
     load_model,
+    strength,
 )
 from unbind_core.architecture import ModelIdentity
 from unbind_core.calibration import Budgets
@@ -34,8 +35,9 @@ from unbind_core.evaluation import forget_scores
 from unbind_core.judging import Cost, Forgot
 from unbind_core.network import upper_bound
 from unbind_core.options import BUDGETS, Clock, Target
-from unbind_core.progress import Progress, silent
+from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.strength import PROBED_ROWS, STRENGTHS, Search
 
 FORGET = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()]
 RETAIN = [RetainRow(row["text"]) for row in memorising.retain_rows()]
@@ -71,12 +73,12 @@ def fitted(loaded: LoadedModel) -> tuple[UnbindModule, FitReport]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One network and one way to use it, on short completions."""
-    monkeypatch.setattr(auto, "CLOSING", (1.0,))
+    monkeypatch.setattr(auto, "CLOSING", {1.0: 0})
     monkeypatch.setattr(auto, "network_widths", lambda _rows: (16,))
     monkeypatch.setattr(auto, "network_steps", lambda _rows: 60)
     monkeypatch.setattr(judging, "NEW_TOKENS", 24)
     monkeypatch.setattr(evaluation, "BLEU_NEW_TOKENS", 24)
-    monkeypatch.setattr(auto, "STRENGTHS", (0.5, 2.0))
+    monkeypatch.setattr(strength, "STRENGTHS", (0.5, 2.0))
     monkeypatch.setattr(auto, "SCREEN_STEPS", 20)
 
 
@@ -221,36 +223,34 @@ def test_the_upper_bound_is_deterministic_above_the_mean_and_exact_where_rows_ag
     assert upper_bound(more) < upper_bound(parts)  # more rows, a tighter bound
 
 
-class Known(auto._Auto):
+class Known(Search):
     """The search for a strength where it is known what each one costs and which rows it makes forget."""
 
     def __init__(self, module: UnbindModule, costs: Sequence[float], enough: int, probed: int) -> None:
-        self.clock, self.levels, self.every, self.probed = Clock(), [], [0, 1], [0]
-        self.budgets, self.target = Budgets(kl=1.0, nll=1.0, bleu=1.0, open_rate=1.0), Target()
+        budgets = Budgets(kl=1.0, nll=1.0, bleu=1.0, open_rate=1.0)
+        super().__init__(cast(Any, self), budgets, Target(), Clock(), [*range(PROBED_ROWS), PROBED_ROWS])
         self.module, self.costs, self.enough, self.enough_of_probe = module, costs, enough, probed
-        self.given = self.judge = cast(Any, self)
-        self.progress = silent
 
     def at(self, strength: float) -> UnbindModule:
         return replace(self.module, kappa=strength)
 
     def cost(self, module: UnbindModule) -> Cost:
-        kl = self.costs[auto.STRENGTHS.index(module.kappa)]
+        kl = self.costs[STRENGTHS.index(module.kappa)]
         return Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
 
     def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
-        needed = self.enough_of_probe if len(rows) == 1 else self.enough
-        return Forgot({"plain": 0.0 if auto.STRENGTHS.index(module.kappa) >= needed else 1.0}, 0, 0.0)
+        needed = self.enough_of_probe if len(rows) == PROBED_ROWS else self.enough
+        return Forgot({"plain": 0.0 if STRENGTHS.index(module.kappa) >= needed else 1.0}, 0, 0.0)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 7), st.integers(0, 7), st.integers(0, 7))
 def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, enough: int, easier: int) -> None:
-    costs = [0.5 if i < affordable else 2.0 for i in range(len(auto.STRENGTHS))]
+    costs = [0.5 if i < affordable else 2.0 for i in range(len(STRENGTHS))]
     known = Known(MODULE, costs, enough, min(enough, easier))
     level: dict[str, Any] = {}
-    module, forgot, _ = known._least(known.at, level)
-    chosen = auto.STRENGTHS.index(module.kappa)
+    module, forgot, _ = known.least(known.at, level)
+    chosen = STRENGTHS.index(module.kappa)
     if affordable == 0:
         assert level["verdict"] == "no strength within the budgets"
     else:
@@ -260,7 +260,7 @@ def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, en
 
 
 def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, asked = Known(MODULE, [0.5] * len(auto.STRENGTHS), len(auto.STRENGTHS), 0), []
+    known, asked = Known(MODULE, [0.5] * len(STRENGTHS), len(STRENGTHS), 0), []
     forgot = known.forgot
 
     def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
@@ -269,13 +269,13 @@ def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(mo
 
     monkeypatch.setattr(known, "forgot", counted)
     level: dict[str, Any] = {}
-    _, left, _ = known._least(known.at, level)
-    assert asked.count(2) == 3 and level["verdict"] == "misses the target"
+    _, left, _ = known.least(known.at, level)
+    assert asked.count(PROBED_ROWS + 1) == 3 and level["verdict"] == "misses the target"
     assert left is not None and not left.reaches(known.target)
 
 
 def test_a_strength_over_budget_is_never_taken_even_where_more_costs_less() -> None:
-    known = Known(MODULE, [2.0, *[0.5] * (len(auto.STRENGTHS) - 1)], 0, 0)
+    known = Known(MODULE, [2.0, *[0.5] * (len(STRENGTHS) - 1)], 0, 0)
     level: dict[str, Any] = {}
-    module, _, _ = known._least(known.at, level)
-    assert (module.kappa, level["verdict"]) == (auto.STRENGTHS[1], "chosen")
+    module, _, _ = known.least(known.at, level)
+    assert (module.kappa, level["verdict"]) == (STRENGTHS[1], "chosen")

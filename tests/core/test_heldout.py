@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.core.conftest import make_module, make_network_module
+from tests.core.conftest import LAYER, ROWS, make_module, opening_on_some
 from unbind_core.architecture import LoadedModel
-from unbind_core.capture import frozen, recording
 from unbind_core.evaluation import perplexity
-from unbind_core.gates import network_scores, windowed
 from unbind_core.generation import Sampling, complete
 from unbind_core.heldout import HeldOut
 from unbind_core.hooks import attach
@@ -21,56 +17,8 @@ from unbind_core.metrics import sentence_bleu
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.retained import retain_prompts, unedited_completions
-from unbind_core.rows import RetainRow
 from unbind_core.trials import BLEU_NEW_TOKENS, edit_of
 from unbind_core.windows import pad_id, retain_windows
-
-LAYER = 1
-ROWS = [
-    RetainRow(
-        f"class Item{i}:\n    size = {i * 37}\n\n    def area_{i % 3}(self):\n        return self.size ** {i}\n" * 2
-    )
-    for i in range(10)
-]
-
-
-def highest(loaded: LoadedModel, module: UnbindModule) -> list[float]:
-    """What the module's gate goes by, at its highest on each row's unedited path: prompt and greedy completion."""
-    prompts, _ = retain_prompts(loaded.tokenizer, ROWS, range(len(ROWS)))
-    found = []
-    for prompt, output in zip(prompts, unedited_completions(loaded.model, loaded.tokenizer, prompts), strict=True):
-        ids = torch.tensor([[*prompt, *output]])
-        with torch.no_grad(), frozen(loaded.model), recording(loaded.model, [LAYER]) as states:
-            loaded.model(ids)
-        if module.heads is None:
-            scores = states[LAYER].float() @ module.w - module.s_ref
-        else:
-            each = network_scores(states[LAYER], module.w, *module.network)
-            scores = windowed(each, module.window, torch.arange(1, ids.shape[1] + 1)).amax(-1)
-        found.append(float(scores.max()))
-    return found
-
-
-def opening_on_some(loaded: LoadedModel, kind: str) -> UnbindModule:
-    """A strong module of one kind whose gate opens on some of the rows."""
-
-    def made(seed: int, **changes: Any) -> UnbindModule:
-        if kind == "paper":
-            return make_module(loaded.identity, layer=LAYER, seed=seed, kappa=20.0, **changes)
-        window = {"network": 1, "windowed network": 4}[kind]
-        return make_network_module(
-            loaded.identity, layer=LAYER, seed=seed, window=window, heads=1, kappa=20.0, **changes
-        )
-
-    for seed in range(20):
-        tops = sorted(highest(loaded, made(seed)))
-        gap, middle = max((high - low, (high + low) / 2) for low, high in pairwise(tops[2:-2]))
-        if gap > 0.02 * (tops[-1] - tops[0]) > 0:
-            break
-    if kind == "paper":
-        return made(seed, tau=middle)
-    reference = middle - 4 * (tops[-1] - middle)  # far enough below that scores are not clipped
-    return made(seed, s_ref=reference, tau=middle - reference, tau_close=0.9 * (middle - reference))
 
 
 def plainly(loaded: LoadedModel, module: UnbindModule) -> dict[str, float]:
@@ -124,7 +72,7 @@ def test_a_row_whose_completion_is_empty_is_completed_again_where_its_prompt_ope
         tiny.tokenizer.eos_token = end
 
 
-def test_completions_come_from_the_cache_the_second_time(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_completions_and_states_come_from_the_cache_the_second_time(tiny: LoadedModel, tmp_path: Path) -> None:
     def measured() -> tuple[dict[str, float], set[str]]:
         seen: set[str] = set()
 
@@ -136,4 +84,10 @@ def test_completions_come_from_the_cache_the_second_time(tiny: LoadedModel, tmp_
 
     (first, stages), (second, later) = measured(), measured()
     assert first == second
-    assert stages - later == {"retain completions"} and len(list(tmp_path.iterdir())) == 1
+    assert "retain completions" in stages and not later
+    assert sorted(file.name.split("-")[0] for file in tmp_path.iterdir()) == [
+        "calibration",
+        "calibration",
+        "completions",
+        "paths",
+    ]

@@ -106,9 +106,10 @@ def test_with_a_gap_the_threshold_lies_inside_of_it(gap: float, offset: float, s
     theirs = offset - torch.rand(200, generator=generator)
     ours = offset + gap + torch.rand(100, generator=generator)
     found = separation(side(ours), side(theirs), 16, 0.01)
-    (threshold,) = found.thresholds
-    assert float(theirs.max()) < threshold < float(ours.min())
-    assert threshold < offset + gap / 2 + 1  # nearer to the retain side, so that forget rows open early
+    strict, middle, lenient = found.thresholds
+    assert float(theirs.max()) < strict < float(ours.min())
+    assert strict < offset + gap / 2 + 1  # nearer to the retain side, so that forget rows open early
+    assert found.retained == lenient <= middle <= strict
     assert found.margin > 0
     assert found.reference == pytest.approx(float(theirs.mean()), abs=1e-4)
 
