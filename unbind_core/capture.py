@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from unbind_core.architecture import decoder_layers, unwrap
+from unbind_core.device import bfloat16_is_fast
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.windows import Batch, Window, make_batch
 
@@ -209,14 +210,6 @@ def target_nll(logits: Tensor, batch: Batch) -> Tensor:
     chosen = logits[batch.predictors]
     wide = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     return nn.functional.cross_entropy(wide, batch.next_tokens(), reduction="none")
-
-
-def bfloat16_is_fast(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 have instructions of their own there, and so cost about half."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    found = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def capture_states(

@@ -18,6 +18,7 @@ from unbind_core.auto import fit_auto, retained
 from unbind_core.capture import check_exactness
 from unbind_core.errors import DataError
 from unbind_core.evaluation import RowScore
+from unbind_core.linears import packed_linears
 from unbind_core.module import UnbindModule
 from unbind_core.options import GATES, Clock, FitOptions, FitReport
 from unbind_core.paper import fit_paper
@@ -83,7 +84,8 @@ def fit(
     with given.clock.stage("self-check"):
         first = given.forget_windows(given.parts.forget_fit[:1])[0]
         given = replace(given, before=before, exactness=check_exactness(model, first, given.layers))
-    return fit_paper(given) if given.options.gate == "paper" else fit_auto(given)
+    with packed_linears(model):
+        return fit_paper(given) if given.options.gate == "paper" else fit_auto(given)
 
 
 def prepare_retained(
@@ -107,14 +109,20 @@ def prepare_retained(
     given = _preparation(
         model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache
     )  # fmt: skip
+    with packed_linears(model):
+        _prepare(given, held_out)
+    return given.clock.seconds
+
+
+def _prepare(given: Preparation, held_out: Sequence[RetainRow]) -> None:
     retained(given)
     if held_out:
         with given.clock.stage("held-out completions"):
-            prompts, _ = retain_prompts(tokenizer, held_out, range(len(held_out)))
+            prompts, _ = retain_prompts(given.tokenizer, held_out, range(len(held_out)))
             unedited_completions(
-                model, tokenizer, prompts, cache=cache, fingerprint=given.identity.fingerprint, progress=progress
-            )
-    return given.clock.seconds
+                given.model, given.tokenizer, prompts, cache=given.cache, fingerprint=given.identity.fingerprint,
+                progress=given.progress,
+            )  # fmt: skip
 
 
 def _preparation(

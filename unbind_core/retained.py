@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import unwrap
-from unbind_core.capture import bfloat16_is_fast, capture_states
+from unbind_core.capture import capture_states
+from unbind_core.device import bfloat16_is_fast
 from unbind_core.files import write_whole
 from unbind_core.generation import Sampling, complete
 from unbind_core.moments import Moments, load_moments, save_moments

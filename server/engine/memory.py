@@ -6,11 +6,11 @@ Keys and values are allocated whole at start, so what the engine holds does not 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from unbind_core.device import free_bytes
 from unbind_core.errors import UnbindError
 
 SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory; the rest is for activations and for whoever else runs there
@@ -78,22 +78,3 @@ def position_bytes(model: Any) -> int:
     ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     cache = model(input_ids=ids, use_cache=True).past_key_values
     return sum(part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values))
-
-
-def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: on the device, or of this machine and the control group it may be confined to."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    lines = _read("/proc/meminfo").splitlines()
-    found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=4 * GIB)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except OSError:
-        return ""

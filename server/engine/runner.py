@@ -17,10 +17,12 @@ from server.engine.attention import REPLACES, slot_attention
 from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache
+from server.engine.threads import ThreadChoice
 from unbind_core.architecture import decoder_layers
 from unbind_core.bank import ModuleBank, Record, Selection
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.hooks import Intervention
+from unbind_core.linears import PackedLinears
 from unbind_core.memory import GateMemory, Places
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
@@ -43,6 +45,8 @@ class Runner:
         self.device = next(model.parameters()).device
         self.gate_memory = GateMemory(slots, max_length, self.device)
         self.dtype = next(model.parameters()).dtype
+        self._threads = ThreadChoice(self.device)
+        self._packed = PackedLinears(model)
         self.intervention = Intervention(model).__enter__()  # for the engine's life; close() takes it off
         self._selected: tuple[list[Any], Selection | None] = ([], None)
         self._in_place = self._config._attn_implementation == REPLACES
@@ -91,6 +95,8 @@ class Runner:
         attention = slot_attention(self._config, placement) if self._in_place else nullcontext()
         with (
             torch.inference_mode(),
+            self._threads(ids.numel(), placement.length),
+            self._packed,
             self.cache.placed(placement),
             attention,
             self.intervention.step(
@@ -196,8 +202,9 @@ class Runner:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Leave the model as it was."""
         self.intervention.__exit__(None, None, None)
+        self._packed.remove()
 
 
 def _attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:

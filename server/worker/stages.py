@@ -27,6 +27,7 @@ from unbind_core.drafts import Drafts
 from unbind_core.errors import DataError
 from unbind_core.evaluation import RowScore, extractable, forget_scores, verify
 from unbind_core.fitting import FitOptions, fit, prepare_retained
+from unbind_core.linears import packed_linears
 from unbind_core.module import UnbindModule
 from unbind_core.options import BUDGETS
 from unbind_core.progress import Progress
@@ -217,7 +218,9 @@ def finite(value: Any) -> Any:
 
 def _stage(work: Callable[[Context], dict[str, Any]]) -> Callable[[Task, ProgressCall], dict[str, Any]]:
     def run(task: Task, progress: ProgressCall) -> dict[str, Any]:
-        result: dict[str, Any] = finite(work(Context(load_settings(environment=os.environ), task, progress)))
+        context = Context(load_settings(environment=os.environ), task, progress)
+        with packed_linears(context.loaded.model):
+            result: dict[str, Any] = finite(work(context))
         return result
 
     return run

@@ -1,0 +1,36 @@
+"""What a device has: free memory, and arithmetic with instructions of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+UNKNOWN_FREE = 4 * 1024**3  # bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated: on the device, or of this machine and the control group it may be confined to."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = _read("/proc/meminfo").splitlines()
+    found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        found.append(max(0, int(limit) - int(used)))
+    return min(found, default=UNKNOWN_FREE)
+
+
+def bfloat16_is_fast(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 have instructions of their own there, and so cost about half."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    found = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
