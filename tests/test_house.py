@@ -15,10 +15,11 @@ MAY_IMPORT = {
     "unbind_core": [],
     "server.engine": ["unbind_core"],
     "server.registry": ["server.settings", "server.rules", "unbind_core"],
-    "server.worker": ["server.registry", "server.settings", "server.rules", "server.logs", "unbind_core"],
+    "server.worker": ["server.registry", "server.settings", "server.rules", "server.logs", "server.allocator", "unbind_core"],
     "server.evidence": ["server.registry", "server.settings", "server.rules"],
     "server.rules": [],
     "server.logs": [],
+    "server.allocator": [],
     "server.settings": ["server.rules"],
     "server.demo": ["unbind_core"],
 }

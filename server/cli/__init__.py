@@ -7,6 +7,8 @@ from importlib import import_module
 
 import typer
 
+from server.allocator import keep_freed_memory
+
 GROUPS = (
     "serve", "worker", "fit", "bench", "bench_takedown", "demo", "takedown", "module", "key", "audit", "evidence", "db"
 )  # fmt: skip
@@ -25,6 +27,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the server starts processes after tokenizing
     # Threads that spin while they wait starve whatever shares the cores: a fit beside a server ran ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    keep_freed_memory()
     build()()
 
 

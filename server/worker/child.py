@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from server.allocator import keep_freed_memory
 from server.registry.files import private, save_json
 from server.registry.tables import JobKind
 from server.worker.plan import Task, ends
@@ -79,6 +80,7 @@ def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
     # Libraries print what they like: standard output goes where the log goes, and the pipe stays ours.
     voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
+    keep_freed_memory()
     stages = load_stages()
     line = sys.stdin.readline()
     if line:
