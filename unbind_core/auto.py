@@ -56,21 +56,30 @@ GRADIENT_ROWS = 60
 
 @dataclass(frozen=True)
 class Retained:
-    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there, the
-    calibration windows with theirs, and the unedited completions.
+    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there with the row
+    that each is of, the calibration windows with theirs, and the unedited completions.
     """
 
     layers: list[int]
     states: dict[int, Tensor]
+    rows: Tensor
     calibration: Replay
     completions: RetainCompletions
+
+    def without(self, rows: Sequence[int], completions: Sequence[int]) -> Retained:
+        """The same without some retain rows, and without the completions at some places."""
+        stay = ~torch.isin(self.rows, torch.tensor(rows))
+        states = {layer: part[stay.to(part.device)] for layer, part in self.states.items()}
+        return Retained(
+            self.layers, states, self.rows[stay], self.calibration.without(rows), self.completions.without(completions)
+        )
 
 
 def retained(given: Preparation) -> Retained:
     """From the cache where it is known; nothing of it depends on the forget rows."""
     layers, fingerprint = spread(given.layers, MOST_LAYERS), given.identity.fingerprint
     with given.clock.stage("retain states"):
-        states = retain_states(
+        states, rows = retain_states(
             given.model, given.alternating_windows(given.parts.retain_fit), layers, pad=given.pad,
             limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=fingerprint, progress=given.progress,
         )  # fmt: skip
@@ -84,7 +93,7 @@ def retained(given: Preparation) -> Retained:
             given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache, fingerprint,
             given.progress,
         )  # fmt: skip
-    return Retained(layers, states, calibration, completions)
+    return Retained(layers, states, rows, calibration, completions)
 
 
 class _Auto:
@@ -100,6 +109,11 @@ class _Auto:
     def _capture(self) -> None:
         given = self.given
         kept = retained(given)
+        self.left_out = given.contradicting()
+        if self.left_out:
+            paths = zip(kept.completions.prompts, kept.completions.references, strict=True)
+            own = [i for i, (prompt, reference) in enumerate(paths) if given.holds_protected([*prompt, *reference])]
+            kept = kept.without(self.left_out, own)
         self.layers = layers = kept.layers
         self.retained, self.retain = kept.states, kept.calibration
         with self.clock.stage("forget states"):
@@ -304,7 +318,7 @@ def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
     run = _Auto(given)
     if (plain := run.linear()) is not None:
         module, report = plain
-        return module, replace(report, levels=run.levels, seconds=run.clock.seconds)
+        return module, replace(report, levels=run.levels, seconds=run.clock.seconds, retain_rows_left_out=run.left_out)
     layer, screened = run.best_layer()
     best: tuple[float, UnbindModule, dict[str, Any]] | None = None
     last: UnbindModule | None = None
@@ -347,6 +361,7 @@ def _finish(
         exactness=run.given.exactness,
         gate="network",
         levels=run.levels,
+        retain_rows_left_out=run.left_out,
     )
     return replace(module, measured=measured), report
 

@@ -21,6 +21,7 @@ BATCH = 4096
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
 FIRST_POSITION = 8  # before it a sequence is too short to be told apart
 WINDOWS = (8, 16, 32)
+GAP = (0.75, 0.5, 0.25)
 RESAMPLES, CONFIDENCE = 1000, 0.95
 
 
@@ -146,14 +147,14 @@ class Separation:
 
     @property
     def thresholds(self) -> list[float]:
-        """Where to open, the dearest to reach first: over all retain scores (a quarter into the gap where the sides lie
-        apart); where the opening budget is used up, or without a gap where nearly all forget positions are reached,
-        if that is less; between.
+        """Where to open, the dearest to reach first: in the gap between the two sides, from nearer to the forget side down;
+        without a gap over all retain scores, where nearly all forget positions are reached as far as the retain side allows, and between.
         """
         gap = self.forgotten - self.highest
-        strict = self.highest + 0.25 * max(gap, 0.0)
-        lowest = min(strict, self.retained if gap > 0 else max(self.retained, self.forgotten))
-        return [strict, (strict + lowest) / 2, lowest]
+        if gap > 0:
+            return [self.highest + share * gap for share in GAP]
+        lowest = max(self.retained, self.forgotten)
+        return [self.highest, (self.highest + lowest) / 2, lowest]
 
 
 def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:

@@ -77,7 +77,9 @@ class FitReport:
 
     ``outcome``: "calibrated"; "short" where the module stays within the budgets but misses the target; "ineffective" where
     nothing above strength 0 met the budgets. ``gate``: the kind that was chosen. ``levels``: what each kind that was
-    tried reached, and why it was or was not taken. ``scan``: every candidate of the paper's gate.
+    tried reached, and why it was or was not taken. ``scan``: every candidate of the paper's gate. ``retain_rows_left_out``:
+    the retain rows (numbered as in the module's partitions) that repeat forget rows so far that neither detector nor
+    thresholds may go by them.
     """
 
     outcome: str
@@ -89,6 +91,7 @@ class FitReport:
     exactness: float
     gate: str = "paper"
     levels: list[dict[str, Any]] = field(default_factory=list)
+    retain_rows_left_out: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

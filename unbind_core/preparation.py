@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.options import Clock, FitOptions
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
-from unbind_core.windows import Window, embedded_windows, forget_windows, retain_windows
+from unbind_core.windows import Window, embedded_windows, encode, forget_windows, retain_windows
 
 LEAD = (50, 600)  # characters of other code in front of a row
 REQUESTS = (  # what stands in front of a prompt and behind it where code is asked for in words; evaluation has wordings of its own
@@ -76,6 +77,22 @@ class Preparation:
             found += windows([both[number] for both in requests], ("plain",))
         return found
 
+    @cached_property
+    def _protected(self) -> set[tuple[int, ...]]:
+        found: set[tuple[int, ...]] = set()
+        for row in self.forget:
+            found |= _spans(encode(self.tokenizer, row.prompt + row.continuation), self.options.target.span)
+        return found
+
+    def holds_protected(self, ids: Sequence[int]) -> bool:
+        """Whether token ids hold a span of a forget row so long that it counts as extracted."""
+        return not self._protected.isdisjoint(_spans(ids, self.options.target.span))
+
+    def contradicting(self) -> list[int]:
+        """The retain rows that hold such a span: what is to be kept there is what is to be forgotten."""
+        drawn = [*self.parts.retain_fit, *self.parts.retain_calibration]
+        return [i for i in sorted(drawn) if self.holds_protected(encode(self.tokenizer, self.retain[i].text))]
+
     def retain_windows(self, indices: Sequence[int]) -> list[Window]:
         """Windows of retain rows in the fit's forms."""
         return retain_windows(
@@ -105,6 +122,10 @@ class Preparation:
             budgets=asdict(self.options.limits), forget_digest=forget_digest(self.forget), settings=self.options.to_json(),
             created_at=datetime.now(UTC).isoformat(timespec="seconds"), versions=_versions(), **of_gate,
         )  # fmt: skip
+
+
+def _spans(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
+    return {tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)}
 
 
 def _versions() -> dict[str, str]:

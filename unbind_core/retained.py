@@ -164,8 +164,9 @@ def retain_states(
     cache: Path | None = None,
     fingerprint: str = "",
     progress: ProgressCallback = silent,
-) -> dict[int, Tensor]:
-    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device; kept in ``cache`` if given.
+) -> tuple[dict[int, Tensor], Tensor]:
+    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device, kept in ``cache`` if given; and which row
+    each is of, int64 [N].
 
     Every k-th predictor position of all windows, k the smallest for which the layers together stay within ``limit_bytes``.
     """
@@ -175,10 +176,11 @@ def retain_states(
     roughly = bfloat16_is_fast(parameter.device)  # they are kept in bfloat16 anyway
     key = _key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
     file = cache and cache / f"states-{key}.safetensors"
-    if file and (known := _known_states(file, layers, parameter.device)) is not None:
-        return known
-    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     every = list(batches(windows, pad, device=parameter.device))
+    rows = torch.cat([torch.tensor([w.row for w in one.windows])[one.window_index().cpu()][::step] for one in every])
+    if file and (known := _known_states(file, layers, parameter.device)) is not None:
+        return known, rows
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in counted(every, len(every), "retain states", progress):
         for layer, states in capture_states(model, batch, layers, roughly=roughly).items():
             found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
@@ -186,7 +188,7 @@ def retain_states(
     if file:
         tensors = {str(layer): states.cpu() for layer, states in joined.items()}
         write_whole(file, lambda temporary: save_file(tensors, temporary))
-    return joined
+    return joined, rows
 
 
 def _width(model: nn.Module) -> int:

@@ -6,8 +6,9 @@ trial starts from the layer's kept output, and only rows on which a gate opens a
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -92,8 +93,18 @@ class Replay:
         if cache and not cache.exists():
             _save(cache, self.kept)
         random.Random(0).shuffle(self.kept)  # so that the first few say something of all lengths
+        self._sum_up()
+
+    def _sum_up(self) -> None:
         self.count = sum(len(kept.nll) for kept in self.kept)
         self.base_nll = float(sum(kept.nll.double().sum() for kept in self.kept))
+
+    def without(self, rows: Collection[int]) -> Replay:
+        """The same for the windows of all other rows."""
+        other = copy.copy(self)
+        other.kept = [part for kept in self.kept if (part := _without(kept, rows)) is not None]
+        other._sum_up()
+        return other
 
     def _keep(self, batch: Batch) -> _Kept:
         with torch.no_grad(), frozen(self.model), recording(self.model, self.layers) as states:
@@ -189,6 +200,17 @@ def _load(file: Path, each: Sequence[Batch], layers: Sequence[int]) -> list[_Kep
         return None
 
 
+def _without(kept: _Kept, rows: Collection[int]) -> _Kept | None:
+    """A batch without the windows of some rows; None where nothing is left of it."""
+    stay = torch.tensor([window.row not in rows for window in kept.batch.windows], device=kept.nll.device)
+    if bool(stay.all()):
+        return kept
+    if not bool(stay.any()):
+        return None
+    states = {layer: part[stay] for layer, part in kept.states.items()}
+    return _Kept(_rows_of(kept.batch, stay), states, kept.nll[stay[kept.rows]])
+
+
 def _rows_of(batch: Batch, rows: Tensor) -> Batch:
     """The sub-batch of the rows that are true in ``rows`` (bool [B])."""
     chosen = tuple(window for window, wanted in zip(batch.windows, rows.tolist(), strict=True) if wanted)
@@ -237,6 +259,7 @@ class RetainCompletions:
     ) -> None:
         self.model, self.pad, self.end = model, pad, end
         self.prompts, self.references = prompts, references
+        self.left_out: frozenset[int] = frozenset()
         self.scores = [sentence_bleu(r, o) for r, o in zip(references, outputs, strict=True)]
         # Greedy decoding leaves the unedited path only where a gate opens on that path, be it the prompt alone.
         paths = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))]
@@ -244,9 +267,16 @@ class RetainCompletions:
             model, paths, layers, pad=pad, cache=cache, stage="retain completions' states", progress=progress
         )
 
+    def without(self, outside: Collection[int]) -> RetainCompletions:
+        """The same without the rows at some places of ``prompts``."""
+        other = copy.copy(self)
+        other.left_out, other.replay = frozenset(outside), self.replay.without(outside)
+        return other
+
     def drop(self, bank: ModuleBank, selection: Selection, layer: int) -> float:
         """R-BLEU(original) - R-BLEU(edited), mean over rows."""
-        return sum(self.drops(bank, selection, layer)) / max(len(self.prompts), 1)
+        drops = self.drops(bank, selection, layer)
+        return sum(drops) / max(len(drops), 1)
 
     def drops(
         self, bank: ModuleBank, selection: Selection, layer: int, progress: ProgressCallback = silent
@@ -270,7 +300,7 @@ class RetainCompletions:
         lost = [0.0] * len(self.prompts)
         for i, output in zip(wanted, outputs, strict=True):
             lost[i] = self.scores[i] - sentence_bleu(self.references[i], output)
-        return lost
+        return [drop for i, drop in enumerate(lost) if i not in self.left_out]
 
 
 def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:

@@ -149,6 +149,11 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
         f"retain NLL {cost['nll']:+.4f} (95 % bound {cost['bounds']['nll']:+.4f}), KL {cost['kl']:.4f}, gates open on "
         f"{100 * cost['open_rate']:.3f} % of retain positions (bound {100 * cost['bounds']['open_rate']:.3f} %)",
     ]
+    if left_out := len(result.retain_rows_left_out):
+        lines.append(
+            f"[yellow]{left_out} retain rows repeat 50 tokens or more of a forget row and were left out:[/] "
+            "they cannot be kept and forgotten too; --report FILE numbers them"
+        )
     if result.outcome == "short":
         lines.append(
             "[yellow]It stays within the budgets but forgets less than aimed at; --report FILE shows what was tried.[/]"

@@ -136,7 +136,10 @@ def fit_module(context: Context) -> dict[str, Any]:
     module.save(context.folder / MODULE_FILE)
     full = {**report.to_json(), "budgets": dict(module.budgets)}
     save_json(context.folder / "report.json", finite(full))
-    return {"outcome": report.outcome, "selected": full["selected"], "seconds": full["seconds"]}
+    return {
+        "outcome": report.outcome, "selected": full["selected"], "seconds": full["seconds"],
+        "retain_rows_left_out": len(report.retain_rows_left_out),
+    }  # fmt: skip
 
 
 def verify_module(context: Context) -> dict[str, Any]:
