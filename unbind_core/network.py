@@ -148,7 +148,8 @@ class Separation:
     @property
     def thresholds(self) -> list[float]:
         """Where to open, the dearest to reach first: in the gap between the two sides, from nearer to the forget side down;
-        without a gap over all retain scores, where nearly all forget positions are reached as far as the retain side allows, and between.
+        without a gap over all retain scores, where nearly all forget positions are reached as far as the retain side allows,
+        and between.
         """
         gap = self.forgotten - self.highest
         if gap > 0:
