@@ -47,7 +47,8 @@ class Voice:
     out: IO[str]
     said: float = field(default=0.0)
     within: float = 0.0
-    step: str = ""
+    part: float = 0.0
+    steps: set[str] = field(default_factory=set)
 
     def say(self, **message: Any) -> None:
         """One line."""
@@ -56,21 +57,23 @@ class Voice:
 
     def begin(self, stage: str) -> None:
         """A stage starts."""
-        self.within, self.step, self.said = 0.0, "", 0.0
+        self.within, self.part, self.steps, self.said = 0.0, 0.0, set(), 0.0
         self.say(stage=stage)
 
     def progress(self, progress: Progress) -> None:
         """The callback for the method."""
-        if progress.stage != self.step:
-            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share.
-            self.within += (1 - self.within) / 2 if self.step else 0.0
-            self.step = progress.stage
+        if progress.stage not in self.steps:
+            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share. Those that come
+            # again, as in a search, take nothing more.
+            self.within += (1 - self.within) / 2 if self.steps else 0.0
+            self.steps.add(progress.stage)
+        ahead = self.within + (1 - self.within) / 2 * progress.done / max(progress.total, 1)
+        self.part = max(self.part, ahead)
         now = time.monotonic()
         if now - self.said >= SAY_SECONDS:
             self.said = now
-            part = self.within + (1 - self.within) / 2 * progress.done / max(progress.total, 1)
             text = f"{progress.stage} {progress.done}/{progress.total} {progress.message}".strip()
-            self.say(progress=part, message=text)
+            self.say(progress=self.part, message=text)
 
 
 def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
