@@ -63,8 +63,8 @@ class Voice:
     def progress(self, progress: Progress) -> None:
         """The callback for the method."""
         if progress.stage not in self.steps:
-            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share. Those that come
-            # again, as in a search, take nothing more.
+            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share. Those
+            # that come again, as in a search, take nothing more.
             self.within += (1 - self.within) / 2 if self.steps else 0.0
             self.steps.add(progress.stage)
         ahead = self.within + (1 - self.within) / 2 * progress.done / max(progress.total, 1)
