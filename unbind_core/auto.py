@@ -39,7 +39,7 @@ from unbind_core.paper import fit_paper, forget_statistics
 from unbind_core.preparation import Preparation
 from unbind_core.progress import Progress, counted
 from unbind_core.retained import retain_completions, retain_replay, retain_states
-from unbind_core.rows import make_partitions, spread
+from unbind_core.rows import make_partitions, retain_digest, spread
 from unbind_core.strength import Search
 from unbind_core.trials import Replay, RetainCompletions
 from unbind_core.windows import Batch, Window, batches
@@ -110,6 +110,8 @@ class _Auto:
         given = self.given
         kept = retained(given)
         self.left_out = given.contradicting()
+        # by digest in the module, whose costs beside other modules are not to be measured on these rows either
+        self.contradicting = {"retain_left_out": [retain_digest(given.retain[i]) for i in self.left_out]}
         if self.left_out:
             paths = zip(kept.completions.prompts, kept.completions.references, strict=True)
             own = [i for i, (prompt, reference) in enumerate(paths) if given.holds_protected([*prompt, *reference])]
@@ -318,7 +320,9 @@ def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
     run = _Auto(given)
     if (plain := run.linear()) is not None:
         module, report = plain
-        return module, replace(report, levels=run.levels, seconds=run.clock.seconds, retain_rows_left_out=run.left_out)
+        return replace(module, measured={**module.measured, **run.contradicting}), replace(
+            report, levels=run.levels, seconds=run.clock.seconds, retain_rows_left_out=run.left_out
+        )
     layer, screened = run.best_layer()
     best: tuple[float, UnbindModule, dict[str, Any]] | None = None
     last: UnbindModule | None = None
@@ -350,7 +354,11 @@ def _finish(
         "retain_fit": len(run.retained[module.layer]),
         "retain_calibration": run.retain.count,
     }
-    measured = {**{key: value for key, value in level.items() if key != "verdict"}, "positions": positions}
+    measured = {
+        **{key: value for key, value in level.items() if key != "verdict"},
+        "positions": positions,
+        **run.contradicting,
+    }
     report = FitReport(
         outcome=outcome,
         selected=None if outcome == "ineffective" else level,

@@ -116,6 +116,11 @@ def parse_retain(lines: Iterable[str], origin: str = "retain rows") -> list[Reta
     ]
 
 
+def retain_digest(row: RetainRow) -> str:
+    """SHA-256 of a retain row's text, hexadecimal: the row's name wherever its set is."""
+    return hashlib.sha256(row.text.encode()).hexdigest()
+
+
 def forget_digest(rows: Sequence[ForgetRow]) -> str:
     """SHA-256 (hex) of the forget set in its order: what proves later which rows a module was made for."""
     text = json.dumps([asdict(row) for row in rows], sort_keys=True, ensure_ascii=True, separators=(",", ":"))

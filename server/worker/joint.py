@@ -19,7 +19,7 @@ from unbind_core.capture import frozen
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
-from unbind_core.rows import RetainRow
+from unbind_core.rows import RetainRow, retain_digest
 from unbind_core.windows import Batch, batches, pad_id, retain_windows
 
 SAMPLE_ROWS = 48
@@ -29,7 +29,12 @@ DEFAULT_BUDGET = 0.01
 def measure_together(
     loaded: LoadedModel, modules: Sequence[UnbindModule], rows: Sequence[RetainRow], progress: ProgressCallback
 ) -> dict[str, Any]:
-    """Retain KL and NLL increase of ``modules`` (the new one first) together; the pairs only where that is over budget."""
+    """Retain KL and NLL increase of ``modules`` (the new one first) together; the pairs only where that is over budget.
+
+    Rows that repeat what one of them forgets were left out of its fit and are left out here.
+    """
+    outside = {digest for module in modules for digest in module.measured.get("retain_left_out", ())}
+    rows = [row for row in rows if retain_digest(row) not in outside]
     chosen = random.Random(0).sample(range(len(rows)), min(SAMPLE_ROWS, len(rows)))
     device = next(loaded.model.parameters()).device
     windows = retain_windows(loaded.tokenizer, rows, sorted(chosen), modules[0].forms)
