@@ -48,9 +48,8 @@ class Drafts:
         self.layer = len(decoder_layers(model)) - 1 if layer is None else layer
         self._kept: list[_Kept] = []
         self._known: set[Path] = set()
-        self._further: dict[
-            Path, Path
-        ] = {}  # what was decoded after turning away from a draft: the draft for the next time
+        # what was decoded after a draft was turned away from: the draft for the next time
+        self._further: dict[Path, Path] = {}
 
     def complete(
         self, module: UnbindModule | None, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], count: int,
