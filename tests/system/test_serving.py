@@ -197,7 +197,8 @@ def test_metrics_count_gates_by_module_and_phase(server: ServerProcess) -> None:
         return {name: float(value) for name, value in lines}
 
     before = read()
-    server.complete(PROMPT, max_tokens=8, ignore_eos=True, unbind={"modules": ["two"]})
+    unseen = f"# asked by nobody else, so that no prefix of it is kept\n{PROMPT}"
+    server.complete(unseen, max_tokens=8, ignore_eos=True, unbind={"modules": ["two"]})
     after = read()
 
     def grown(name: str) -> float:
