@@ -27,13 +27,13 @@ from unbind_core.files import write_whole
 from unbind_core.fitting import fit
 from unbind_core.generation import Sampling, complete
 from unbind_core.hooks import attach
-from unbind_core.metrics import sentence_bleu
+from unbind_core.metrics import sentence_bleu, spans
 from unbind_core.module import UnbindModule
 from unbind_core.options import FitOptions
 from unbind_core.progress import ProgressCallback, counted
 from unbind_core.retained import retain_prompts
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
-from unbind_core.windows import Window, available_forms, encode_prompt, forget_prompt, pad_id, retain_windows
+from unbind_core.windows import Window, available_forms, encode, forget_prompt, pad_id, retain_windows
 
 SIZES = (5, 12, 24, 40, 120, 300)
 GATES = ("paper", "auto")
@@ -301,8 +301,7 @@ def neighbours_rise(
 
 
 def _spans(world: World, text: str) -> set[tuple[int, ...]]:
-    ids = encode_prompt(world.loaded.tokenizer, text)
-    return {tuple(ids[i : i + EXTRACTED_SPAN]) for i in range(len(ids) - EXTRACTED_SPAN + 1)}
+    return spans(encode(world.loaded.tokenizer, text), EXTRACTED_SPAN)
 
 
 def paraphrased(

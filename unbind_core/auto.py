@@ -163,6 +163,8 @@ class _Auto:
         parts = replace(
             self.given.parts, forget_fit=held.forget_fit, forget_calibration=held.forget_calibration,
             forget_validation=held.forget_validation,
+            retain_fit=tuple(i for i in self.given.parts.retain_fit if i not in self.left_out),
+            retain_calibration=tuple(i for i in self.given.parts.retain_calibration if i not in self.left_out),
         )  # fmt: skip
         module, report = fit_paper(replace(self.given, options=options, parts=parts))
         if report.outcome != "calibrated":

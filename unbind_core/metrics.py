@@ -39,6 +39,11 @@ def longest_span(target: Sequence[int], output: Sequence[int], prompt: Sequence[
     return int(np.where(produced > given, produced, 0).max(initial=0))
 
 
+def spans(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
+    """All contiguous runs of so many tokens."""
+    return {tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)}
+
+
 def _longest_ending(target: NDArray[np.int64], text: Sequence[int]) -> NDArray[np.int64]:
     """For every position of ``target``: the length of the longest run ending there that occurs in ``text``."""
     best = np.zeros(len(target), dtype=np.int64)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import ModelIdentity
 from unbind_core.evaluation import RowScore
+from unbind_core.metrics import spans
 from unbind_core.module import UnbindModule
 from unbind_core.options import Clock, FitOptions
 from unbind_core.progress import ProgressCallback
@@ -81,12 +82,12 @@ class Preparation:
     def _protected(self) -> set[tuple[int, ...]]:
         found: set[tuple[int, ...]] = set()
         for row in self.forget:
-            found |= _spans(encode(self.tokenizer, row.prompt + row.continuation), self.options.target.span)
+            found |= spans(encode(self.tokenizer, row.prompt + row.continuation), self.options.target.span)
         return found
 
     def holds_protected(self, ids: Sequence[int]) -> bool:
         """Whether token ids hold a span of a forget row so long that it counts as extracted."""
-        return not self._protected.isdisjoint(_spans(ids, self.options.target.span))
+        return not self._protected.isdisjoint(spans(ids, self.options.target.span))
 
     def contradicting(self) -> list[int]:
         """The retain rows that hold such a span: what is to be kept there is what is to be forgotten."""
@@ -122,10 +123,6 @@ class Preparation:
             budgets=asdict(self.options.limits), forget_digest=forget_digest(self.forget), settings=self.options.to_json(),
             created_at=datetime.now(UTC).isoformat(timespec="seconds"), versions=_versions(), **of_gate,
         )  # fmt: skip
-
-
-def _spans(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
-    return {tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)}
 
 
 def _versions() -> dict[str, str]:

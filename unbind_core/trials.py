@@ -102,6 +102,8 @@ class Replay:
     def without(self, rows: Collection[int]) -> Replay:
         """The same for the windows of all other rows."""
         other = copy.copy(self)
+        for cached in ("_screen", "_screen_logits"):  # of all rows
+            other.__dict__.pop(cached, None)
         other.kept = [part for kept in self.kept if (part := _without(kept, rows)) is not None]
         other._sum_up()
         return other

@@ -54,6 +54,7 @@ def test_a_replay_without_rows_is_that_of_the_others(tiny: LoadedModel) -> None:
 
     every, others = list(range(len(ROWS))), [i for i in range(len(ROWS)) if i not in outside]
     whole, expected = replay(every), replay(others)
+    whole.screen_kl(edit_of(module, torch.device("cpu"))[1], LAYER)  # whatever was kept of all rows by then
     part = whole.without(outside)
     assert (part.count, whole.count) == (expected.count, replay(every).count)
     assert part.base_nll == pytest.approx(expected.base_nll, rel=1e-6)
@@ -61,6 +62,7 @@ def test_a_replay_without_rows_is_that_of_the_others(tiny: LoadedModel) -> None:
     assert set(found.rows) == set(others)
     assert (found.opened, found.evaluated) == (wanted.opened, wanted.evaluated)
     assert found.nll == pytest.approx(wanted.nll, rel=1e-5)
+    assert {window.row for window in part._screen.batch.windows} <= set(others)
     assert whole.without(every).kept == [] and whole.without([]).count == whole.count
 
 

@@ -67,3 +67,10 @@ def test_sampling_is_the_same_for_a_seed_and_ends_where_it_should(tiny: LoadedMo
 @pytest.mark.parametrize("new", [1, 3, 4, 5, 8, 9, 17])
 def test_no_more_tokens_than_asked_for_and_no_fewer(tiny: LoadedModel, new: int) -> None:
     assert {len(row) for row in complete(tiny.model, prompts(3), Sampling(new), pad=PAD, end=None)} == {new}
+
+
+def test_a_checkpoints_own_penalty_hides_nothing(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = complete(tiny.model, prompts(4), Sampling(NEW), pad=PAD, end=None)
+    assert any(len(set(row)) < len(row) for row in plain)  # with a penalty it would not repeat itself
+    monkeypatch.setattr(tiny.model.generation_config, "repetition_penalty", 5.0)
+    assert complete(tiny.model, prompts(4), Sampling(NEW), pad=PAD, end=None) == plain
