@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from server.bench_filter import random_module
+from server.bench_filter import NETWORKS, random_module
 from server.bench_server import served
 from server.bench_systems import EngineSystem, HttpSystem, LibraryBatching, StaticBatch, System, vllm_system
 from server.engine.pinned import PinnedSet
@@ -144,12 +144,12 @@ class Bench:
             "cold_seconds": statistics.median(cold),
         }
 
-    def modules(self, load: Workload, counts: Sequence[int] = MODULES) -> dict[str, float]:
+    def modules(self, load: Workload, counts: Sequence[int] = MODULES, kind: str = "fisher") -> dict[str, float]:
         """Slowdown by number of modules on in the batch, spread over the layers, no two requests with the same set."""
         engine = EngineSystem(self._loaded, load.requests, load.prompt + load.new)
         identity = self._loaded.identity
         table = engine.engine.modules
-        every = [random_module(identity, number, number % identity.num_layers) for number in range(max(counts))]
+        every = [random_module(identity, number, number % identity.num_layers, kind) for number in range(max(counts))]
         engine.engine.sync_modules([(module, module.digest) for module in every]).result()
         try:
             names = [module.name for module in every]
@@ -163,7 +163,7 @@ class Bench:
                 if repeat:
                     for count, found in slowdowns.items():
                         found.append(seconds[count] / seconds[0] - 1)
-                self._progress(Progress("modules", repeat + 1, self._repeats + 1))
+                self._progress(Progress(f"modules ({kind})", repeat + 1, self._repeats + 1))
         finally:
             engine.close()
         return {str(count): statistics.median(found) for count, found in slowdowns.items()}
@@ -232,6 +232,8 @@ def run(
         figures |= {"keystroke_warm_over_cold": typed["ratio"], "keystrokes": typed}
     if "modules" in parts:
         figures["module_slowdown"] = bench.modules(loads[0], sorted({0, *module_counts}))
+        networks = [count for count in module_counts if count <= max(NETWORKS)]
+        figures["module_slowdown_networks"] = bench.modules(loads[0], sorted({0, *networks}), "network")
     if "http" in parts:
         through = bench.http(loads[0], settings)
         figures |= {"http_over_engine": through["ratio"], "http": through}

@@ -14,48 +14,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from unbind_core.counts import PHASES, Counters, Tally
+from unbind_core.device import threads_for
 from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.gates import FisherGates, NetworkGates
 from unbind_core.memory import Columns, Places
 from unbind_core.module import DETECTORS, UnbindModule
 
-PHASES = ("prefill", "decode")
 Record = list[tuple[tuple[str, ...], Tensor]]
 _CACHED_SELECTIONS = 64
-
-
-class _Counters:
-    """Positions evaluated and gates open, int64 [2 phases, slots] each; a module's slot is never given to another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._lock = threading.Lock()
-        self._evaluated = torch.zeros((2, 64), dtype=torch.int64, device=device)
-        self._open = torch.zeros_like(self._evaluated)
-        self.used = 0
-
-    def new_slot(self) -> int:
-        """The next free slot; the tables grow by doubling."""
-        with self._lock:
-            if self.used == self._open.shape[1]:
-                with torch.inference_mode(False):  # else these could not be counted in outside inference mode
-                    self._evaluated = functional.pad(self._evaluated, (0, self.used))
-                    self._open = functional.pad(self._open, (0, self.used))
-            self.used += 1
-            return self.used - 1
-
-    def add(self, phase: int, slots: Tensor, evaluated: Tensor, opened: Tensor) -> None:
-        """Add int64 [m] counts at the given slots, without waiting for the device."""
-        with self._lock:  # growth between reading and writing a table would lose the count
-            self._evaluated[phase].index_add_(0, slots, evaluated)
-            self._open[phase].index_add_(0, slots, opened)
-
-    def read(self) -> list[list[tuple[int, int]]]:
-        """Per phase and slot (evaluated, open); waits for the device."""
-        with self._lock:
-            tables = torch.stack((self._evaluated, self._open), dim=2).tolist()
-        return [[(int(e), int(o)) for e, o in phase] for phase in tables]
 
 
 class _Part:
@@ -63,20 +31,23 @@ class _Part:
 
     def __init__(
         self, names: Sequence[str], gates: FisherGates | NetworkGates, v: Tensor, kappa: Tensor, slots: Tensor,
-        strength: Tensor, on: Tensor, counters: _Counters,
+        strength: Tensor, on: Tensor,
     ) -> None:  # fmt: skip
         """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``strength`` FP32 [R,m] multiplies kappa, ``on`` bool [R,m] says which
         modules each row asks for.
         """
         self._names = tuple(names)
-        self._gates, self._slots, self._counters = gates, slots, counters
+        self._gates = gates
         self._proportional = isinstance(gates, FisherGates)
-        self._on = on
-        self._on_count = on.sum(0)
-        self._scale = kappa * strength * on
+        self.width = gates.width  # products of a state with a vector of its size
+        self._zero = v.new_zeros(())
+        self._on = on.unsqueeze(1)  # [R,1,m], to go with states [B,T,d]
+        self.tally = Tally(slots, self._on)
+        scale = kappa * strength * on
+        self._scale = scale.unsqueeze(1)
         self._every_row_alike = bool((on == on[0]).all()) and bool((strength == strength[0]).all())
         # where no row differs, kappa is multiplied into the directions once and for all
-        self._v = self._scale[0].unsqueeze(1) * v if self._every_row_alike else v
+        self._v = scale[0].unsqueeze(1) * v if self._every_row_alike else v
 
     def __call__(
         self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, real: Tensor | None,
@@ -86,9 +57,9 @@ class _Part:
         a, gate = self._gates(layer, states, real, places)
         if not self._every_row_alike:
             gate = gate & self._of_rows(self._on, states, rows)
-        amount = torch.where(gate, a, 0.0) if self._proportional else gate.to(a.dtype)
+        amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if not self._every_row_alike:
-            amount = amount * self._of_rows(self._scale, states, rows)
+            amount = amount.mul_(self._of_rows(self._scale, states, rows))
         self._count(gate, states, rows, phase, real if counted is None else counted)
         if record is not None:
             record.append((self._names, torch.where(gate, a, 0.0)))
@@ -99,26 +70,18 @@ class _Part:
 
     @staticmethod
     def _of_rows(table: Tensor, states: Tensor, rows: Tensor | None) -> Tensor:
-        """Entries of a [R,m] table for every state: [B,1,m] for states [B,T,d], [N,m] for states [N,d]."""
+        """Entries of a [R,1,m] table for every state: [B,1,m] for states [B,T,d], [N,m] for states [N,d]."""
         chosen = table if rows is None else table.index_select(0, rows)
-        return chosen.unsqueeze(1) if states.dim() == 3 else chosen
+        return chosen if states.dim() == 3 else chosen.squeeze(1)
 
     def _count(self, gate: Tensor, states: Tensor, rows: Tensor | None, phase: int, counted: Tensor | None) -> None:
-        length = states.shape[1] if states.dim() == 3 else 1
-        if counted is None:
-            if self._every_row_alike:
-                evaluated = self._on[0].long() * (states.shape[0] * length)
-            elif rows is None:
-                evaluated = self._on_count * length
-            else:
-                evaluated = self._on.index_select(0, rows).sum(0) * length
-            opened = gate.sum(dim=tuple(range(gate.dim() - 1)))
-        else:
-            opened = (gate & counted.unsqueeze(-1)).sum(dim=tuple(range(gate.dim() - 1)))
-            on = self._on[:1] if self._every_row_alike else self._on
-            on = self._of_rows(on, states, None if self._every_row_alike else rows)
-            evaluated = (on & counted.unsqueeze(-1)).sum(dim=tuple(range(gate.dim() - 1)))
-        self._counters.add(phase, self._slots, evaluated, opened)
+        if rows is None and counted is None:
+            self.tally.every_row(phase, gate)
+            return
+        asked = self._of_rows(self._on, states, rows).expand(gate.shape)
+        if counted is not None:
+            asked, gate = asked & counted.unsqueeze(-1), gate & counted.unsqueeze(-1)
+        self.tally.some(phase, gate, asked)
 
 
 class Selection:
@@ -127,6 +90,7 @@ class Selection:
     def __init__(self, parts: Mapping[int, Sequence[_Part]], rows: int, remembers: bool) -> None:
         """Made by :meth:`ModuleBank.select`."""
         self._parts = dict(parts)
+        self._width = {layer: sum(part.width for part in own) for layer, own in self._parts.items()}
         self.layers = frozenset(parts)
         self.rows = rows
         self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
@@ -156,9 +120,13 @@ class Selection:
             raise UnbindError(
                 f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
             )
-        edited = states
-        for part in self._parts[layer]:
-            edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted, record)
+        edited, every = states, torch.get_num_threads()
+        torch.set_num_threads(threads_for(states.device, states.numel() * self._width[layer]))
+        try:
+            for part in self._parts[layer]:
+                edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted, record)
+        finally:
+            torch.set_num_threads(every)
         return edited
 
 
@@ -175,7 +143,7 @@ class ModuleBank:
         self._tensors: dict[str, dict[str, Tensor]] = {}
         self._slot_names: list[str] = []
         self._columns: dict[int, Columns] = {}
-        self._counters = _Counters(self._device)
+        self._counters = Counters(self._device)
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
 
     def add(self, module: UnbindModule) -> None:
@@ -279,13 +247,17 @@ class ModuleBank:
         for layer in sorted({self._modules[name].layer for name in used}):
             for kind in DETECTORS:
                 modules = [m for m in map(self._modules.__getitem__, used) if m.layer == layer and m.detector == kind]
+                modules.sort(key=lambda module: module.window)  # as gates with memory want them
                 if modules:
                     parts.setdefault(layer, []).append(self._part(layer, modules, rows))
-        remembers = any(self._modules[name].heads is not None for name in used)
-        return Selection(parts, len(rows), remembers) if parts else None
+        if not parts:
+            return None
+        selection = Selection(parts, len(rows), any(self._modules[name].heads is not None for name in used))
+        self._counters.watch(selection, [part.tally for own in parts.values() for part in own])
+        return selection
 
     def _part(self, layer: int, modules: Sequence[UnbindModule], rows: Sequence[Mapping[str, float]]) -> _Part:
-        """The part of a selection that modules of one kind at one layer make, in name order."""
+        """The part of a selection that modules of one kind at one layer make."""
         names = [module.name for module in modules]
         tensors = [self._tensors[name] for name in names]
         gates: FisherGates | NetworkGates
@@ -302,5 +274,4 @@ class ModuleBank:
             torch.tensor([self._slots[name] for name in names], device=self._device),
             torch.tensor([[float(row.get(name, 0.0)) for name in names] for row in rows], device=self._device),
             torch.tensor([[name in row for name in names] for row in rows], device=self._device),
-            self._counters,
         )

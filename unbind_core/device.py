@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 UNKNOWN_FREE = 4 * 1024**3  # bytes
+SHARED = 1 << 25  # multiplications, about a millisecond of one thread's
 
 
 def free_bytes(device: torch.device) -> int:
@@ -27,6 +28,12 @@ def bfloat16_is_fast(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     found = torch.cpu.get_capabilities() if device.type == "cpu" else {}
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def threads_for(device: torch.device, multiplications: int) -> int:
+    """How many threads serve so much work: one where it is little on a CPU, as waking the others can cost ten times the work."""
+    every = torch.get_num_threads()
+    return 1 if device.type == "cpu" and multiplications <= SHARED else every
 
 
 def _read(path: str) -> str:

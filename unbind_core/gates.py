@@ -14,7 +14,7 @@ from torch.nn import functional
 from unbind_core.memory import Places
 from unbind_core.module import UnbindModule
 
-GRAIN = 1024.0  # scores are rounded to 1/1024 of a threshold: then FP16 and sums of them are exact
+GRAIN = 1024.0  # scores are rounded to 1/1024 of a threshold: whole numbers of which sums are exact
 CLIP = 2.0  # and count for at most two thresholds, so that no single position opens a gate for long
 
 
@@ -31,24 +31,17 @@ def network_scores(states: Tensor, w: Tensor, b: Tensor, heads: Tensor, heads_b:
     return functional.linear(functional.linear(states.float(), w, b).relu_(), heads, heads_b)
 
 
-def normalised(scores: Tensor, s_ref: float, tau: float) -> Tensor:
-    """z = (f - s_ref) / tau, clipped to +-2 and rounded to 1/1024: 1 is the threshold, and sums of z are exact."""
-    return scores.sub(s_ref).mul_(GRAIN / tau).clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().div_(GRAIN)
+def windowed(scores: Tensor, window: int, seen: Tensor) -> Tensor:
+    """e_t: the mean of the scores over the last ``window`` positions of a whole sequence, fewer at its beginning.
 
-
-def windowed(z: Tensor, window: int, seen: Tensor, before: Tensor | None = None) -> Tensor:
-    """e_t: the mean of z over the last ``window`` positions of the sequence, fewer at its beginning.
-
-    z [B,T,K], padding last in each row; ``seen`` int64 [T] or [B,T], how many positions a sequence has up to and with each
-    of these; ``before`` [B,window-1,K], the scores in front, 0 before the beginning (None: nothing is in front).
+    scores [B,T,K], padding last in each row; ``seen`` int64 [T] or [B,T], how many positions a sequence has up to and with each.
     """
     if window == 1:
-        return z
-    if before is None:
-        before = z.new_zeros(z.shape[0], window - 1, z.shape[2])
-    sums = torch.cat((before, z), dim=1).cumsum(1, dtype=torch.float64)  # FP32 is exact for 8,192 positions only
-    sums = functional.pad(sums, (0, 0, 1, 0))
-    return ((sums[:, window:] - sums[:, :-window]) / seen.clamp(max=window).unsqueeze(-1)).to(z.dtype)
+        return scores
+    sums = functional.pad(scores, (0, 0, window, 0)).cumsum(
+        1, dtype=torch.float64
+    )  # FP32 is exact for 8,192 positions only
+    return ((sums[:, window:] - sums[:, :-window]) / seen.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
 
 
 def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
@@ -71,6 +64,7 @@ class FisherGates:
         self._w = torch.stack([own["w"] for own in tensors])
         self._s_ref = torch.tensor([module.s_ref for module in modules], device=device)
         self._tau = torch.tensor([module.tau for module in modules], device=device)
+        self.width = len(modules)
 
     def __call__(self, layer: int, states: Tensor, real: Tensor | None, places: Places | None) -> tuple[Tensor, Tensor]:
         """(a, a >= tau), each [...,M]."""
@@ -79,77 +73,119 @@ class FisherGates:
 
 
 class NetworkGates:
-    """Gates whose detector is a small network with one head or more, a window and two thresholds.
+    """Gates whose detector is a small network with one head or more, a window and two thresholds; M modules in one product.
 
-    z_k = (f_k(h) - s_ref) / tau; e = max over heads of the mean of z over the window; opens at e >= 1, closes below
-    tau_close / tau. An open gate acts with the strength kappa whatever e is.
+    z_k = (f_k(h) - s_ref) / tau, clipped to +-2 and rounded to 1/1024; e = max over heads of the mean of z over the window; opens
+    at e >= 1, closes below tau_close / tau. An open gate acts with the strength kappa whatever e is.
     """
 
     def __init__(
         self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], columns: Sequence[int], width: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """``tensors`` are the modules' own, on ``device``; ``columns``: where each module's columns (its heads', then one for
-        its state) begin among the layer's ``width``.
+        """``modules`` in the order of their windows; ``tensors`` are their own, on ``device``; ``columns``: where each one's
+        columns (its heads', then one for its state) begin among the layer's ``width``.
         """
-        self._modules = [(m.s_ref, m.tau, m.window) for m in modules]
-        self._nets = [tuple(own[name] for name in ("w", "b", "heads", "heads_b")) for own in tensors]
-        self._counts = [len(own["heads"]) for own in tensors]
-        self._close = torch.tensor(
-            [m.tau_close / m.tau if m.tau_close is not None else 1.0 for m in modules], device=device
+        counts = [len(own["heads"]) for own in tensors]
+        self._hidden, self._most = max(len(own["b"]) for own in tensors), max(counts)
+        # Hidden units and heads that a module has less than another are zeros, and no head is read that is not there.
+        self._w = torch.cat([_padded(own["w"], self._hidden) for own in tensors])
+        self._b = torch.cat([_padded(own["b"], self._hidden) for own in tensors])
+        heads, offsets = [], []
+        for module, own in zip(modules, tensors, strict=True):  # s_ref and tau are part of the last product
+            per_score = GRAIN / module.tau
+            heads.append(_padded(_padded(own["heads"].T * per_score, self._hidden).T, self._most).T)
+            offsets.append(_padded((own["heads_b"] - module.s_ref) * per_score, self._most))
+        self._heads, self._heads_b = torch.stack(heads), torch.stack(offsets).unsqueeze(1)
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        self._real: Tensor | None = None  # which of the M x most heads there are
+        self._spread: Tensor | None = (
+            None  # where each is among those that there are; for one that is not, its module's first
         )
-        self._width = width
-        self._longest = max(m.window for m in modules) - 1
-        heads = [c for start, count in zip(columns, self._counts, strict=True) for c in range(start, start + count)]
-        states = [start + count for start, count in zip(columns, self._counts, strict=True)]
-        self._heads, self._states = (torch.tensor(part, device=device) for part in (heads, states))
-        self._columns = torch.cat((self._heads, self._states))
+        if min(counts) < self._most:
+            every = [
+                (start, k, k < count) for start, count in zip(starts, counts, strict=True) for k in range(self._most)
+            ]
+            self._real = torch.tensor([i for i, (_, _, there) in enumerate(every) if there], device=device)
+            self._spread = torch.tensor([start + k * there for start, k, there in every], device=device)
+        closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
+        self._close = torch.tensor(closes, device=device)
+
+        windows = [module.window for module in modules]
+        self._windows = tuple(sorted(set(windows)))
+        self._window = torch.tensor(windows, device=device, dtype=torch.float32)
+        own_columns = [range(column, column + count) for column, count in zip(columns, counts, strict=True)]
+        by_window = [
+            [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
+            for wanted in self._windows
+        ]
+        self._by_window = [_slice_or_index(part, device) for part in by_window]
+        in_order, states = [c for part in by_window for c in part], [own.stop for own in own_columns]
+        self._columns, self._states, self._both = (
+            _slice_or_index(part, device) for part in (in_order, states, in_order + states)
+        )
+        self.width, self._table_width = len(self._b), width
 
     def __call__(self, layer: int, states: Tensor, real: Tensor | None, places: Places | None) -> tuple[Tensor, Tensor]:
         """(e, open), each [B,T,M]. Without ``places`` the rows are whole sequences from their beginning."""
         if states.dim() == 2:
             raise ValueError("gates with memory take states [B,T,d] of sequences, not single states [N,d]")
         states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
-        scores = [
-            normalised(network_scores(states, *net), s_ref, tau)
-            for net, (s_ref, tau, _) in zip(self._nets, self._modules, strict=True)
-        ]
-        z = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+        batch, length = states.shape[:2]
+        places = places or Places.afresh(batch, length, real, states.device)
+        z = self._grains(states)
         if real is not None:
-            z = z.masked_fill(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
-        before = was_open = None
-        if places is not None:
-            seen = places.positions + 1
-            if self._longest:
-                before = places.before(layer, self._heads, self._longest, self._width).float()
-            was_open = places.before(layer, self._states, 1, self._width)[:, 0] > 0
-        elif real is not None:
-            seen = real.cumsum(1).clamp_(min=1)
+            z = z.masked_fill_(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
+        if length == 1:  # all that one position needs is there already: read at once, written at once
+            found = places.read(layer, places.behind((1, *self._windows)), self._table_width)
+            before, lagged = found[:, :1], found[:, 1:]
+            sums = z.add_(before[..., self._columns])
         else:
-            seen = torch.arange(1, states.shape[1] + 1, device=states.device)
-        e = self._means(z, seen, before) if real is None else self._means_of_real(z, seen, before, real)
+            before = places.read(layer, places.before, self._table_width)
+            sums = z.cumsum(1, dtype=torch.int32).add_(before[..., self._columns])
+            places.write(layer, self._columns, sums)
+            lagged = places.read(layer, places.behind(self._windows), self._table_width)
+        e = self._means(sums, lagged, places.seen)
+        was_open = before[..., self._states] > 0
+        if length == 1:
+            opens = e >= torch.where(was_open, self._close, 1.0)
+            held = opens if real is None else torch.where(real.unsqueeze(-1), opens, was_open)
+            places.write(layer, self._both, torch.cat((sums, held.int()), -1))
+            return e, held
         opens, closes = e >= 1, e < self._close
         if real is not None:
             opens, closes = opens & real.unsqueeze(-1), closes & real.unsqueeze(-1)
-        if was_open is None:
-            was_open = e.new_zeros(e.shape[0], e.shape[2], dtype=torch.bool)
-        held = held_open(opens, closes, was_open)
-        if places is not None:
-            places.write(layer, self._columns, torch.cat((z, held), -1).half())
+        held = held_open(opens, closes, was_open[:, 0])
+        places.write(layer, self._states, held.int())
         return e, held
 
-    def _means_of_real(self, z: Tensor, seen: Tensor, before: Tensor | None, real: Tensor) -> Tensor:
-        """The means with padding moved behind the real positions, and back: a window reaches over it, wherever it stands."""
-        order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        e = self._means(z.take_along_dim(order.unsqueeze(-1), 1), seen.gather(1, order), before)
-        return torch.empty_like(e).scatter_(1, order.unsqueeze(-1).expand_as(e), e)
+    def _grains(self, states: Tensor) -> Tensor:
+        """z of all heads in grains of 1/1024, int32 [B,T,heads]: one product into all hidden units, then one for each module."""
+        batch, length, d = states.shape
+        hidden = functional.linear(states.reshape(-1, d).float(), self._w, self._b).relu_()
+        hidden = hidden.view(batch * length, -1, self._hidden).transpose(0, 1)
+        scores = torch.baddbmm(self._heads_b, hidden, self._heads).clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().int()
+        scores = scores.transpose(0, 1).reshape(batch, length, -1)
+        return scores if self._real is None else scores.index_select(-1, self._real)
 
-    def _means(self, z: Tensor, seen: Tensor, before: Tensor | None) -> Tensor:
-        """e [B,T,M] from the scores of all heads [B,T,H] and those in front [B,longest,H]."""
-        means, at = [], 0
-        for count, (_, _, window) in zip(self._counts, self._modules, strict=True):
-            heads = slice(at, at + count)
-            front = None if before is None else before[:, self._longest - window + 1 :, heads]
-            means.append(windowed(z[..., heads], window, seen, front).amax(-1))
-            at += count
-        return torch.stack(means, -1)
+    def _means(self, sums: Tensor, lagged: Tensor, seen: Tensor) -> Tensor:
+        """e [B,T,M] from the sums of grains up to each state, and those up to where each window begins, [B,windows x T,width]."""
+        length = sums.shape[1]
+        fronts = [lagged[:, i * length : (i + 1) * length, columns] for i, columns in enumerate(self._by_window)]
+        sums = sums - (fronts[0] if len(fronts) == 1 else torch.cat(fronts, -1))
+        if self._spread is not None:
+            sums = sums.index_select(-1, self._spread)
+        most = sums.view(*sums.shape[:2], -1, self._most).amax(-1)
+        return most / (torch.minimum(seen, self._window) * GRAIN)
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    """Zeros below, up to so many rows."""
+    return functional.pad(part, (0, 0) * (part.dim() - 1) + (0, rows - part.shape[0]))
+
+
+def _slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Columns that follow each other are a slice, which is quicker."""
+    if list(columns) == list(range(columns[0], columns[0] + len(columns))):
+        return slice(columns[0], columns[0] + len(columns))
+    return torch.tensor(columns, device=device)

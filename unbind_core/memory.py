@@ -1,4 +1,4 @@
-"""What gates with memory keep of each sequence: head scores and the gate's state, by position.
+"""What gates with memory keep of each sequence: running sums of head scores and the gate's state, by position.
 
 The engine's slots own one :class:`GateMemory` beside their keys and values, ``attach`` makes one for each generation. What
 stands at a position depends on the tokens up to it alone, so a prefix that is used again brings its gates along.
@@ -6,16 +6,17 @@ stands at a position depends on the tokens up to it alone, so a prefix that is u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
 class GateMemory:
-    """Per layer FP16 [slots, length + 1, columns]; the last position is the bin for padding.
+    """Per layer int32 [slots, length + 2, columns]: zeros in front of position 0, the positions, the bin for padding.
 
-    Scores are multiples of 2^-10 of at most 2 in size and states are 0 or 1, all of which FP16 holds exactly.
+    Scores come in whole grains of at most 2,048, so sums of them are exact; where a sum overflows, differences of sums still are.
     """
 
     def __init__(self, slots: int, length: int, device: torch.device | str = "cpu") -> None:
@@ -28,7 +29,7 @@ class GateMemory:
         present = self._tables.get(layer)
         if present is None or present.shape[2] < columns:
             with torch.inference_mode(False):  # written inside and outside inference mode
-                wider = torch.zeros((self.slots, self.length + 1, columns), dtype=torch.float16, device=self.device)
+                wider = torch.zeros((self.slots, self.length + 2, columns), dtype=torch.int32, device=self.device)
                 if present is not None:
                     wider[:, :, : present.shape[2]] = present
             self._tables[layer] = present = wider
@@ -42,9 +43,9 @@ class GateMemory:
         for layer, table in self._tables.items():
             with torch.inference_mode(False):
                 longer = torch.zeros(
-                    (self.slots, self.length + 1, table.shape[2]), dtype=table.dtype, device=self.device
+                    (self.slots, self.length + 2, table.shape[2]), dtype=table.dtype, device=self.device
                 )
-                longer[:, :before] = table[:, :before]
+                longer[:, : before + 1] = table[:, : before + 1]
             self._tables[layer] = longer
 
     def reorder(self, rows: Tensor) -> None:
@@ -77,20 +78,58 @@ class Places:
     positions: Tensor
     starts: Tensor
 
-    def before(self, layer: int, columns: Tensor, count: int, width: int) -> Tensor:
-        """FP16 [B,count,columns] of the ``count`` positions before each row's start; what is before position 0 is zero.
+    _behind: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-        ``columns`` int64, ``width`` the columns that the layer uses in all.
-        """
+    @classmethod
+    def afresh(cls, batch: int, length: int, real: Tensor | None, device: torch.device) -> Places:
+        """Whole sequences from their beginning, in a memory of their own; ``real`` bool [B,T] is false at padding."""
+        positions = torch.arange(length, device=device).expand(batch, length)
+        if real is not None:
+            positions = torch.where(real, real.cumsum(1) - 1, length)
+        first = torch.zeros(batch, dtype=torch.int64, device=device)
+        return cls(GateMemory(batch, length, device), torch.arange(batch, device=device), positions, first)
+
+    # Every layer reads and writes at the same places, so they are worked out once a pass. A place is a row of the table seen as
+    # [slots x (length + 2), columns]; position p of a slot is its row p + 1.
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """How many positions each sequence has up to and with each state, FP32 [B,T,1]."""
+        return (self.positions + 1).unsqueeze(-1).float()
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The place in front of each sequence's first state, int64 [B,1]."""
+        return self._first + self.starts[:, None]
+
+    def behind(self, lags: tuple[int, ...]) -> Tensor:
+        """The places so far behind each state, int64 [B,lags x T]; before position 0 those in front of it."""
+        if lags not in self._behind:
+            rows = torch.cat([self.positions - (lag - 1) for lag in lags], 1).clamp_(min=0)
+            self._behind[lags] = rows.add_(self._first)
+        return self._behind[lags]
+
+    def read(self, layer: int, places: Tensor, width: int) -> Tensor:
+        """int32 [B,n,columns] at ``places`` int64 [B,n]; ``width``: the columns that the layer uses in all, there may be more."""
         table = self.memory.table(layer, width)
-        at = self.starts[:, None] + torch.arange(-count, 0, device=self.starts.device)
-        found = table[self.slots[:, None, None], at.clamp(min=0)[:, :, None], columns]
-        return found.masked_fill_((at < 0)[:, :, None], 0)
+        return table.view(-1, table.shape[2]).index_select(0, places.view(-1)).view(*places.shape, -1)
 
-    def write(self, layer: int, columns: Tensor, values: Tensor) -> None:
-        """Keep FP16 ``values`` [B,T,columns] at the rows' positions."""
+    def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
+        """Keep int32 ``values`` [B,T,columns] at the states' positions."""
         table = self.memory.table(layer, 0)
-        table[self.slots[:, None, None], self.positions[:, :, None], columns] = values
+        rows, values = table.view(-1, table.shape[2]), values.view(-1, values.shape[-1])
+        if isinstance(columns, slice):
+            rows[:, columns].index_copy_(0, self._here, values)
+        else:
+            rows[self._here.unsqueeze(1), columns] = values
+
+    @cached_property
+    def _first(self) -> Tensor:
+        return (self.slots * (self.memory.length + 2))[:, None]
+
+    @cached_property
+    def _here(self) -> Tensor:
+        return (self._first + (self.positions + 1)).view(-1)
 
 
 class Columns:

@@ -77,12 +77,13 @@ class Runner:
         """``ids`` [B,T] padded on the right: row i is real in its first ``counts[i]`` columns, from ``starts[i]``."""
         steps = torch.arange(ids.shape[1])
         positions = torch.tensor(starts)[:, None] + steps
+        padded = min(counts) < ids.shape[1]
         real = steps < torch.tensor(counts)[:, None]
         kept = sorted({count - 1 for count in counts})
         options: dict[str, Any] = {}
         if self._keeps_logits and not everywhere:
             options["logits_to_keep"] = torch.tensor(kept, device=self.device)
-        written = positions if phase == "decode" else positions.masked_fill(~real, self.max_length)
+        written = positions.masked_fill(~real, self.max_length) if padded else positions
         slots = [flight.slot for flight in flights]
         placement = Placement.of(slots, starts, counts, written.to(self.device), self._in_place)
         positions = positions.clamp_(max=self.max_length - 1).to(self.device)
@@ -102,7 +103,7 @@ class Runner:
             self.intervention.step(
                 selection,
                 phase=phase,
-                real=real.to(self.device) if phase == "prefill" else None,
+                real=real.to(self.device) if padded else None,
                 places=self._places(selection, placement, starts),
                 counted=told,
                 record=record,

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.core.conftest import bank_of, make_module, make_network_module, select
 from unbind_core.architecture import ModelIdentity
 from unbind_core.bank import Selection
-from unbind_core.gates import CLIP, GRAIN, held_open, normalised, windowed
+from unbind_core.gates import CLIP, GRAIN, held_open, windowed
 from unbind_core.memory import GateMemory, Places
 from unbind_core.module import UnbindModule
 
@@ -216,18 +216,12 @@ def test_two_thresholds_are_a_latch(steps: list[tuple[bool, bool]], before: bool
 
 
 @settings(deadline=None)
-@given(
-    st.integers(1, 9), st.integers(0, 12), st.lists(st.integers(-2048, 2048), min_size=1, max_size=40)
-)  # fmt: skip
-def test_the_windowed_mean_is_the_mean_of_the_last_scores(window: int, split: int, grains: list[int]) -> None:
-    z = torch.tensor(grains).view(1, -1, 1) / GRAIN
-    parts = [grains[max(0, t - window + 1) : t + 1] for t in range(len(grains))]
+@given(st.integers(1, 9), st.lists(st.integers(-2048, 2048), min_size=1, max_size=40))
+def test_the_windowed_mean_is_the_mean_of_the_last_scores(window: int, line: list[int]) -> None:
+    parts = [line[max(0, t - window + 1) : t + 1] for t in range(len(line))]
     expected = torch.tensor([sum(part) / len(part) / GRAIN for part in parts])
-    seen = torch.arange(1, len(grains) + 1)
-    assert torch.equal(windowed(z, window, seen)[0, :, 0], expected)
-    split = min(split, len(grains) - 1)  # the same from the middle, with what stands in front
-    front = torch.nn.functional.pad(z, (0, 0, window - 1, 0))[:, split : split + window - 1]
-    assert torch.equal(windowed(z[:, split:], window, seen[split:], front)[0, :, 0], expected[split:])
+    seen = torch.arange(1, len(line) + 1)
+    assert torch.equal(windowed(torch.tensor(line).view(1, -1, 1) / GRAIN, window, seen)[0, :, 0], expected)
 
 
 def test_windowed_means_stay_exact_in_long_sequences() -> None:
@@ -240,15 +234,25 @@ def test_windowed_means_stay_exact_in_long_sequences() -> None:
         )
 
 
-@given(
-    st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), st.floats(-10, 10), st.floats(1e-3, 1e3)
-)  # fmt: skip
-def test_scores_are_exact_in_half_precision_and_bounded(scores: list[float], s_ref: float, tau: float) -> None:
-    given_scores = torch.tensor(scores)
-    z = normalised(given_scores, s_ref, tau)
-    assert torch.equal(z.half().float(), z)
-    assert torch.equal((z * GRAIN).round(), z * GRAIN) and float(z.abs().max()) <= CLIP
-    assert given_scores.tolist() == torch.tensor(scores).tolist()  # the scores are left as they were
+SIZES = st.tuples(st.integers(1, 5), st.integers(5, 9), st.sampled_from([1, 3, 8]))  # heads, hidden units, window
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(SIZES, min_size=2, max_size=6))
+def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[int, int, int]]) -> None:
+    """However they are padded to be stacked."""
+    every = {
+        f"m{i}": module(f"m{i}", seed=i, heads=heads, width=width, window=window)
+        for i, (heads, width, window) in enumerate(sizes)
+    }
+    bank, sequences = bank_of(*every.values()), states(2, LENGTH)
+    record: list[tuple[tuple[str, ...], Tensor]] = []
+    select(bank, dict.fromkeys(every, 0.0)).edit(LAYER, sequences, record=record)
+    ((names, activations),) = record
+    assert sorted(names) == sorted(every)
+    for name, one in every.items():
+        opened = activations[..., names.index(name)] > 0  # an open gate's evidence is above its lower threshold
+        assert opened.tolist() == [by_hand(one, sequence) for sequence in sequences]
 
 
 def test_a_row_without_modules_keeps_every_bit_and_no_strength_changes_none() -> None:

@@ -54,20 +54,32 @@ def test_a_bank_in_which_modules_come_and_go_does_not_grow_its_memory() -> None:
         selection.edit(1, torch.zeros(1, 8, 16), places=places(memory, [0], [list(range(8))], [0]))
         if number:
             bank.remove(f"m{number - 1}")
-    assert memory.bytes_allocated() == 9 * 2 * (3 + 1) * 2  # positions, two modules of three heads and a state, FP16
+    assert memory.bytes_allocated() == 10 * 2 * (3 + 1) * 4  # positions, two modules of three heads and a state, int32
 
 
 def test_what_was_written_is_read_by_position_and_zero_before_the_beginning() -> None:
     memory = GateMemory(3, 6)
     columns = torch.tensor([2, 0])
-    memory.table(1, 4)
-    values = torch.arange(1, 9).view(2, 2, 2).half()
+    memory.table(1, 5)
+    values = torch.arange(1, 9).view(2, 2, 2).int()
     places(memory, [2, 0], [[0, 1], [3, 6]], [0, 3]).write(1, columns, values)
-    found = places(memory, [2, 0], [[2], [4]], [2, 4]).before(1, columns, 3, 4)
-    assert found.tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
-    other = places(memory, [2], [[2]], [2]).before(1, torch.tensor([1, 3]), 2, 4)
-    assert not bool(other.any())  # the columns of others
-    assert not bool(places(memory, [2], [[2]], [2]).before(2, columns, 2, 4).any())  # another layer
+    later = places(memory, [2, 0], [[2], [4]], [2, 4])
+    found = later.read(1, later.behind((5, 2, 1)), 4)
+    assert found[:, :, columns].tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
+    assert torch.equal(later.read(1, later.before, 4), found[:, 2:])
+    assert not bool(found[:, :, [1, 3]].any())  # the columns of others
+    assert not bool(later.read(2, later.behind((1, 2)), 4).any())  # another layer
+
+
+def test_a_slice_of_columns_is_written_as_an_index_of_them_is() -> None:
+    values = torch.randint(-9, 9, (2, 3, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    tables = []
+    for columns in (slice(1, 3), torch.tensor([1, 2])):
+        memory = GateMemory(3, 6)
+        memory.table(0, 4)
+        places(memory, [2, 1], [[0, 1, 6], [6, 3, 4]], [0, 3]).write(0, columns, values)
+        tables.append(memory.table(0, 4))
+    assert torch.equal(*tables) and bool(tables[0].any())
 
 
 def test_growth_keeps_what_is_there() -> None:
@@ -75,16 +87,17 @@ def test_growth_keeps_what_is_there() -> None:
     assert memory.bytes_allocated() == 0
     columns = torch.tensor([0, 1])
     memory.table(0, 2)
-    kept = torch.arange(1, 13).view(2, 3, 2).half()
+    kept = torch.arange(1, 13).view(2, 3, 2).int()
     everything = places(memory, [0, 1], [[0, 1, 2]] * 2, [0, 0])
     everything.write(0, columns, kept)
-    places(memory, [0, 1], [[3]] * 2, [0, 0]).write(0, columns, torch.full((2, 1, 2), 9.0).half())  # padding
-    assert memory.table(0, 5).shape == (2, 4, 5)  # wider
+    places(memory, [0, 1], [[3]] * 2, [0, 0]).write(0, columns, torch.full((2, 1, 2), 9).int())  # padding
+    assert memory.table(0, 5).shape == (2, 5, 5)  # wider
     memory.lengthen(4)  # longer
-    assert memory.length == 6 and memory.table(0, 2).shape == (2, 7, 5)
+    assert memory.length == 6 and memory.table(0, 2).shape == (2, 8, 5)
     memory.lengthen(2)
     assert memory.length == 6
-    after = places(memory, [0, 1], [[4]] * 2, [4, 4]).before(0, columns, 4, 2)
+    later = places(memory, [0, 1], [[4]] * 2, [4, 4])
+    after = later.read(0, later.behind((4, 3, 2, 1)), 2)[..., columns]
     assert torch.equal(after[:, :3], kept)
     assert not bool(after[:, 3].any())  # what was the bin of padding is an empty position now
     assert not bool(memory.table(0, 5)[:, :, 2:].any())
@@ -94,8 +107,8 @@ def test_rows_are_reordered_on_every_layer() -> None:
     memory = GateMemory(3, 2)
     for layer in (0, 4):
         memory.table(layer, 1)
-        values = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1).half() + layer
+        values = torch.tensor([1, 2, 3]).view(3, 1, 1).int() + layer
         places(memory, [0, 1, 2], [[0]] * 3, [0] * 3).write(layer, torch.tensor([0]), values)
     memory.reorder(torch.tensor([2, 2, 0]))
     for layer in (0, 4):
-        assert memory.table(layer, 1)[:, 0, 0].tolist() == [3.0 + layer, 3.0 + layer, 1.0 + layer]
+        assert memory.table(layer, 1)[:, 1, 0].tolist() == [3 + layer, 3 + layer, 1 + layer]
