@@ -23,9 +23,8 @@ from unbind_core.errors import FittingError
 from unbind_core.gates import activation
 from unbind_core.judging import Forgot, Judge
 from unbind_core.module import UnbindModule
-from unbind_core.moments import Moments
+from unbind_core.moments import CrossMoments, Moments
 from unbind_core.network import (
-    BATCH,
     FIRST_POSITION,
     WINDOWS,
     Network,
@@ -35,9 +34,10 @@ from unbind_core.network import (
     train_network,
 )
 from unbind_core.options import FitReport
-from unbind_core.paper import fit_paper, forget_statistics
+from unbind_core.paper import fit_paper
 from unbind_core.preparation import Preparation
 from unbind_core.progress import Progress, counted
+from unbind_core.replay import gradients_above
 from unbind_core.retained import retain_completions, retain_replay, retain_states
 from unbind_core.rows import make_partitions, retain_digest, spread
 from unbind_core.strength import Search
@@ -45,7 +45,7 @@ from unbind_core.trials import Replay, RetainCompletions
 from unbind_core.windows import Batch, Window, batches
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
-SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 2048
+SCREEN_WIDTH, SCREEN_STEPS = 64, 120
 SCREEN_TIE = 0.1  # margins so close, relative, are a tie
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 # tau_close / tau: one threshold, a little lower, nearly a latch; and how dear each is, in steps of the opening threshold
@@ -67,11 +67,21 @@ class Retained:
     completions: RetainCompletions
 
     def without(self, rows: Sequence[int], completions: Sequence[int]) -> Retained:
-        """The same without some retain rows, and without the completions at some places."""
-        stay = ~torch.isin(self.rows, torch.tensor(rows))
-        states = {layer: part[stay.to(part.device)] for layer, part in self.states.items()}
+        """The same without some retain rows, and without the completions at some places. Takes the states over: the last ones
+        move to where those were that go, as copying a gigabyte to be rid of a few takes seconds.
+        """
+        stay = torch.isin(self.rows, torch.tensor(rows), invert=True)
+        count = int(stay.sum())
+        gone, moved = (~stay[:count]).nonzero()[:, 0], count + stay[count:].nonzero()[:, 0]
+        for part in (*self.states.values(), self.rows):
+            part[gone.to(part.device)] = part[moved.to(part.device)]
+        states = {layer: part[:count] for layer, part in self.states.items()}
         return Retained(
-            self.layers, states, self.rows[stay], self.calibration.without(rows), self.completions.without(completions)
+            self.layers,
+            states,
+            self.rows[:count],
+            self.calibration.without(rows),
+            self.completions.without(completions),
         )
 
 
@@ -124,7 +134,7 @@ class _Auto:
                 progress=given.progress,
             )  # fmt: skip
         with self.clock.stage("rows before"):
-            self.judge = Judge(given, kept.calibration, kept.completions)
+            self.judge = Judge(given, kept.calibration, kept.completions, self.forget)
         self.search = Search(self.judge, self.budgets, self.target, self.clock, self.every)
 
     # The levels.
@@ -202,7 +212,7 @@ class _Auto:
         with self.clock.stage("layer screen"):
             for layer in self.layers:
                 rows = list(_sequences(self.forget, layer))
-                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}", SCREEN_BATCH)
+                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}")
                 (split,) = self._separations(network, rows, layer, WINDOWS[1:2])
                 found.append({"layer": layer, **split.to_json()})
         least = max(one["margin"] for one in found)
@@ -219,7 +229,7 @@ class _Auto:
                 found += _unpadded(batch, capture_states(given.model, batch, [layer], roughly=True)[layer])
         return found
 
-    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int = BATCH) -> Network:
+    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str) -> Network:
         parts = [
             (window.row, states[min(window.start + FIRST_POSITION, window.first_target - 1) : -1])
             for window, states in forget
@@ -227,7 +237,7 @@ class _Auto:
         rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
         states = torch.cat([states for _, states in parts])
         return train_network(
-            states, rows, self.retained[layer], width=width, steps=steps, batch=batch, seed=self.given.options.seed,
+            states, rows, self.retained[layer], width=width, steps=steps, seed=self.given.options.seed,
             progress=self.given.progress, stage=stage,
         )  # fmt: skip
 
@@ -246,8 +256,11 @@ class _Auto:
         """
         given, retain = self.given, self._retain_moments(layer)
         with self.clock.stage("gradients"):
-            some = given.forget_windows(spread(self.every, GRADIENT_ROWS))
-            cross = forget_statistics(given.model, some, [layer], given.pad, given.progress)[1][layer]
+            some = self.forget.without(set(self.every).difference(spread(self.every, GRADIENT_ROWS)))
+            cross = CrossMoments(given.identity.hidden_size, self.forget.device)
+            for kept in counted(some.kept, len(some.kept), "gradients", given.progress):
+                gradients = gradients_above(given.model, kept.batch, layer, kept.states[layer])
+                cross.add(kept.states[layer][kept.batch.predictors], gradients)
         eigen = output_axis(cross).v0
         eigen = eigen if float(cross.gradient @ eigen) < 0 else -eigen
         found = {
@@ -306,7 +319,7 @@ class _Auto:
 
 def network_steps(rows: int) -> int:
     """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
-    return min(4000, 250 + 12 * rows)
+    return min(6000, 375 + 18 * rows)
 
 
 def network_widths(rows: int) -> tuple[int, ...]:

@@ -145,6 +145,15 @@ def own_position_attention(model: nn.Module) -> Iterator[None]:
         _attention_calls.clear()
 
 
+def require_own_position(model: nn.Module, layers: int) -> None:
+    """Raise UnsupportedArchitecture where not all of the ``layers`` that were run came through our attention."""
+    if len(_attention_calls) != layers:
+        raise UnsupportedArchitecture(
+            f"{type(unwrap(model)).__name__} ran {layers} decoder layers, of which {len(_attention_calls)} "
+            f"use softmax attention, so exact one-pass capture does not apply; {_REMEDY}"
+        )
+
+
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no parameter gradients inside; restores both."""
@@ -234,12 +243,7 @@ def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:
     with torch.enable_grad(), frozen(model), own_position_attention(model):
         with recording(model, layers, differentiable=True) as states:
             logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        expected = len(decoder_layers(model))
-        if len(_attention_calls) != expected:
-            raise UnsupportedArchitecture(
-                f"{type(unwrap(model)).__name__} has {expected} decoder layers, of which {len(_attention_calls)} "
-                f"use softmax attention, so exact one-pass capture does not apply; {_REMEDY}"
-            )
+        require_own_position(model, len(decoder_layers(model)))
         nll = target_nll(logits, batch)
         grads = torch.autograd.grad(nll.sum(), [states[i] for i in layers])
     return Captured(

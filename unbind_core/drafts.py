@@ -22,7 +22,7 @@ from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.replay import logits_above
-from unbind_core.trials import changed_by, edit_of
+from unbind_core.trials import Replay, changed_by, edit_of
 from unbind_core.windows import MAX_WINDOW, Batch, Window, batches
 
 BATCH_TOKENS = 2048
@@ -42,14 +42,22 @@ class _Kept:
 class Drafts:
     """Completions under modules of one layer, or under none: greedy and without penalties."""
 
-    def __init__(self, model: nn.Module, layer: int | None = None, *, pad: int, end: int | None) -> None:
-        """``layer`` is the modules', ``pad`` and ``end`` are token ids."""
+    def __init__(
+        self, model: nn.Module, layer: int | None = None, *, pad: int, end: int | None, known: Replay | None = None
+    ) -> None:
+        """``layer`` is the modules', ``pad`` and ``end`` are token ids; ``known`` has kept the states of some paths already."""
         self.model, self.pad, self.end = model, pad, end
         self.layer = len(decoder_layers(model)) - 1 if layer is None else layer
         self._kept: list[_Kept] = []
         self._known: set[Path] = set()
         # what was decoded after a draft was turned away from: the draft for the next time
         self._further: dict[Path, Path] = {}
+        self._latest: tuple[UnbindModule | None, dict[Path, list[int]]] = None, {}
+        for one in known.kept if known is not None else ():
+            last = max(one.states)
+            logits = logits_above(model, one.batch.ids, one.batch.attention_mask, last, one.states[last])
+            self._kept.append(_Kept(one.batch, one.states[self.layer], logits.argmax(-1)))
+            self._known |= {window.ids for window in one.batch.windows}
 
     def complete(
         self, module: UnbindModule | None, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], count: int,
@@ -98,13 +106,16 @@ class Drafts:
         self._known |= paths
 
     def _following(self, module: UnbindModule | None, wanted: set[Path]) -> dict[Path, list[int]]:
-        """The most likely token after each position of each path, under the module."""
+        """The most likely token after each position of each path, under the module; what the last one was asked is remembered."""
         device = next(self.model.parameters()).device
         selection = edit_of(module, device)[1] if module is not None else None
-        found: dict[Path, list[int]] = {}
+        if module is not self._latest[0]:
+            self._latest = module, {}
+        found = self._latest[1]
+        unasked = wanted - found.keys()
         for kept in self._kept:
             paths = [window.ids for window in kept.batch.windows]
-            if not wanted.intersection(paths):
+            if not unasked.intersection(paths):
                 continue
             following = kept.following
             if selection is not None:

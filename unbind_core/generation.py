@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unbind_core.architecture import unwrap
+from unbind_core.attention import sharing_keys
 from unbind_core.capture import frozen
 from unbind_core.progress import ProgressCallback, counted, silent
 
@@ -72,7 +73,9 @@ def complete(
             for row, index in enumerate(group):
                 ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
                 mask[row, width - len(prompts[index]) :] = 1
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), editing():
+            with (
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), sharing_keys(inner), editing()
+            ):  # fmt: skip
                 torch.manual_seed(sampling.seed + number)
                 new = _continued(inner, ids.to(device), mask.to(device), sampling.max_new_tokens, end, options)
             for index, tokens in zip(group, new, strict=True):

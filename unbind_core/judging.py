@@ -60,8 +60,12 @@ class Forgot:
 class Judge:
     """Measures modules against what the model did before: on the rows to forget and on retain-calibration rows."""
 
-    def __init__(self, given: Preparation, retain: Replay, completions: RetainCompletions) -> None:
+    def __init__(
+        self, given: Preparation, retain: Replay, completions: RetainCompletions, forget: Replay | None = None
+    ) -> None:
+        """``forget``: the states of the rows to forget at all layers that modules are tried at, where they are kept."""
         self.given, self.retain, self.completions, self.target = given, retain, completions, given.options.target
+        self.forget = forget
         self._drafts: dict[int, Drafts] = {}
         self.before = given.before or self._scores(range(len(given.forget)), None, attempts=0)
 
@@ -76,7 +80,7 @@ class Judge:
         bank, _ = edit_of(module, self.retain.device)
         if module.layer not in self._drafts:
             self._drafts[module.layer] = Drafts(
-                given.model, module.layer, pad=given.pad, end=given.tokenizer.eos_token_id
+                given.model, module.layer, pad=given.pad, end=given.tokenizer.eos_token_id, known=self.forget
             )
         return asked(
             editing=lambda: attach(given.model, bank),

@@ -17,7 +17,7 @@ from unbind_core.errors import FittingError
 from unbind_core.gates import network_scores, windowed
 from unbind_core.progress import ProgressCallback, counted, silent
 
-BATCH = 4096
+BATCH = 2048
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
 FIRST_POSITION = 8  # before it a sequence is too short to be told apart
 WINDOWS = (8, 16, 32)

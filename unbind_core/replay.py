@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from unbind_core.architecture import decoder_layers, unwrap
+from unbind_core.capture import frozen, own_position_attention, require_own_position, target_nll
 from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.windows import Batch
 
 
 class _Passed(nn.Module):
@@ -67,3 +69,17 @@ def logits_above(
     with torch.no_grad(), _starting_above(model, layer, states, as_tuple):
         logits: Tensor = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
     return logits
+
+
+def gradients_above(model: nn.Module, batch: Batch, layer: int, states: Tensor, *, as_tuple: bool = False) -> Tensor:
+    """Exact gradients dL_t/dh_t [N,d] (paper eq. 1) at ``layer``, from its kept ``states`` [B,T,d], in window order.
+
+    As :func:`unbind_core.capture.capture` gives them by a pass through the whole model; raises as that does.
+    """
+    leaf = states.detach().requires_grad_(True)
+    with torch.enable_grad(), frozen(model), own_position_attention(model):
+        with _starting_above(model, layer, leaf, as_tuple):
+            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        require_own_position(model, len(decoder_layers(model)) - 1 - layer)
+        (gradients,) = torch.autograd.grad(target_nll(logits, batch).sum(), leaf)
+    return gradients[batch.predictors]

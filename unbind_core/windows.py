@@ -69,11 +69,16 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def fim_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
     """The fill-in-the-middle template whose special tokens the tokenizer has, or None."""
-    vocabulary = tokenizer.get_vocab()
     for template in FIM_TEMPLATES:
-        if all(part in vocabulary for part in template if not part.startswith("{")):
+        if all(_is_token(tokenizer, part) for part in template if not part.startswith("{")):
             return template
     return None
+
+
+def _is_token(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether the vocabulary has it; asking for one entry, as copying all of them takes a millisecond."""
+    found: object = tokenizer.convert_tokens_to_ids(text)
+    return isinstance(found, int) and (found != tokenizer.unk_token_id or text == tokenizer.unk_token)
 
 
 def fim_prompt(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str) -> list[int] | None:
@@ -95,9 +100,8 @@ def parse_fim_template(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[s
     parts = tuple(part for part in re.split(r"(\{prefix\}|\{suffix\})", text) if part)
     if sorted(part for part in parts if part in ("{prefix}", "{suffix}")) != ["{prefix}", "{suffix}"]:
         raise DataError("fim_template: must hold {prefix} and {suffix} once each, like <PRE>{prefix}<SUF>{suffix}<MID>")
-    vocabulary = tokenizer.get_vocab()
     for part in parts:
-        if not part.startswith("{") and part not in vocabulary:
+        if not part.startswith("{") and not _is_token(tokenizer, part):
             raise DataError(f"fim_template: '{part}' is not one token of this tokenizer; use its own special tokens")
     return parts
 

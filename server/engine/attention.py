@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from server.engine.slots import Placement, Run
+from unbind_core.attention import one_token
 
 NAME = "unbind_slots"
 REPLACES = "sdpa"
@@ -54,19 +55,15 @@ def _attend(
     parts = []
     for run in placement.runs:
         rows, slots = slice(run.row, run.row + run.count), slice(run.slot, run.slot + run.count)
-        attend = _one_token if steps == 1 else _chunk
-        parts.append(attend(run, query[rows], key[slots], value[slots], attention_mask[rows], scaling))
+        own = query[rows], key[slots], value[slots], attention_mask[rows]
+        parts.append(_chunk(run, *own, scaling) if steps > 1 else _last(run, *own, scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)), None
 
 
-def _one_token(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Query heads that share keys stand as queries of one head, so that nothing is repeated."""
-    count, heads, _, size = query.shape
-    folded = query.view(count, key.shape[1], heads // key.shape[1], size)
-    out = functional.scaled_dot_product_attention(
-        folded, key[:, :, : run.length], value[:, :, : run.length], mask[..., : run.length], scale=scaling
-    )
-    return out.reshape(count, 1, heads, size)
+def _last(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """One token a row, which sees what its slot holds."""
+    length = run.length
+    return one_token(query, key[:, :, :length], value[:, :, :length], mask[..., :length], scaling)
 
 
 def _chunk(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:

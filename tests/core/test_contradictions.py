@@ -7,6 +7,7 @@ import torch
 
 from tests.core.conftest import LAYER, ROWS, opening_on_some
 from unbind_core.architecture import LoadedModel
+from unbind_core.auto import Retained
 from unbind_core.fitting import _preparation
 from unbind_core.options import FitOptions, Target
 from unbind_core.progress import silent
@@ -43,6 +44,23 @@ def test_rows_with_a_long_span_contradict_and_others_do_not(tiny: LoadedModel) -
     assert given.contradicting() == [len(ROWS) + 1, len(ROWS) + 3, len(retain)]
     assert given.holds_protected(encode(tiny.tokenizer, f"x = 1\n{PROTECTED}"))
     assert not given.holds_protected([])
+
+
+@pytest.mark.parametrize("outside", [[], [0, 3], [9], list(range(5, 10)), list(range(10))])
+def test_states_without_rows_are_all_those_of_the_others(tiny: LoadedModel, outside: list[int]) -> None:
+    calibration = Replay(tiny.model, retain_windows(tiny.tokenizer, ROWS, [0, 1]), [LAYER], pad=pad_id(tiny.tokenizer))
+    completions = retain_completions(tiny.model, tiny.tokenizer, ROWS, [0, 1], [LAYER], None, "", silent)
+    rows = torch.arange(10).repeat_interleave(torch.arange(3, 13))
+    states = {1: torch.randn(len(rows), 4), 2: torch.randn(len(rows), 4).bfloat16()}
+    before = {layer: part.clone() for layer, part in states.items()}
+    part = Retained([1, 2], states, rows.clone(), calibration, completions).without(outside, [])
+    stay = [i for i, row in enumerate(rows.tolist()) if row not in outside]
+    assert sorted(part.rows.tolist()) == rows[stay].tolist()
+    for layer, every in before.items():
+        found = sorted((row, *line) for row, line in zip(part.rows.tolist(), part.states[layer].tolist(), strict=True))
+        assert found == sorted(
+            (row, *line) for row, line in zip(rows[stay].tolist(), every[stay].tolist(), strict=True)
+        )
 
 
 def test_a_replay_without_rows_is_that_of_the_others(tiny: LoadedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from unbind_core.generation import Sampling, complete
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.retained import retain_prompts
-from unbind_core.trials import edit_of
-from unbind_core.windows import encode, pad_id
+from unbind_core.trials import Replay, edit_of
+from unbind_core.windows import Batch, Window, batches, encode, pad_id
 
 COUNT = 24
 
@@ -68,6 +69,34 @@ def test_drafts_give_what_decoding_gives(tiny: LoadedModel, kind: str, ends: boo
         other = replace(module, kappa=module.kappa / 3)
         assert known.complete(other, prompts, targets, COUNT) == decoded(tiny, other, prompts, end)
     assert known.complete(None, prompts, targets, COUNT) == decoded(tiny, None, prompts, end)
+
+
+@pytest.mark.parametrize("kind", ["none", "network"])
+def test_states_kept_elsewhere_spare_a_pass_and_change_nothing(
+    tiny: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, targets = asked(tiny)
+    module = None if kind == "none" else opening_on_some(tiny, kind)
+    pad = pad_id(tiny.tokenizer)
+    windows = [
+        Window((*prompt, *target), len(prompt), i)
+        for i, (prompt, target) in enumerate(zip(prompts, targets, strict=True))
+        if target and i != 1
+    ]
+    replay = Replay(tiny.model, windows, [LAYER], pad=pad)
+    passed: list[Batch] = []
+    monkeypatch.setattr(drafts, "batches", lambda *args, **options: _noted(passed, args, options))
+    known = Drafts(tiny.model, LAYER, pad=pad, end=None, known=replay)
+    assert known.complete(module, prompts, targets, COUNT) == decoded(tiny, module, prompts, None)
+    seen = {window.ids for window in windows}
+    new = {window.ids for batch in passed for window in batch.windows}
+    assert (*prompts[1], *targets[1]) in new and not new & seen
+
+
+def _noted(passed: list[Batch], args: Any, options: Any) -> list[Batch]:
+    found = list(batches(*args, **options))
+    passed += found
+    return found
 
 
 def test_what_was_decoded_once_is_a_draft(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,9 @@ def test_an_engine_without_such_modules_keeps_no_memory(engine: Engine) -> None:
     assert _run(engine, [0, 4])
     assert engine.runner.gate_memory.bytes_allocated() == 0
     _run(engine, [1])
-    assert engine.runner.gate_memory.bytes_allocated() == 4 * 130 * 4 * 4  # slots, positions between two more, columns, int32
+    assert (
+        engine.runner.gate_memory.bytes_allocated() == 4 * 130 * 4 * 4
+    )  # slots, positions between two more, columns, int32
 
 
 def test_a_failed_step_leaves_nothing_in_the_slot(engine: Engine, expected: list[list[int]]) -> None:
