@@ -78,7 +78,9 @@ class Settings(BaseModel):
     max_body_bytes: Annotated[int, Field(ge=1024, description="largest request body before 413")] = 16 * 1024 * 1024
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
-    worker_threads: Annotated[int, Field(ge=1, description="torch threads of the worker")] = 2
+    worker_threads: Annotated[
+        int, Field(ge=1, description="torch threads of the worker, where there are cores for them")
+    ] = 2
     prepare: Annotated[bool, Field(description="have idle workers compute what takedowns need of the retain rows")] = (
         True
     )

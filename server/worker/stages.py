@@ -22,6 +22,7 @@ from server.registry.objects import ObjectStore
 from server.registry.tables import JobKind, Origin
 from server.settings import Settings, load_settings
 from server.worker.plan import Task
+from server.worker.share import Share
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.drafts import Drafts
 from unbind_core.errors import DataError
@@ -221,7 +222,8 @@ def finite(value: Any) -> Any:
 
 def _stage(work: Callable[[Context], dict[str, Any]]) -> Callable[[Task, ProgressCall], dict[str, Any]]:
     def run(task: Task, progress: ProgressCall) -> dict[str, Any]:
-        context = Context(load_settings(environment=os.environ), task, progress)
+        settings = load_settings(environment=os.environ)
+        context = Context(settings, task, Share(settings.worker_threads).watching(progress))
         with packed_linears(context.loaded.model):
             result: dict[str, Any] = finite(work(context))
         return result
