@@ -18,7 +18,7 @@ from torch import Tensor
 from unbind_core.counts import PHASES, Counters, Tally
 from unbind_core.device import threads_for
 from unbind_core.errors import UnbindError, UnknownModule
-from unbind_core.gates import FisherGates, NetworkGates
+from unbind_core.gates import FisherGates, NetworkGates, of_rows
 from unbind_core.memory import Columns, Places
 from unbind_core.module import DETECTORS, UnbindModule
 
@@ -33,33 +33,31 @@ class _Part:
         self, names: Sequence[str], gates: FisherGates | NetworkGates, v: Tensor, kappa: Tensor, slots: Tensor,
         strength: Tensor, on: Tensor,
     ) -> None:  # fmt: skip
-        """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``strength`` FP32 [R,m] multiplies kappa, ``on`` bool [R,m] says which
-        modules each row asks for.
+        """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks for, R being 1 where
+        all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa.
         """
         self._names = tuple(names)
         self._gates = gates
         self._proportional = isinstance(gates, FisherGates)
         self.width = gates.width  # products of a state with a vector of its size
         self._zero = v.new_zeros(())
-        self._on = on.unsqueeze(1)  # [R,1,m], to go with states [B,T,d]
-        self.tally = Tally(slots, self._on)
-        scale = kappa * strength * on
-        self._scale = scale.unsqueeze(1)
-        self._every_row_alike = bool((on == on[0]).all()) and bool((strength == strength[0]).all())
-        # where no row differs, kappa is multiplied into the directions once and for all
-        self._v = scale[0].unsqueeze(1) * v if self._every_row_alike else v
+        self._on = on
+        self.tally = Tally(slots, on)
+        # Where no two rows want a module with different strengths, its direction holds the strength once and for all.
+        most = torch.where(on, strength, 0.0).amax((0, 1))
+        alike = bool(((strength == most) | ~on).all())
+        self._strength = None if alike else strength
+        self._v = (kappa * most if alike else kappa).unsqueeze(1) * v
 
     def __call__(
         self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, real: Tensor | None,
         places: Places | None, counted: Tensor | None, record: Record | None,
     ) -> Tensor:  # fmt: skip
         """``edited`` less this part's correction, which is read off ``states`` alone."""
-        a, gate = self._gates(layer, states, real, places)
-        if not self._every_row_alike:
-            gate = gate & self._of_rows(self._on, states, rows)
+        a, gate = self._gates(layer, states, rows, real, places)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
-        if not self._every_row_alike:
-            amount = amount.mul_(self._of_rows(self._scale, states, rows))
+        if self._strength is not None:
+            amount = amount.mul_(of_rows(self._strength, states, rows))
         self._count(gate, states, rows, phase, real if counted is None else counted)
         if record is not None:
             record.append((self._names, torch.where(gate, a, 0.0)))
@@ -68,17 +66,11 @@ class _Part:
             return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape)
         return edited - (flat @ self._v).view(edited.shape).to(edited.dtype)
 
-    @staticmethod
-    def _of_rows(table: Tensor, states: Tensor, rows: Tensor | None) -> Tensor:
-        """Entries of a [R,1,m] table for every state: [B,1,m] for states [B,T,d], [N,m] for states [N,d]."""
-        chosen = table if rows is None else table.index_select(0, rows)
-        return chosen if states.dim() == 3 else chosen.squeeze(1)
-
     def _count(self, gate: Tensor, states: Tensor, rows: Tensor | None, phase: int, counted: Tensor | None) -> None:
         if rows is None and counted is None:
             self.tally.every_row(phase, gate)
             return
-        asked = self._of_rows(self._on, states, rows).expand(gate.shape)
+        asked = of_rows(self._on, states, rows).expand(gate.shape)
         if counted is not None:
             asked, gate = asked & counted.unsqueeze(-1), gate & counted.unsqueeze(-1)
         self.tally.some(phase, gate, asked)
@@ -260,18 +252,18 @@ class ModuleBank:
         """The part of a selection that modules of one kind at one layer make."""
         names = [module.name for module in modules]
         tensors = [self._tensors[name] for name in names]
+        asked = [[name in row for name in names] for row in rows]
+        strengths = [[float(row.get(name, 0.0)) for name in names] for row in rows]
+        if all(one == asked[0] for one in asked) and all(one == strengths[0] for one in strengths):
+            asked, strengths = asked[:1], strengths[:1]
+        on, strength = (torch.tensor(table, device=self._device).unsqueeze(1) for table in (asked, strengths))
         gates: FisherGates | NetworkGates
         if modules[0].heads is None:
-            gates = FisherGates(modules, tensors, self._device)
+            gates = FisherGates(modules, tensors, on, self._device)
         else:
             starts = [self._starts[name] for name in names]
-            gates = NetworkGates(modules, tensors, starts, self._columns[layer].width, self._device)
-        return _Part(
-            names,
-            gates,
-            torch.stack([own["v"] for own in tensors]),
-            torch.tensor([module.kappa for module in modules], device=self._device),
-            torch.tensor([self._slots[name] for name in names], device=self._device),
-            torch.tensor([[float(row.get(name, 0.0)) for name in names] for row in rows], device=self._device),
-            torch.tensor([[name in row for name in names] for row in rows], device=self._device),
-        )
+            gates = NetworkGates(modules, tensors, on, starts, self._columns[layer].width, self._device)
+        v = torch.stack([own["v"] for own in tensors])
+        kappa = torch.tensor([module.kappa for module in modules], device=self._device)
+        slots = torch.tensor([self._slots[name] for name in names], device=self._device)
+        return _Part(names, gates, v, kappa, slots, strength, on)

@@ -54,22 +54,36 @@ def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
     return (opened > closed) | (before.unsqueeze(1) & (closed == 0))
 
 
+def of_rows(table: Tensor, states: Tensor, rows: Tensor | None) -> Tensor:
+    """Entries of a [R,1,M] table, R rows or one for all, for every state: [B,1,M] for states [B,T,d], [N,M] for states [N,d]."""
+    chosen = table if rows is None or len(table) == 1 else table.index_select(0, rows)
+    return chosen if states.dim() == 3 else chosen.squeeze(1)
+
+
 class FisherGates:
     """The paper's gates, without memory: open where a >= tau, and acting in proportion to a."""
 
     def __init__(
-        self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], device: torch.device
+        self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], on: Tensor, device: torch.device
     ) -> None:
-        """Stack w FP32 [M,d], s_ref and tau FP32 [M]; ``tensors`` are the modules' own, on ``device``."""
+        """Stack w FP32 [M,d], s_ref and tau FP32 [M]; ``tensors`` are the modules' own, on ``device``; ``on`` bool [R,1,M]: which
+        of them each row asks for.
+        """
         self._w = torch.stack([own["w"] for own in tensors])
-        self._s_ref = torch.tensor([module.s_ref for module in modules], device=device)
-        self._tau = torch.tensor([module.tau for module in modules], device=device)
+        self._minus_s_ref = -torch.tensor([module.s_ref for module in modules], device=device)
+        taus = [module.tau for module in modules]
+        self._tau = torch.where(on, torch.tensor(taus, device=device), torch.nan)  # which nothing reaches
+        self._at_zero = min(taus) == 0  # else an open gate's a is above 0 anyway
         self.width = len(modules)
 
-    def __call__(self, layer: int, states: Tensor, real: Tensor | None, places: Places | None) -> tuple[Tensor, Tensor]:
-        """(a, a >= tau), each [...,M]."""
-        a = activation(states, self._w, self._s_ref)
-        return a, a >= self._tau
+    def __call__(
+        self, layer: int, states: Tensor, rows: Tensor | None, real: Tensor | None, places: Places | None
+    ) -> tuple[Tensor, Tensor]:
+        """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]."""
+        a = functional.linear(states.float(), self._w, self._minus_s_ref)
+        if self._at_zero:
+            a = a.relu_()
+        return a, a >= of_rows(self._tau, states, rows)
 
 
 class NetworkGates:
@@ -80,12 +94,14 @@ class NetworkGates:
     """
 
     def __init__(
-        self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], columns: Sequence[int], width: int,
-        device: torch.device,
+        self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], on: Tensor, columns: Sequence[int],
+        width: int, device: torch.device,
     ) -> None:  # fmt: skip
-        """``modules`` in the order of their windows; ``tensors`` are their own, on ``device``; ``columns``: where each one's
-        columns (its heads', then one for its state) begin among the layer's ``width``.
+        """``modules`` in the order of their windows; ``tensors`` are their own, on ``device``; ``on`` bool [R,1,M]: which of them
+        each row asks for; ``columns``: where each one's columns (its heads', then one for its state) begin among the layer's
+        ``width``.
         """
+        self._on = None if bool(on.all()) else on
         counts = [len(own["heads"]) for own in tensors]
         self._hidden, self._most = max(len(own["b"]) for own in tensors), max(counts)
         # Hidden units and heads that a module has less than another are zeros, and no head is read that is not there.
@@ -126,8 +142,10 @@ class NetworkGates:
         )
         self.width, self._table_width = len(self._b), width
 
-    def __call__(self, layer: int, states: Tensor, real: Tensor | None, places: Places | None) -> tuple[Tensor, Tensor]:
-        """(e, open), each [B,T,M]. Without ``places`` the rows are whole sequences from their beginning."""
+    def __call__(
+        self, layer: int, states: Tensor, rows: Tensor | None, real: Tensor | None, places: Places | None
+    ) -> tuple[Tensor, Tensor]:
+        """(e, open), each [B,T,M]. Without ``places`` the sequences stand there from their beginning."""
         if states.dim() == 2:
             raise ValueError("gates with memory take states [B,T,d] of sequences, not single states [N,d]")
         states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
@@ -151,13 +169,13 @@ class NetworkGates:
             opens = e >= torch.where(was_open, self._close, 1.0)
             held = opens if real is None else torch.where(real.unsqueeze(-1), opens, was_open)
             places.write(layer, self._both, torch.cat((sums, held.int()), -1))
-            return e, held
+            return e, held if self._on is None else held & of_rows(self._on, states, rows)
         opens, closes = e >= 1, e < self._close
         if real is not None:
             opens, closes = opens & real.unsqueeze(-1), closes & real.unsqueeze(-1)
         held = held_open(opens, closes, was_open[:, 0])
         places.write(layer, self._states, held.int())
-        return e, held
+        return e, held if self._on is None else held & of_rows(self._on, states, rows)
 
     def _grains(self, states: Tensor) -> Tensor:
         """z of all heads in grains of 1/1024, int32 [B,T,heads]: one product into all hidden units, then one for each module."""

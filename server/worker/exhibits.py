@@ -69,8 +69,9 @@ def _scores(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]
         if module.heads is None:
             scores = whole.float() @ tensors["w"] - module.s_ref
         else:
-            gates = NetworkGates([module], [tensors], [0], len(module.heads) + 1, device)
-            scores = gates(module.layer, whole, batch.attention_mask.bool(), None)[0][..., 0]
+            asked = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
+            gates = NetworkGates([module], [tensors], asked, [0], len(module.heads) + 1, device)
+            scores = gates(module.layer, whole, None, batch.attention_mask.bool(), None)[0][..., 0]
         found.append(scores[batch.predictors].cpu())
     return torch.cat(found) if found else torch.zeros(0)
 
