@@ -38,9 +38,8 @@ def windowed(scores: Tensor, window: int, seen: Tensor) -> Tensor:
     """
     if window == 1:
         return scores
-    sums = functional.pad(scores, (0, 0, window, 0)).cumsum(
-        1, dtype=torch.float64
-    )  # FP32 is exact for 8,192 positions only
+    # FP32 would be exact for 8,192 positions only
+    sums = functional.pad(scores, (0, 0, window, 0)).cumsum(1, dtype=torch.float64)
     return ((sums[:, window:] - sums[:, :-window]) / seen.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
 
 
@@ -114,10 +113,9 @@ class NetworkGates:
             offsets.append(_padded((own["heads_b"] - module.s_ref) * per_score, self._most))
         self._heads, self._heads_b = torch.stack(heads), torch.stack(offsets).unsqueeze(1)
         starts = [sum(counts[:i]) for i in range(len(counts))]
-        self._real: Tensor | None = None  # which of the M x most heads there are
-        self._spread: Tensor | None = (
-            None  # where each is among those that there are; for one that is not, its module's first
-        )
+        # Which of the M x most heads there are; and where each is among those, or for one that is not there its module's first.
+        self._real: Tensor | None = None
+        self._spread: Tensor | None = None
         if min(counts) < self._most:
             every = [
                 (start, k, k < count) for start, count in zip(starts, counts, strict=True) for k in range(self._most)
