@@ -19,10 +19,12 @@ from unbind_core.device import bfloat16_is_fast
 from unbind_core.files import write_whole
 from unbind_core.generation import Sampling, complete
 from unbind_core.moments import Moments, load_moments, save_moments
-from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.progress import Progress, ProgressCallback, counted, silent
 from unbind_core.rows import RetainRow
 from unbind_core.trials import BLEU_NEW_TOKENS, Replay, RetainCompletions
 from unbind_core.windows import MAX_WINDOW, Window, batches, encode_prompt, pad_id
+
+STATE_FILES = 8
 
 
 def _key(*parts: object) -> str:
@@ -165,8 +167,8 @@ def retain_states(
     fingerprint: str = "",
     progress: ProgressCallback = silent,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device, kept in ``cache`` if given; and which row
-    each is of, int64 [N].
+    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device, kept in ``cache`` if given, in files that
+    are written one after another, so that work that is ended can be gone on with; and which row each is of, int64 [N].
 
     Every k-th predictor position of all windows, k the smallest for which the layers together stay within ``limit_bytes``.
     """
@@ -175,20 +177,33 @@ def retain_states(
     step = max(1, -(-size // limit_bytes))
     roughly = bfloat16_is_fast(parameter.device)  # they are kept in bfloat16 anyway
     key = _key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
-    file = cache and cache / f"states-{key}.safetensors"
     every = list(batches(windows, pad, device=parameter.device))
-    rows = torch.cat([torch.tensor([w.row for w in one.windows])[one.window_index().cpu()][::step] for one in every])
-    if file and (known := _known_states(file, layers, parameter.device)) is not None:
-        return known, rows
-    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for batch in counted(every, len(every), "retain states", progress):
-        for layer, states in capture_states(model, batch, layers, roughly=roughly).items():
-            found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
-    joined = {layer: torch.cat(parts) for layer, parts in found.items()}
-    if file:
-        tensors = {str(layer): states.cpu() for layer, states in joined.items()}
-        write_whole(file, lambda temporary: save_file(tensors, temporary))
-    return joined, rows
+    rows = [torch.tensor([w.row for w in one.windows])[one.window_index().cpu()][::step] for one in every]
+    shape = sum(map(len, rows)), _width(model)
+    joined = {layer: torch.empty(shape, dtype=torch.bfloat16, device=parameter.device) for layer in layers}
+    size, filled = max(1, -(-len(every) // STATE_FILES)), 0
+    for first in range(0, len(every), size):
+        file = cache and cache / f"states-{key}-{first}.safetensors"
+        part = _known_states(file, layers, parameter.device) if file else None
+        if part is None:
+            found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+            for done, batch in enumerate(every[first : first + size], start=first + 1):
+                for layer, states in capture_states(model, batch, layers, roughly=roughly).items():
+                    found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
+                progress(Progress("retain states", done, len(every)))
+            part = {layer: torch.cat(states) for layer, states in found.items()}
+            if file:
+                _write_states(file, part)
+        count = len(part[layers[0]])
+        for layer, states in part.items():
+            joined[layer][filled : filled + count] = states
+        filled += count
+    return joined, torch.cat(rows)
+
+
+def _write_states(file: Path, part: dict[int, Tensor]) -> None:
+    tensors = {str(layer): states.cpu() for layer, states in part.items()}
+    write_whole(file, lambda temporary: save_file(tensors, temporary))
 
 
 def _width(model: nn.Module) -> int:

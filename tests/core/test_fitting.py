@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from unbind_core.evaluation import RowScore, extractable, verify
 from unbind_core.fitting import prepare_retained
 from unbind_core.heldout import HeldOut
 from unbind_core.progress import Progress, silent
+from unbind_core.retained import retain_states
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
+from unbind_core.windows import retain_windows
 
 FORGET = [
     ForgetRow(f"def secret_{i}(key):\n", f"    token = {i * 7919}\n    return key + token * {i}\n") for i in range(8)
@@ -75,6 +78,36 @@ def test_budgets_that_nothing_meets_end_as_ineffective_with_a_module_that_change
     assert report.outcome == "ineffective"
     assert report.selected is None
     assert module.kappa == 0.0
+
+
+def test_retain_states_go_on_where_they_were_ended(loaded: LoadedModel, tmp_path: Path) -> None:
+    """An idle worker's are ended when a job comes."""
+    long = [RetainRow(f"size_{i} = {i}\n" * 150) for i in range(24)]
+    windows = retain_windows(loaded.tokenizer, long, range(len(long)))
+    asked: dict[str, Any] = {"pad": 0, "limit_bytes": 2**20, "fingerprint": loaded.identity.fingerprint}
+    expected = retain_states(loaded.model, windows, [0, 1], **asked)
+    batches = count = 0
+
+    def end(made: Progress) -> None:
+        nonlocal batches
+        batches = made.total
+        if made.done > made.total // 2:
+            raise Cancelled("a job came")
+
+    with pytest.raises(Cancelled):
+        retain_states(loaded.model, windows, [0, 1], cache=tmp_path, progress=end, **asked)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert 0 < len(before) < batches
+
+    def tell(made: Progress) -> None:
+        nonlocal count
+        count += 1
+
+    found = retain_states(loaded.model, windows, [0, 1], cache=tmp_path, progress=tell, **asked)
+    assert 0 < count < batches
+    assert all(file.stat().st_mtime_ns == written for file, written in before.items())
+    assert torch.equal(found[1], expected[1])
+    assert all(torch.equal(found[0][layer], expected[0][layer]) for layer in (0, 1))
 
 
 def test_retain_statistics_come_from_the_cache_the_second_time(loaded: LoadedModel, tmp_path: Path) -> None:
