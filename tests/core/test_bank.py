@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.core.conftest import bank_of, make_module, select
+from unbind_core import device
 from unbind_core.architecture import ModelIdentity
 from unbind_core.bank import ModuleBank
+from unbind_core.device import threads_for
 from unbind_core.errors import ModelMismatch, UnbindError, UnknownModule
+from unbind_core.gates import FisherGates
 from unbind_core.module import UnbindModule
 
 D = 24
@@ -296,3 +299,31 @@ def test_what_is_not_counted_is_edited_all_the_same() -> None:
     edit = select(bank, {"a": 1.0}).edit
     assert torch.equal(edit(1, h, real=real, counted=none), edit(1, h))
     assert bank.counts()["a"]["prefill"][0] == 10
+
+
+def test_little_work_on_a_cpu_takes_one_thread_and_the_number_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    decide = FisherGates.__call__
+
+    def watching(self: FisherGates, *args: Any) -> tuple[Tensor, Tensor]:
+        seen.append(torch.get_num_threads())
+        if len(seen) == 3:
+            raise RuntimeError("no memory")
+        return decide(self, *args)
+
+    monkeypatch.setattr(FisherGates, "__call__", watching)
+    monkeypatch.setattr(device, "SHARED", 1000)
+    selection = select(bank_of(module("a")), {"a": 1.0})
+    torch.set_num_threads(3)
+    try:
+        selection.edit(1, states(2, 3))
+        assert torch.get_num_threads() == 3
+        selection.edit(1, states(2, 30))
+        assert torch.get_num_threads() == 3
+        with pytest.raises(RuntimeError):
+            selection.edit(1, states(2, 3))
+        assert torch.get_num_threads() == 3
+        assert seen == [1, 3, 1]
+        assert threads_for(torch.device("cuda"), 1) == 3
+    finally:
+        torch.set_num_threads(before)
