@@ -21,7 +21,7 @@ from unbind_core.attention import one_token
 
 NAME = "unbind_slots"
 REPLACES = "sdpa"
-QUERY_BLOCK = 64  # on the CPU: a block of queries reads the keys up to its own end instead of the chunk's
+QUERY_BLOCK = 128  # on the CPU: a block of queries reads the keys up to its own end instead of the chunk's
 _placed: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
