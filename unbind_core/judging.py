@@ -20,7 +20,8 @@ from unbind_core.preparation import Preparation
 from unbind_core.rows import spread
 from unbind_core.trials import Replay, RetainCompletions, edit_of
 
-SAMPLED_ROWS = 12  # so many rows say what sampling recovers beyond greedy decoding
+SAMPLED_ROWS = 12  # so many rows say what sampling recovers beyond greedy decoding; fewer are asked more often
+MOST_ATTEMPTS = 5  # the paper's
 NEW_TOKENS = 64  # a span that counts shows in so many; the own prompts are completed for as long as BLEU needs
 
 
@@ -92,7 +93,8 @@ class Judge:
         fill-in-the-middle; where nothing is left there, of all the ways to ask, and where ``thorough`` some rows' sampled ones.
         """
         found = self._forgot(module, rows, attempts=0)
-        for attempts in (1, 2) if thorough else (1,):
+        often = min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // len(rows)))
+        for attempts in (1, often) if thorough else (1,):
             if not found.reaches(self.target):
                 break
             more = self._forgot(module, rows, attempts)
