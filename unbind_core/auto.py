@@ -25,6 +25,7 @@ from unbind_core.judging import Forgot, Judge
 from unbind_core.module import UnbindModule
 from unbind_core.moments import CrossMoments, Moments
 from unbind_core.network import (
+    BATCH,
     FIRST_POSITION,
     WINDOWS,
     Network,
@@ -52,6 +53,7 @@ Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 CLOSING = {1.0: 0, 0.9: 1, 0.5: 3}
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
 GRADIENT_ROWS = 60
+FEW = 150  # rows, that a narrower network and a shorter training do for
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class _Auto:
                 found += _unpadded(batch, capture_states(given.model, batch, [layer], roughly=True)[layer])
         return found
 
-    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str) -> Network:
+    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int = BATCH) -> Network:
         parts = [
             (window.row, states[min(window.start + FIRST_POSITION, window.first_target - 1) : -1])
             for window, states in forget
@@ -237,7 +239,7 @@ class _Auto:
         rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
         states = torch.cat([states for _, states in parts])
         return train_network(
-            states, rows, self.retained[layer], width=width, steps=steps, seed=self.given.options.seed,
+            states, rows, self.retained[layer], width=width, steps=steps, batch=batch, seed=self.given.options.seed,
             progress=self.given.progress, stage=stage,
         )  # fmt: skip
 
@@ -278,7 +280,7 @@ class _Auto:
         """
         steps = network_steps(len(self.every))
         with self.clock.stage("detector"):
-            net = self._train(rows, layer, width, steps, f"detector of {width}")
+            net = self._train(rows, layer, width, steps, f"detector of {width}", network_batch(len(self.every)))
             splits = self._separations(net, rows, layer, WINDOWS)
         norm = float(self.retained[layer].float().norm(dim=1).mean())
         tensors = {
@@ -319,12 +321,17 @@ class _Auto:
 
 def network_steps(rows: int) -> int:
     """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
-    return min(6000, 375 + 18 * rows)
+    return 375 + 18 * rows if rows <= FEW else min(4000, 250 + 12 * rows)
+
+
+def network_batch(rows: int) -> int:
+    """States a step: for few heads more steps do more than more states, for many it was not so."""
+    return BATCH if rows <= FEW else 2 * BATCH
 
 
 def network_widths(rows: int) -> tuple[int, ...]:
     """Hidden widths to try, the smaller first."""
-    return (128, 512) if rows <= 32 else (256, 512) if rows <= 150 else (512,)
+    return (128, 512) if rows <= 32 else (256, 512) if rows <= FEW else (512,)
 
 
 def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
