@@ -53,7 +53,7 @@ Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 CLOSING = {1.0: 0, 0.9: 1, 0.5: 3}
 LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
 GRADIENT_ROWS = 60
-FEW = 150  # rows, that a narrower network and a shorter training do for
+FEW = 150  # rows, up to which a narrower network and fewer states a step do
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,6 @@ def windowed(scores: Tensor, window: int, seen: Tensor) -> Tensor:
 
 def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
     """The state of two-threshold gates: open from a position that opens to one that closes; bool [B,T,M], before [B,M]."""
-    if opens.shape[1] == 1:
-        return opens | (before.unsqueeze(1) & ~closes)
     step = torch.arange(1, opens.shape[1] + 1, device=opens.device)[:, None]
     opened = torch.where(opens, step, 0).cummax(1).values
     closed = torch.where(closes, step, 0).cummax(1).values
