@@ -70,7 +70,9 @@ class Settings(BaseModel):
     max_model_len: Annotated[
         int, Field(ge=0, description="prompt and answer tokens of one request; 0: as model and free memory allow")
     ] = 0
-    chunk_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one step")] = 512
+    chunk_tokens: Annotated[
+        int, Field(ge=1, description="prompt tokens computed in one step, of all requests together")
+    ] = 512
     queue_limit: Annotated[int, Field(ge=0, description="requests that wait before 429")] = 64
     drain_timeout: Annotated[
         float, Field(ge=0, le=3600, description="seconds that running requests get to end when the server is stopped")

@@ -172,6 +172,12 @@ class ModuleBank:
             self._cache.clear()
 
     @property
+    def columns(self) -> dict[int, int]:
+        """By layer, how many columns of a gate memory its modules use; for layers whose gates have one."""
+        with self._lock:
+            return {layer: columns.width for layer, columns in self._columns.items() if columns.width}
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the modules, sorted."""
         with self._lock:

@@ -20,6 +20,7 @@ class Tally:
     def __init__(self, slots: Tensor, on: Tensor) -> None:
         """``slots`` int64 [m] of the modules; ``on`` bool [R,1,m], which of them each row asks for."""
         self._slots, self._on = slots, on
+        self._lock = threading.Lock()  # two passes may use one selection at a time
         self._passes = [0] * len(PHASES)  # positions at which all rows were evaluated
         self._evaluated = [on.new_zeros(on.shape[2], dtype=torch.int64) for _ in PHASES]  # positions beside those
         self._open = [torch.zeros_like(on, dtype=torch.int64) for _ in PHASES]
@@ -27,17 +28,19 @@ class Tally:
     def every_row(self, phase: int, gate: Tensor) -> None:
         """Gates of a batch whose row i is row i of the selection, or whose rows all are its only one; all positions count."""
         table = self._open[phase]
-        self._passes[phase] += gate.numel() // table.numel()
-        if gate.shape == table.shape:
-            table.add_(gate)
-        else:
-            table[0, 0].add_(gate.sum(tuple(range(gate.dim() - 1))))
+        whole = gate.shape == table.shape
+        opened = gate if whole else gate.sum(tuple(range(gate.dim() - 1)))
+        with self._lock:
+            self._passes[phase] += gate.numel() // table.numel()
+            (table if whole else table[0, 0]).add_(opened)
 
     def some(self, phase: int, gate: Tensor, asked: Tensor) -> None:
         """Open gates and which were asked for, bool of one shape [...,m]."""
         every = tuple(range(gate.dim() - 1))
-        self._evaluated[phase].add_(asked.sum(every))
-        self._open[phase][0, 0].add_(gate.sum(every))
+        evaluated, opened = asked.sum(every), gate.sum(every)
+        with self._lock:
+            self._evaluated[phase].add_(evaluated)
+            self._open[phase][0, 0].add_(opened)
 
     def add_to(self, evaluated: Tensor, opened: Tensor) -> None:
         """Add what was counted to int64 [phases,slots] tables."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def _hooks_on(layers: Sequence[nn.Module]) -> int:
 class Intervention:
     """One forward hook on every decoder layer while the ``with`` block runs.
 
-    Nothing is changed outside :meth:`step`, nor inside one at layers for which no row asks. Raises
+    Nothing is changed outside :meth:`step`, nor inside one at layers for which no row asks; a step is its own thread's, so
+    that passes of several threads can run side by side. Raises
     UnsupportedArchitecture where the layers are not found, RuntimeError where the model already carries an
     intervention.
     """
@@ -75,7 +77,7 @@ class Intervention:
     def __init__(self, model: nn.Module, override: str | None = None) -> None:
         """``override`` is the dotted path of the list of decoder layers where the search does not find it."""
         self.stack, self.layers = decoder_stack(model, override)
-        self.current: _Step | None = None
+        self._here = threading.local()
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -102,6 +104,12 @@ class Intervention:
         if _hooks_on(self.layers):
             raise RuntimeError("a hook of the intervention is still attached to the model")
 
+    @property
+    def current(self) -> _Step | None:
+        """What this thread's forward pass applies."""
+        found: _Step | None = getattr(self._here, "step", None)
+        return found
+
     @contextmanager
     def step(
         self,
@@ -127,15 +135,14 @@ class Intervention:
             )
         try:
             if selection is not None:
-                self.current = _Step(selection, rows, phase, real, places, counted, record)
+                self._here.step = _Step(selection, rows, phase, real, places, counted, record)
             yield
         finally:
-            self.current = None
+            self._here.step = None
 
     def _detach(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self.current = None
 
 
 _INPUTS = ("input_ids", "inputs_embeds")

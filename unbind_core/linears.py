@@ -6,6 +6,7 @@ done once, by oneDNN's own operators (those that compiled models use); results a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,14 +21,15 @@ SHARE = 0.125  # of the free memory; where the copies would take more, nothing i
 
 
 class PackedLinears(AbstractContextManager[None]):
-    """While entered, the model's ``nn.Linear`` layers use packed weights; outside of it, and until ``remove``, their own.
+    """While a thread has entered it, the model's ``nn.Linear`` layers use packed weights there; else, and after ``remove``, their
+    own.
 
     For float32 and bfloat16 passes without gradients; all others take the plain product. The copies take as much memory
     again as the weights, and do not see them change. Nothing is packed off the CPU, or where torch was built without oneDNN.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.active = False
+        self._here = threading.local()
         layers = [module for module in model.modules() if type(module) is nn.Linear and _packable(module)]
         size = sum(module.weight.numel() * module.weight.element_size() for module in layers)
         self.layers = layers if size <= SHARE * free_bytes(torch.device("cpu")) else []
@@ -43,7 +45,7 @@ class PackedLinears(AbstractContextManager[None]):
 
         def forward(states: Tensor) -> Tensor:
             plain = torch.is_grad_enabled() or states.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
-            if plain or not self.active:
+            if plain or not getattr(self._here, "entered", False):
                 return functional.linear(states, weight, bias)
             product: Tensor = multiply(states, packed, bias, "none", [], "")
             return product
@@ -51,10 +53,10 @@ class PackedLinears(AbstractContextManager[None]):
         return forward
 
     def __enter__(self) -> None:
-        self.active = True
+        self._here.entered = True
 
     def __exit__(self, *_: object) -> None:
-        self.active = False
+        self._here.entered = False
 
     def remove(self) -> None:
         """Leave the model as it was."""

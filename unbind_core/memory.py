@@ -6,11 +6,15 @@ stands at a position depends on the tokens up to it alone, so a prefix that is u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from unbind_core.device import free_bytes
+from unbind_core.errors import UnbindError
 
 
 class GateMemory:
@@ -34,6 +38,18 @@ class GateMemory:
                     wider[:, :, : present.shape[2]] = present
             self._tables[layer] = present = wider
         return present
+
+    def reserve(self, columns: Mapping[int, int]) -> None:
+        """Allocate, by layer, tables of at least so many columns. Raises UnbindError where they do not fit the free memory."""
+        wanted = 4 * self.slots * (self.length + 2) * sum(columns.values())
+        if wanted - self.bytes_allocated() > (free := free_bytes(self.device)):
+            raise UnbindError(
+                f"the gates of the modules would take {wanted / 1024**3:.2f} GiB of memory over {self.slots} slots of "
+                f"{self.length} positions, and {free / 1024**3:.2f} GiB are free; load fewer modules, or serve with fewer "
+                "--max-slots or a lower --max-model-len"
+            )
+        for layer, count in columns.items():
+            self.table(layer, count)
 
     def lengthen(self, length: int) -> None:
         """Make room for sequences of ``length`` positions, at least doubling, so that growth is rare."""

@@ -1,4 +1,4 @@
-"""Attention that reads the slots in place: what the model's layers call while the runner's rows are placed.
+"""Attention that reads the slots in place: what the model's layers call while a pass's rows are placed.
 
 The library's own function repeats keys and values for grouped heads wherever there is a mask, and needs one tensor of
 keys for the whole batch. Here a run of neighbouring slots is a view, and each run looks no further than its longest row.
@@ -6,54 +6,63 @@ keys for the whole batch. Here a run of neighbouring slots is a view, and each r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from server.engine.slots import Placement, Run
+from server.engine.slots import Run, placement
 from unbind_core.attention import one_token
 
 NAME = "unbind_slots"
 REPLACES = "sdpa"
 QUERY_BLOCK = 128  # on the CPU: a block of queries reads the keys up to its own end instead of the chunk's
-_placed: ContextVar[Placement | None] = ContextVar("placement", default=None)
 
 
-@contextmanager
-def slot_attention(config: Any, placement: Placement) -> Iterator[None]:
-    """The layers of a model with this configuration attend as ``placement`` says."""
-    before = config._attn_implementation
-    token = _placed.set(placement)
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        _placed.reset(token)
+class SlotAttention(AbstractContextManager[None]):
+    """While entered, the layers of a model with this configuration attend in place where a pass is placed.
+
+    Only for models that attend by SDPA; ``in_place`` says whether this one does. Whoever runs the model without placing it
+    gets the library's own function.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.in_place: bool = config._attn_implementation == REPLACES
+
+    def __enter__(self) -> None:
+        if self.in_place:
+            self._config._attn_implementation = NAME
+
+    def __exit__(self, *_: object) -> None:
+        if self.in_place:
+            self._config._attn_implementation = REPLACES
 
 
 def _attend(
-    _module: torch.nn.Module,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
     scaling: float | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Query [B,Hq,T,D]; key and value whole storages [slots,H,positions,D]; additive mask [B,1,T,L] -> [B,T,Hq,D]."""
-    placement = _placed.get()
-    if placement is None:
-        raise RuntimeError("slot attention works inside slot_attention() only")
+    at = placement()
+    if at is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return plain
     steps = query.shape[2]
     parts = []
-    for run in placement.runs:
+    for run in at.runs:
         rows, slots = slice(run.row, run.row + run.count), slice(run.slot, run.slot + run.count)
         own = query[rows], key[slots], value[slots], attention_mask[rows]
         parts.append(_chunk(run, *own, scaling) if steps > 1 else _last(run, *own, scaling))
@@ -94,3 +103,4 @@ def _shared(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

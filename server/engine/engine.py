@@ -19,6 +19,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.lanes import Lanes
 from server.engine.modules import Counts, ModuleTable
 from server.engine.request import (
     Delta,
@@ -70,10 +71,11 @@ class Engine:
     ) -> None:
         self.tokenizer = tokenizer
         bank = ModuleBank(next(model.parameters()).device)
-        self.modules = ModuleTable(bank)
-        self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens)
         self.runner = Runner(model, bank, max_slots, max_length)
-        self.stepper = Stepper(self.scheduler, self.runner, self.modules, end_ids(model, tokenizer))
+        self.modules = ModuleTable(bank, self.runner.reserve)
+        self.lanes = Lanes(self.runner.device)
+        self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
+        self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules, end_ids(model, tokenizer))
         self._wake = threading.Condition()
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
@@ -105,6 +107,7 @@ class Engine:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+        self.lanes.close()
         self.runner.close()
 
     # What other threads call.

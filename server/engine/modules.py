@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,8 +25,9 @@ Counts = dict[str, dict[str, tuple[int, int]]]
 class ModuleTable:
     """Name -> current version. ``sync`` and ``collect`` run on the engine's thread, the rest anywhere."""
 
-    def __init__(self, bank: ModuleBank) -> None:
-        self._bank = bank
+    def __init__(self, bank: ModuleBank, reserve: Callable[[], None] = lambda: None) -> None:
+        """``reserve`` makes room for what the bank holds, before anything new can be named; what it raises ends a ``sync``."""
+        self._bank, self._reserve = bank, reserve
         self._current: dict[str, LoadedModule] = {}
         self._names: dict[str, str] = {}  # by key, of every version ever loaded: counts never go back
         self._unused: deque[str] = deque()
@@ -60,11 +61,15 @@ class ModuleTable:
         return PinnedSet(tuple(entries), factors)
 
     def sync(self, modules: Iterable[tuple[UnbindModule, str]]) -> None:
-        """Make exactly these (module, digest) the current ones; running requests keep what they have."""
+        """Make exactly these (module, digest) the current ones; running requests keep what they have.
+
+        Raises UnbindError, and leaves all as it was, where the memory for them is not there.
+        """
         wanted: dict[str, LoadedModule] = {}
         for module, digest in modules:
             present = self._current.get(module.name)
             wanted[module.name] = present if present and present.digest == digest else self._add(module, digest)
+        self._reserve()
         self._current = wanted
         self.collect()
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.engine.attention import REPLACES, slot_attention
+from server.engine.attention import SlotAttention
 from server.engine.request import Flight
 from server.engine.scheduler import Chunk
-from server.engine.slots import Placement, SlotCache
+from server.engine.slots import Placement, SlotCache, placed
 from server.engine.threads import ThreadChoice
 from unbind_core.architecture import decoder_layers
 from unbind_core.bank import ModuleBank, Record, Selection
@@ -29,7 +29,7 @@ LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 
 
 class Runner:
-    """Forward passes of one model over fixed slots.
+    """Forward passes of one model over fixed slots; of different requests they can run side by side, each on its own thread.
 
     Raises UnsupportedArchitecture where the model keeps more than keys and values, or does not compute the same on the
     slot cache as without a cache (checked by running it, see ``self_test``).
@@ -47,9 +47,13 @@ class Runner:
         self.dtype = next(model.parameters()).dtype
         self._threads = ThreadChoice(self.device)
         self._packed = PackedLinears(model)
-        self.intervention = Intervention(model).__enter__()  # for the engine's life; close() takes it off
-        self._selected: tuple[list[Any], Selection | None] = ([], None)
-        self._in_place = self._config._attn_implementation == REPLACES
+        self._attention = SlotAttention(self._config)
+        self.intervention = Intervention(model)
+        self._attached = ExitStack()  # for the engine's life; close() takes them off
+        self._attached.callback(self._packed.remove)
+        self._attached.enter_context(self.intervention)
+        self._attached.enter_context(self._attention)
+        self._selected: dict[str, tuple[list[Any], Selection | None]] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def prefill(self, chunks: Sequence[Chunk], everywhere: bool = False) -> Tensor:
@@ -85,21 +89,19 @@ class Runner:
             options["logits_to_keep"] = torch.tensor(kept, device=self.device)
         written = positions.masked_fill(~real, self.max_length) if padded else positions
         slots = [flight.slot for flight in flights]
-        placement = Placement.of(slots, starts, counts, written.to(self.device), self._in_place)
+        placement = Placement.of(slots, starts, counts, written.to(self.device), self._attention.in_place)
         positions = positions.clamp_(max=self.max_length - 1).to(self.device)
         told = None
         if phase == "prefill" and any(flight.request.sampling.warms_up for flight in flights):
             warm = torch.tensor([flight.request.sampling.warms_up for flight in flights])
             told = (real & ~warm[:, None]).to(self.device)
-        selection = self._select(flights)
+        selection = self._select(flights, phase)
         record: Record | None = [] if any(flight.request.report for flight in flights) else None
-        attention = slot_attention(self._config, placement) if self._in_place else nullcontext()
         with (
             torch.inference_mode(),
             self._threads(ids.numel(), placement.length),
             self._packed,
-            self.cache.placed(placement),
-            attention,
+            placed(placement),
             self.intervention.step(
                 selection,
                 phase=phase,
@@ -145,14 +147,16 @@ class Runner:
         begin = torch.tensor(starts, device=self.device)
         return Places(self.gate_memory, placement.slots, placement.positions, begin)
 
-    def _select(self, flights: Sequence[Flight]) -> Selection | None:
-        """The selection of these rows, kept while the rows stay the same: making its key is slow for many modules."""
+    def _select(self, flights: Sequence[Flight], phase: str) -> Selection | None:
+        """The selection of these rows, kept while a phase's rows stay the same: making its key is slow for many modules."""
         sets = [flight.request.modules.identity for flight in flights]
         if not any(sets):
             return None
-        if sets != self._selected[0]:
-            self._selected = sets, self.bank.select([flight.request.modules.strengths for flight in flights])
-        return self._selected[1]
+        known, selection = self._selected.get(phase, ([], None))
+        if sets != known:
+            selection = self.bank.select([flight.request.modules.strengths for flight in flights])
+            self._selected[phase] = sets, selection
+        return selection
 
     def _mask(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
         """What each query sees, [B,1,T,length], by layer type where the model mixes full and sliding attention."""
@@ -192,6 +196,13 @@ class Runner:
                 "(relative), so this family needs its own kind of cache; serve another model, or use unbind_core.attach"
             )
 
+    def reserve(self) -> None:
+        """Room in the gates' memory for all modules of the bank, between passes: a table must not grow under one.
+
+        Raises UnbindError where there is not enough.
+        """
+        self.gate_memory.reserve(self.bank.columns)
+
     def clear(self, slot: int) -> None:
         """Forget what a slot holds after a failed step: keys, values and what gates remember."""
         self.cache.clear(slot)
@@ -204,8 +215,7 @@ class Runner:
 
     def close(self) -> None:
         """Leave the model as it was."""
-        self.intervention.__exit__(None, None, None)
-        self._packed.remove()
+        self._attached.close()
 
 
 def _attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:

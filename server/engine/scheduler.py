@@ -7,6 +7,7 @@ batch until it is finished.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from server.engine.request import Flight, Status
 
 LEAST_PREFIX = 8  # fewer common tokens are worth less than what the slot would forget
+LEAST_PASS = 128  # prompt tokens; fewer are not worth a forward pass of their own
+LARGEST = 0.7  # of the prompt tokens in one pass: more, and all threads have done it sooner than one lane's alone
 
 
 class QueueFull(Exception):
@@ -51,13 +54,28 @@ class Plan:
     prefill: tuple[Chunk, ...]
     decode: tuple[Flight, ...]
 
-    def passes(self) -> list[Plan]:
-        """The forward passes it takes: decode first, as somebody reads along, then prompts of like shape together."""
+    @property
+    def flights(self) -> tuple[Flight, ...]:
+        """Its requests."""
+        return (*(chunk.flight for chunk in self.prefill), *self.decode)
+
+    def passes(self, lanes: int = 1) -> list[Plan]:
+        """The forward passes it takes: decode first, as somebody reads along, then prompts of like shape together, in as many
+        passes as make equal work for ``lanes`` at a time.
+        """
         by_shape: dict[tuple[bool, int, int], list[Chunk]] = {}
         for chunk in self.prefill:
             by_shape.setdefault(chunk.shape, []).append(chunk)
+        most = max(LEAST_PASS, math.ceil(sum(chunk.count for chunk in self.prefill) / lanes))
+        shared: list[list[Chunk]] = []
+        for chunks in by_shape.values():
+            shared.append([])
+            for chunk in chunks:
+                if shared[-1] and sum(other.count for other in shared[-1]) + chunk.count > most:
+                    shared.append([])
+                shared[-1].append(chunk)
         decode = [Plan((), self.decode)] if self.decode else []
-        return decode + [Plan(tuple(chunks), ()) for chunks in by_shape.values()]
+        return decode + [Plan(tuple(chunks), ()) for chunks in shared]
 
 
 @dataclass(frozen=True)
@@ -90,13 +108,22 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 NOTHING_KEPT = Kept()
 
 
-class Scheduler:
-    """First come, first served: ``slots`` slots of ``max_length`` positions, ``chunk_tokens`` prompt tokens a step."""
+def side_by_side(passes: Sequence[Plan]) -> bool:
+    """Whether they are done sooner side by side, each by a share of the threads, than one after the other by all of them."""
+    tokens = [sum(chunk.count for chunk in plan.prefill) for plan in passes if plan.prefill]
+    return len(tokens) > 1 and max(tokens) <= LARGEST * sum(tokens)
 
-    def __init__(self, slots: int, max_length: int, queue_limit: int, chunk_tokens: int) -> None:
+
+class Scheduler:
+    """First come, first served: ``slots`` slots of ``max_length`` positions, ``chunk_tokens`` prompt tokens a step; of these a
+    request has a lane's share, and more where the others leave some.
+    """
+
+    def __init__(self, slots: int, max_length: int, queue_limit: int, chunk_tokens: int, lanes: int = 1) -> None:
         self.max_length = max_length
         self.queue_limit = queue_limit
         self.chunk_tokens = chunk_tokens
+        self.lanes = lanes
         self.waiting: deque[Flight] = deque()
         self.slots: list[Flight | None] = [None] * slots
         self.kept: list[Kept] = [NOTHING_KEPT] * slots
@@ -143,10 +170,13 @@ class Scheduler:
         for flight in self.admitted:
             (running if flight.status is Status.RUNNING else prefilling).append(flight)
         left = self.chunk_tokens
+        wanted = sum(len(flight.prompt) - flight.computed for flight in prefilling)
+        share, spare = max(1, left // self.lanes), left - wanted
         chunks = []
         for flight in sorted(prefilling, key=lambda flight: flight.admitted):
             if left > 0:
-                count = min(left, len(flight.prompt) - flight.computed)
+                own = len(flight.prompt) - flight.computed
+                count = min(left, own, max(share, spare + own))
                 chunks.append(Chunk(flight, flight.computed, count))
                 left -= count
         return Plan(tuple(chunks), tuple(running))

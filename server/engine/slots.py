@@ -1,13 +1,15 @@
 """Keys and values of every running request, in fixed slots that this cache owns.
 
 A transformers ``Cache`` whose layers write to given (slot, position) places and hand the model the keys of those slots.
-The runner places each step's rows before the forward pass and masks what a row must not see.
+The runner places each pass's rows before it and masks what a row must not see. A placement belongs to the thread that
+runs the pass, so passes over different slots can run side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +71,26 @@ class Placement:
         return cls(torch.tensor(slots, device=positions.device), positions, max(ends), tuple(runs), in_place)
 
 
+_placed: ContextVar[Placement | None] = ContextVar("placement", default=None)
+
+
+def placement() -> Placement | None:
+    """Where this thread's forward pass is placed; None outside of one."""
+    return _placed.get()
+
+
+@contextmanager
+def placed(rows: Placement) -> Iterator[None]:
+    """For one forward pass of this thread, rows are where ``rows`` says. Does not nest."""
+    if placement() is not None:
+        raise RuntimeError("placed() does not nest: one forward pass has one placement")
+    token = _placed.set(rows)
+    try:
+        yield
+    finally:
+        _placed.reset(token)
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, each [slots, heads, max_length + 1, head size]; the last position is the bin."""
 
@@ -77,7 +99,6 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self, slots: int, max_length: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots, self.max_length = slots, max_length
-        self.placement: Placement | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first write, when shapes, dtype and device are known; zeros, as a masked NaN would spread."""
@@ -93,15 +114,15 @@ class SlotLayer(CacheLayerMixin):
 
         The whole storages, for attention that reads in place.
         """
-        if self.placement is None:
-            raise RuntimeError("a slot cache is only written inside SlotCache.placed()")
+        if (at := placement()) is None:
+            raise RuntimeError("a slot cache is only written inside placed()")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._exchange(self.keys, key_states), self._exchange(self.values, value_states)
+        return self._exchange(self.keys, key_states, at), self._exchange(self.values, value_states, at)
 
-    def _exchange(self, storage: Tensor | None, new: Tensor) -> Tensor:
-        assert storage is not None and self.placement is not None
-        at = self.placement
+    @staticmethod
+    def _exchange(storage: Tensor | None, new: Tensor, at: Placement) -> Tensor:
+        assert storage is not None
         size = storage.shape[3]
         lines = at.lines(storage.shape[1], storage.shape[2])
         storage.view(-1, size).index_copy_(0, lines, new.reshape(-1, size))  # a third of the time of indexing by two
@@ -113,7 +134,8 @@ class SlotLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The model builds no mask of its own: the runner's is complete."""
-        return (self.placement.length if self.placement else query_length), 0
+        at = placement()
+        return (at.length if at else query_length), 0
 
     def get_seq_length(self) -> int:
         """Rows differ in length and bring their positions, so there is no one answer; 0 keeps models from guessing."""
@@ -125,24 +147,11 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """The layers' storages, placed together."""
+    """The layers' storages."""
 
     def __init__(self, layers: int, slots: int, max_length: int) -> None:
         self.slot_layers = [SlotLayer(slots, max_length) for _ in range(layers)]
         super().__init__(layers=list(self.slot_layers))
-
-    @contextmanager
-    def placed(self, placement: Placement) -> Iterator[None]:
-        """For one forward pass, rows are where ``placement`` says. Does not nest."""
-        if any(layer.placement is not None for layer in self.slot_layers):
-            raise RuntimeError("SlotCache.placed() does not nest")
-        try:
-            for layer in self.slot_layers:
-                layer.placement = placement
-            yield
-        finally:
-            for layer in self.slot_layers:
-                layer.placement = None
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

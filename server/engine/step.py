@@ -7,59 +7,85 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.lanes import Lanes
 from server.engine.modules import ModuleTable
-from server.engine.request import Delta, Flight, Status, TokenLogprob
+from server.engine.request import Delta, Flight, TokenLogprob
 from server.engine.runner import Runner
 from server.engine.sampler import logprobs, sample
-from server.engine.scheduler import Plan, Scheduler
+from server.engine.scheduler import Plan, Scheduler, side_by_side
 
 log = logging.getLogger("unbind.engine")
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What a forward pass gave: of each request that is ready for it a token, whether its logits were finite, and its
+    log-probability where that is wanted; or why the pass failed.
+    """
+
+    tokens: Mapping[Flight, tuple[int, bool]] = field(default_factory=dict)
+    logprobs: Mapping[Flight, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    failure: str = ""
 
 
 class Stepper:
     """What happens to the requests in the engine. Flights are handed their deltas; the caller posts them."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, modules: ModuleTable, end_ids: frozenset[int]) -> None:
-        self.scheduler, self.runner, self.modules, self.end_ids = scheduler, runner, modules, end_ids
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, lanes: Lanes, modules: ModuleTable, end_ids: frozenset[int]
+    ) -> None:
+        self.scheduler, self.runner, self.lanes = scheduler, runner, lanes
+        self.modules, self.end_ids = modules, end_ids
         self.steps = self.failures = 0
 
     def step(self, post: Callable[[], None]) -> None:
-        """Admit, run, sample, publish; ``post`` sends off what a forward pass has made, before a prompt's begins."""
+        """Admit, run, sample, publish; ``post`` sends off what a forward pass has made while others go on."""
         self._drop_cancelled()
-        for plan in self.scheduler.schedule().passes():
-            if plan.prefill:
+        plans = self.scheduler.schedule().passes(self.lanes.count)
+        work = [partial(self._compute, plan) for plan in plans]
+        for number, computed in self.lanes.run(work, together=side_by_side(plans)):
+            self._settle(plans[number], computed)
+            if len(plans) > 1:
                 post()
-            self._advance(plan)
         self.modules.collect()
         self.steps += 1
 
-    def _advance(self, plan: Plan) -> None:
-        """One forward pass and what follows from it; a pass that raises fails its own requests and no others."""
-        flights = [chunk.flight for chunk in plan.prefill] or list(plan.decode)
+    def _compute(self, plan: Plan) -> _Computed:
+        """One forward pass and its tokens; touches its own requests and no others, as another pass may run beside it."""
         try:
-            logits = self._prefill(plan) if plan.prefill else self.runner.decode(plan.decode)
-            self.scheduler.computed(plan)
-            # an incomplete prompt draws no number, so that a seed means the same however it was cut into chunks
-            rows = [i for i, flight in enumerate(flights) if flight.status is Status.RUNNING]
-            ready = [flights[i] for i in rows]
-            logits = logits if len(rows) == len(flights) else logits[rows]
-            tokens, finite = sample(logits, ready) if rows else ([], [])
-            scored = self._logprobs(logits, ready, tokens)
+            if plan.prefill:
+                # an incomplete prompt draws no number, so that a seed means the same however it was cut into chunks
+                rows = [i for i, chunk in enumerate(plan.prefill) if chunk.completes]
+                ready, logits = [plan.prefill[i].flight for i in rows], self._prefill(plan)
+                logits = logits if len(rows) == len(plan.prefill) else logits[rows]
+            else:
+                ready, logits = list(plan.decode), self.runner.decode(plan.decode)
+            tokens, finite = sample(logits, ready) if ready else ([], [])
+            found = dict(zip(ready, zip(tokens, finite, strict=True), strict=True))
+            return _Computed(found, self._logprobs(logits, ready, tokens))
         except Exception as error:
-            log.exception("a step of %d requests failed", len(flights))
-            self._fail(flights, _reason(error))
+            log.exception("a pass of %d requests failed", len(plan.flights))
+            return _Computed(failure=_reason(error))
+
+    def _settle(self, plan: Plan, computed: _Computed) -> None:
+        """What follows from a forward pass; one that failed fails its own requests and no others."""
+        if computed.failure:
+            self._fail(plan.flights, computed.failure)
             self.runner.recover()
             return
-        for flight, token, sound in zip(ready, tokens, finite, strict=True):
+        self.scheduler.computed(plan)
+        for flight, (token, sound) in computed.tokens.items():
             if sound:
-                self._publish(flight, token, scored.get(flight, ()))
+                self._publish(flight, token, computed.logprobs.get(flight, ()))
             else:
                 self._fail([flight], "the model produced logits that are not finite; the request was dropped")
 

@@ -20,36 +20,38 @@ KEPT = 5  # the latest passes with each number; the quickest speaks for it, for 
 
 
 class ThreadChoice:
-    """One thread or all of them, for passes of about the same size; to be used by one Python thread."""
+    """One thread or all that the calling Python thread has, for passes of about the same size."""
 
     def __init__(self, device: torch.device) -> None:
-        self._all = torch.get_num_threads() if device.type == "cpu" else 1
-        self._seen: dict[tuple[int, int], dict[int, deque[float]]] = {}
-        self._passes: Counter[tuple[int, int]] = Counter()
+        self._on_cpu = device.type == "cpu"
+        self._seen: dict[tuple[int, int, int], dict[int, deque[float]]] = {}
+        self._passes: Counter[tuple[int, int, int]] = Counter()
 
     @contextmanager
     def __call__(self, tokens: int, length: int) -> Iterator[None]:
         """Around a pass over so many tokens, the longest row being ``length`` positions long by then."""
-        if self._all == 1:
+        every = torch.get_num_threads() if self._on_cpu else 1
+        if every == 1:
             yield
             return
-        size = tokens.bit_length(), length.bit_length()
-        seen = self._seen.setdefault(size, {1: deque(maxlen=KEPT), self._all: deque(maxlen=KEPT)})
+        size = every, tokens.bit_length(), length.bit_length()
+        seen = self._seen.setdefault(size, {1: deque(maxlen=KEPT), every: deque(maxlen=KEPT)})
         self._passes[size] += 1
-        count = self._chosen(seen, self._passes[size])
+        count = self._chosen(seen, every, self._passes[size])
         torch.set_num_threads(count)
         begun = time.perf_counter()
         try:
             yield
         finally:
-            torch.set_num_threads(self._all)
+            torch.set_num_threads(every)
         seen[count].append(time.perf_counter() - begun)
 
-    def _chosen(self, seen: dict[int, deque[float]], passes: int) -> int:
-        one, every = seen[1], seen[self._all]
+    @staticmethod
+    def _chosen(seen: dict[int, deque[float]], count: int, passes: int) -> int:
+        one, every = list(seen[1]), list(seen[count])
         if len(every) < TRIED or min(every) > LONG:
-            return self._all
+            return count
         if len(one) < TRIED:
             return 1
         one_is_quicker = min(one) < min(every)
-        return 1 if one_is_quicker != (passes % AGAIN == 0) else self._all
+        return 1 if one_is_quicker != (passes % AGAIN == 0) else count

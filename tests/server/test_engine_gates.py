@@ -12,9 +12,11 @@ import pytest
 from server.engine.engine import Engine
 from server.engine.request import GenerationRequest, Sampling
 from tests.core.test_hooks_gates import remembering_module
+from tests.server.conftest import MakeModule
 from tests.server.test_engine import _collect, _plain, _prompts, _tokens
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.bank import ModuleBank
+from unbind_core.errors import UnbindError
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 
@@ -106,13 +108,26 @@ def test_a_new_version_of_a_module_leaves_running_requests_their_gates(
     assert asyncio.run(swap_midway()) == (expected[1], by_newer)
 
 
-def test_an_engine_without_such_modules_keeps_no_memory(engine: Engine) -> None:
-    assert _run(engine, [0, 4])
-    assert engine.runner.gate_memory.bytes_allocated() == 0
-    _run(engine, [1])
-    assert (
-        engine.runner.gate_memory.bytes_allocated() == 4 * 130 * 4 * 4
-    )  # slots, positions between two more, columns, int32
+def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(
+    engine: Engine, loaded: LoadedModel, modules: list[UnbindModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = engine.runner.gate_memory
+    assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4  # slots, positions between two more, columns, int32
+    monkeypatch.setattr("unbind_core.memory.free_bytes", lambda _: 4 * 130 * 2 * 4)
+    larger = remembering_module(loaded, "larger", 0, seed=5, heads=3)
+    with pytest.raises(UnbindError, match="load fewer modules, or serve with fewer --max-slots"):
+        engine.sync_modules([(module, module.digest) for module in (*modules, larger)]).result(10)
+    assert set(engine.modules.current) == {"n", "m"}
+    assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4
+
+
+def test_an_engine_without_such_modules_keeps_no_memory(loaded: LoadedModel, make_module: MakeModule) -> None:
+    engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=64)
+    try:
+        engine.modules.sync([(module, module.digest) for module in [make_module("linear")]])
+        assert engine.runner.gate_memory.bytes_allocated() == 0
+    finally:
+        engine.close()
 
 
 def test_a_failed_step_leaves_nothing_in_the_slot(engine: Engine, expected: list[list[int]]) -> None:

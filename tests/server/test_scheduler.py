@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.engine.request import Flight, GenerationRequest, Status
-from server.engine.scheduler import PromptTooLong, QueueFull, Scheduler
+from server.engine.scheduler import PromptTooLong, QueueFull, Scheduler, side_by_side
 
 
 def make_flight(tokens: Iterable[int]) -> Flight:
@@ -72,6 +72,40 @@ def test_prompts_of_like_shape_share_a_pass_and_others_do_not() -> None:
     scheduler.waiting.extend(flights)
     shared = [[chunk.flight for chunk in plan.prefill] for plan in scheduler.schedule().passes()]
     assert shared == [[flights[0], flights[1], flights[3]], [flights[2]]]
+
+
+def test_two_long_prompts_share_a_step_in_passes_of_their_own() -> None:
+    scheduler = _scheduler(slots=3, chunk_tokens=512, max_length=1500, lanes=2)
+    first, second, third = flights = [_flight(1000), _flight(1000), _flight(1000)]
+    scheduler.waiting.extend(flights)
+    plan = scheduler.schedule()
+    assert [(chunk.flight, chunk.count) for chunk in plan.prefill] == [(first, 256), (second, 256)]
+    passes = plan.passes(2)
+    assert [one.flights for one in passes] == [(first,), (second,)] and side_by_side(passes)
+    assert [one.flights for one in plan.passes(1)] == [(first, second)]
+    scheduler.computed(plan)
+    for flight in (first, third):
+        scheduler.finish(flight)
+    (alone,) = scheduler.schedule().prefill
+    assert (alone.flight, alone.start, alone.count) == (second, 256, 512)  # nobody else wants any
+
+
+def test_what_others_leave_of_a_step_goes_to_a_long_prompt() -> None:
+    scheduler = _scheduler(chunk_tokens=512, max_length=1500, lanes=2)
+    flights = [_flight(40), _flight(1000)]
+    scheduler.waiting.extend(flights)
+    plan = scheduler.schedule()
+    assert [chunk.count for chunk in plan.prefill] == [40, 472]
+    assert not side_by_side(plan.passes(2))  # nearly all of it is one pass, which all threads have done sooner
+
+
+def test_many_short_prompts_make_equal_passes_and_few_make_one() -> None:
+    scheduler = _scheduler(slots=32, chunk_tokens=512, lanes=2, queue_limit=40)
+    scheduler.waiting.extend(_flight(16) for _ in range(32))
+    assert [len(one.flights) for one in scheduler.schedule().passes(2)] == [16, 16]
+    scheduler = _scheduler(slots=8, chunk_tokens=512, lanes=2)
+    scheduler.waiting.extend(_flight(16) for _ in range(8))
+    assert [len(one.flights) for one in scheduler.schedule().passes(2)] == [8]
 
 
 def test_what_does_not_fit_is_told_by_how_many_tokens() -> None:
