@@ -46,7 +46,7 @@ from unbind_core.trials import Replay, RetainCompletions
 from unbind_core.windows import Batch, Window, batches
 
 MOST_LAYERS = 8  # a deep model's upper layers are much alike
-SCREEN_WIDTH, SCREEN_STEPS = 64, 120
+SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 1024
 SCREEN_TIE = 0.1  # margins so close, relative, are a tie
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 # tau_close / tau: one threshold, a little lower, nearly a latch; and how dear each is, in steps of the opening threshold
@@ -214,7 +214,7 @@ class _Auto:
         with self.clock.stage("layer screen"):
             for layer in self.layers:
                 rows = list(_sequences(self.forget, layer))
-                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}")
+                network = self._train(rows, layer, SCREEN_WIDTH, SCREEN_STEPS, f"screening layer {layer}", SCREEN_BATCH)
                 (split,) = self._separations(network, rows, layer, WINDOWS[1:2])
                 found.append({"layer": layer, **split.to_json()})
         least = max(one["margin"] for one in found)
@@ -231,7 +231,7 @@ class _Auto:
                 found += _unpadded(batch, capture_states(given.model, batch, [layer], roughly=True)[layer])
         return found
 
-    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int = BATCH) -> Network:
+    def _train(self, forget: Sequences, layer: int, width: int, steps: int, stage: str, batch: int) -> Network:
         parts = [
             (window.row, states[min(window.start + FIRST_POSITION, window.first_target - 1) : -1])
             for window, states in forget

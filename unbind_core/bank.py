@@ -112,13 +112,10 @@ class Selection:
             raise UnbindError(
                 f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
             )
-        edited, every = states, torch.get_num_threads()
-        torch.set_num_threads(threads_for(states.device, states.numel() * self._width[layer]))
-        try:
+        edited = states
+        with threads_for(states.device, states.numel() * self._width[layer]):
             for part in self._parts[layer]:
                 edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted, record)
-        finally:
-            torch.set_num_threads(every)
         return edited
 
 

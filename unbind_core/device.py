@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 UNKNOWN_FREE = 4 * 1024**3  # bytes
-SHARED = 1 << 25  # multiplications, about a millisecond of one thread's
+SHARED = 1 << 25  # multiplications of one product that are worth a second thread, about a millisecond of one thread's
+SHARED_PASS = 1 << 27  # and of a whole pass through a model, which is dozens of small operations beside its products
 
 
 def free_bytes(device: torch.device) -> int:
@@ -30,10 +33,18 @@ def bfloat16_is_fast(device: torch.device) -> bool:
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
-def threads_for(device: torch.device, multiplications: int) -> int:
-    """How many threads serve so much work: one where it is little on a CPU, as waking the others can cost ten times the work."""
+@contextmanager
+def threads_for(device: torch.device, multiplications: int, shared: int | None = None) -> Iterator[None]:
+    """Inside, as many threads as serve so much work: one where it is no more than ``shared`` (default SHARED) on a CPU, as waking
+    the others can cost ten times the work.
+    """
     every = torch.get_num_threads()
-    return 1 if device.type == "cpu" and multiplications <= SHARED else every
+    little = device.type == "cpu" and multiplications <= (SHARED if shared is None else shared)
+    torch.set_num_threads(1 if little else every)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(every)
 
 
 def _read(path: str) -> str:

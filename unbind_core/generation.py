@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unbind_core.architecture import unwrap
 from unbind_core.attention import sharing_keys
 from unbind_core.capture import frozen
+from unbind_core.device import SHARED_PASS, threads_for
 from unbind_core.progress import ProgressCallback, counted, silent
 
 SHORTEST_STRETCH = 4  # tokens
@@ -94,11 +95,14 @@ def _continued(
     found: list[list[int]] = [[] for _ in ids]
     live = torch.arange(len(ids))
     cache, done = None, 0
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     while done < count:
         stretch = min(max(SHORTEST_STRETCH, done), count - done)
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=stretch, **options
-        )
+        computed = len(ids) if done else ids.numel()  # positions in the largest pass of this stretch
+        with threads_for(ids.device, computed * parameters, SHARED_PASS):
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=stretch, **options
+            )
         new = out.sequences[:, ids.shape[1] :]
         going = []
         for row, tokens in enumerate(new.tolist()):

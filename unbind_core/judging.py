@@ -76,17 +76,16 @@ class Judge:
             forget_scores, given.model, given.tokenizer, [given.forget[i] for i in rows], forms=given.forms, attempts=attempts,
             sampled=spread(range(len(rows)), SAMPLED_ROWS), new_tokens=NEW_TOKENS, progress=given.progress,
         )  # fmt: skip
-        if module is None:
-            return asked()
-        bank, _ = edit_of(module, self.retain.device)
-        if module.layer not in self._drafts:
-            self._drafts[module.layer] = Drafts(
-                given.model, module.layer, pad=given.pad, end=given.tokenizer.eos_token_id, known=self.forget
+        layer = module.layer if module is not None else given.identity.num_layers - 1
+        if layer not in self._drafts:
+            self._drafts[layer] = Drafts(
+                given.model, layer, pad=given.pad, end=given.tokenizer.eos_token_id, known=self.forget
             )
-        return asked(
-            editing=lambda: attach(given.model, bank),
-            greedily=partial(self._drafts[module.layer].complete, module, progress=given.progress),
-        )
+        greedily = partial(self._drafts[layer].complete, module, progress=given.progress)
+        if module is None:
+            return asked(greedily=greedily)
+        bank, _ = edit_of(module, self.retain.device)
+        return asked(editing=lambda: attach(given.model, bank), greedily=greedily)
 
     def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
         """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and

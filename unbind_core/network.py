@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from unbind_core.device import SHARED_PASS, threads_for
 from unbind_core.errors import FittingError
 from unbind_core.gates import network_scores, windowed
 from unbind_core.progress import ProgressCallback, counted, silent
@@ -76,24 +77,30 @@ def train_network(
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
     targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
-    with torch.enable_grad():
-        for _ in counted(range(steps), steps, stage, progress):
-            ours = torch.randint(len(forget), (batch // 2,), generator=generator)
-            theirs = torch.randint(len(retain), (batch // 2,), generator=generator)
-            x = (
-                torch.cat((forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))))
-                .float()
-                .sub_(mean)
-                .div_(deviation)
-            )
-            y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
-            with torch.autocast(device.type, torch.bfloat16):
-                logits = out(hidden(x).relu())
-            loss = nn.functional.cross_entropy(logits.float(), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+    work = batch * width * (forget.shape[1] + count)
+
+    def step() -> Tensor:
+        ours = torch.randint(len(forget), (batch // 2,), generator=generator)
+        theirs = torch.randint(len(retain), (batch // 2,), generator=generator)
+        x = (
+            torch.cat((forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))))
+            .float()
+            .sub_(mean)
+            .div_(deviation)
+        )
+        y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = out(hidden(x).relu())
+        loss = nn.functional.cross_entropy(logits.float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.detach()
+
+    for _ in counted(range(steps), steps, stage, progress):  # who follows the progress may change the number of threads
+        with torch.enable_grad(), threads_for(device, work, SHARED_PASS):
+            loss = step()
     if not bool(torch.isfinite(loss)):
         raise FittingError("the detector's loss is not finite; check the rows and the model's dtype")
     with torch.no_grad():

@@ -324,6 +324,7 @@ def test_little_work_on_a_cpu_takes_one_thread_and_the_number_is_put_back(monkey
             selection.edit(1, states(2, 3))
         assert torch.get_num_threads() == 3
         assert seen == [1, 3, 1]
-        assert threads_for(torch.device("cuda"), 1) == 3
+        with threads_for(torch.device("cuda"), 1):
+            assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
