@@ -30,6 +30,7 @@ from unbind_core.progress import Progress, ProgressCallback
 
 WORKLOADS = ("32x16->64", "16x800->64", "32x1500->64")
 MODULES = (0, 1, 8, 64, 512)
+MODULE_REPEATS = 5  # for one of the others: what modules cost is little beside what a machine's speed differs by
 KEYSTROKES, KEYSTROKE_TOKENS = 40, 1500
 PARTS = ("throughput", "library", "arrivals", "keystrokes", "modules", "http")
 
@@ -154,7 +155,8 @@ class Bench:
         try:
             names = [module.name for module in every]
             slowdowns: dict[int, list[float]] = {count: [] for count in counts if count}
-            for repeat in range(self._repeats + 1):
+            repeats = MODULE_REPEATS * self._repeats
+            for repeat in range(repeats + 1):
                 seconds = {}
                 for count in self._random.sample(list(counts), len(counts)):
                     sets = [self._module_set(table.pin, names[:count], row) for row in range(load.requests)]
@@ -163,7 +165,7 @@ class Bench:
                 if repeat:
                     for count, found in slowdowns.items():
                         found.append(seconds[count] / seconds[0] - 1)
-                self._progress(Progress(f"modules ({kind})", repeat + 1, self._repeats + 1))
+                self._progress(Progress(f"modules ({kind})", repeat + 1, repeats + 1))
         finally:
             engine.close()
         return {str(count): statistics.median(found) for count, found in slowdowns.items()}

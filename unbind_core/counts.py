@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 PHASES = ("prefill", "decode")
+TOGETHER = 64  # passes of which open gates are added up at once
 
 
 class Tally:
@@ -24,6 +25,7 @@ class Tally:
         self._passes = [0] * len(PHASES)  # positions at which all rows were evaluated
         self._evaluated = [on.new_zeros(on.shape[2], dtype=torch.int64) for _ in PHASES]  # positions beside those
         self._open = [torch.zeros_like(on, dtype=torch.int64) for _ in PHASES]
+        self._gates: list[list[Tensor]] = [[] for _ in PHASES]  # of passes that are not added up yet, shaped as ``on``
 
     def every_row(self, phase: int, gate: Tensor) -> None:
         """Gates of a batch whose row i is row i of the selection, or whose rows all are its only one; all positions count."""
@@ -32,7 +34,17 @@ class Tally:
         opened = gate if whole else gate.sum(tuple(range(gate.dim() - 1)))
         with self._lock:
             self._passes[phase] += gate.numel() // table.numel()
-            (table if whole else table[0, 0]).add_(opened)
+            if not whole:
+                table[0, 0].add_(opened)
+                return
+            self._gates[phase].append(gate)
+            if len(self._gates[phase]) == TOGETHER:
+                self._add_up(phase)
+
+    def _add_up(self, phase: int) -> None:
+        if gates := self._gates[phase]:
+            self._open[phase].add_(torch.stack(gates).sum(0))
+            gates.clear()
 
     def some(self, phase: int, gate: Tensor, asked: Tensor) -> None:
         """Open gates and which were asked for, bool of one shape [...,m]."""
@@ -45,6 +57,8 @@ class Tally:
     def add_to(self, evaluated: Tensor, opened: Tensor) -> None:
         """Add what was counted to int64 [phases,slots] tables."""
         for phase, passes in enumerate(self._passes):
+            with self._lock:
+                self._add_up(phase)
             evaluated[phase].index_add_(0, self._slots, self._evaluated[phase] + self._on.sum((0, 1)) * passes)
             opened[phase].index_add_(0, self._slots, self._open[phase].sum((0, 1)))
 

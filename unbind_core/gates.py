@@ -66,7 +66,7 @@ class FisherGates:
         """Stack w FP32 [M,d], s_ref and tau FP32 [M]; ``tensors`` are the modules' own, on ``device``; ``on`` bool [R,1,M]: which
         of them each row asks for.
         """
-        self._w = torch.stack([own["w"] for own in tensors])
+        self._w = torch.stack([own["w"] for own in tensors]).t()
         self._minus_s_ref = -torch.tensor([module.s_ref for module in modules], device=device)
         taus = [module.tau for module in modules]
         self._tau = torch.where(on, torch.tensor(taus, device=device), torch.nan)  # which nothing reaches
@@ -77,9 +77,11 @@ class FisherGates:
         self, layer: int, states: Tensor, rows: Tensor | None, real: Tensor | None, places: Places | None
     ) -> tuple[Tensor, Tensor]:
         """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]."""
-        a = functional.linear(states.float(), self._w, self._minus_s_ref)
+        flat = states.reshape(-1, states.shape[-1]).float()
+        a = torch.addmm(self._minus_s_ref, flat, self._w)  # the product of functional.linear, without its way there
         if self._at_zero:
             a = a.relu_()
+        a = a.view(*states.shape[:-1], -1)
         return a, a >= of_rows(self._tau, states, rows)
 
 
