@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import ModelIdentity, decoder_layers, identify
-from unbind_core.auto import fit_auto, retained
+from unbind_core.auto import fit_auto
 from unbind_core.capture import check_exactness
+from unbind_core.captured import retained
 from unbind_core.errors import DataError
 from unbind_core.evaluation import RowScore
 from unbind_core.linears import packed_linears

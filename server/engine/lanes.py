@@ -6,8 +6,8 @@ take three quarters of the time that they take one after the other. On an accele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
 
 import torch
@@ -26,14 +26,20 @@ class Lanes:
             self.count, "unbind-lane", initializer=torch.set_num_threads, initargs=(threads // self.count,)
         )
 
-    def run(self, passes: Sequence[Callable[[], T]], together: bool) -> Iterator[tuple[int, T]]:
-        """(number, result) of each pass as it ends, begun in the order given: ``together``, or here one by one with all threads."""
+    def run(self, passes: Sequence[Callable[[], T]], together: bool) -> Generator[tuple[int, T]]:
+        """(number, result) of each pass as it ends, begun in the order given: ``together``, or here one by one with all threads.
+
+        Whoever leaves early closes the generator, which waits for what has begun.
+        """
         if not together or self.count == 1:
             yield from ((number, work()) for number, work in enumerate(passes))
             return
         numbers: dict[Future[T], int] = {self._pool.submit(work): number for number, work in enumerate(passes)}
-        for future in as_completed(numbers):
-            yield numbers[future], future.result()
+        try:
+            for future in as_completed(numbers):
+                yield numbers[future], future.result()
+        finally:
+            wait(numbers)
 
     def close(self) -> None:
         """End the threads."""

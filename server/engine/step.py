@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,10 +53,11 @@ class Stepper:
         self._drop_cancelled()
         plans = self.scheduler.schedule().passes(self.lanes.count)
         work = [partial(self._compute, plan) for plan in plans]
-        for number, computed in self.lanes.run(work, together=side_by_side(plans)):
-            self._settle(plans[number], computed)
-            if len(plans) > 1:
-                post()
+        with closing(self.lanes.run(work, together=side_by_side(plans))) as passes:
+            for number, computed in passes:
+                self._settle(plans[number], computed)
+                if len(plans) > 1:
+                    post()
         self.modules.collect()
         self.steps += 1
 

@@ -22,6 +22,7 @@ from unbind_core import (
     UnbindModule,
     attach,
     auto,
+    captured,
     evaluation,
     fit,
     judging,
@@ -79,7 +80,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "NEW_TOKENS", 24)
     monkeypatch.setattr(evaluation, "BLEU_NEW_TOKENS", 24)
     monkeypatch.setattr(strength, "STRENGTHS", (0.5, 2.0))
-    monkeypatch.setattr(auto, "SCREEN_STEPS", 20)
+    monkeypatch.setattr(captured, "SCREEN_STEPS", 20)
 
 
 def f_bleu(loaded: LoadedModel, module: UnbindModule | None, rows: Sequence[ForgetRow] = FORGET) -> float:

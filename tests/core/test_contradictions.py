@@ -7,7 +7,7 @@ import torch
 
 from tests.core.conftest import LAYER, ROWS, opening_on_some
 from unbind_core.architecture import LoadedModel
-from unbind_core.auto import Retained
+from unbind_core.captured import Retained
 from unbind_core.fitting import _preparation
 from unbind_core.options import FitOptions, Target
 from unbind_core.progress import silent

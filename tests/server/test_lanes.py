@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -57,6 +59,22 @@ def test_passes_are_told_of_as_they_end() -> None:
         assert next(found) == (1, True)
         release.set()
         assert next(found) == (0, True)
+    finally:
+        lanes.close()
+
+
+def test_leaving_early_waits_for_what_runs() -> None:
+    lanes = Lanes(CPU)
+    ended = threading.Event()
+
+    def slow() -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    try:
+        with closing(lanes.run([slow, lambda: None], together=True)) as found:
+            next(found)
+        assert ended.is_set()
     finally:
         lanes.close()
 
