@@ -108,7 +108,9 @@ class LibraryBatching:
     """The library's continuous batching, on a copy of the model, as it changes how a model attends."""
 
     def __init__(self, loaded: LoadedModel, requests: int, length: int) -> None:
-        self._model: Any = copy.deepcopy(loaded.model)
+        model: Any = copy.deepcopy(loaded.model)
+        self._model = model
+        self._model.set_attn_implementation("sdpa")  # an engine on the model may have put its own there
         blocks = requests * (length // PAGE + 2) + 4
         self._batching = ContinuousBatchingConfig(page_size=PAGE, num_blocks=blocks, max_batch_tokens=512)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -65,6 +65,10 @@ def _hooks_on(layers: Sequence[nn.Module]) -> int:
     return sum(isinstance(hook, _LayerHook) for layer in layers for hook in layer._forward_hooks.values())
 
 
+# not kept by the intervention, which a copy of the model copies
+_under_way: ContextVar[tuple[Intervention | None, _Step | None]] = ContextVar("step", default=(None, None))
+
+
 class Intervention:
     """One forward hook on every decoder layer while the ``with`` block runs.
 
@@ -77,7 +81,6 @@ class Intervention:
     def __init__(self, model: nn.Module, override: str | None = None) -> None:
         """``override`` is the dotted path of the list of decoder layers where the search does not find it."""
         self.stack, self.layers = decoder_stack(model, override)
-        self._here = threading.local()
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -107,8 +110,8 @@ class Intervention:
     @property
     def current(self) -> _Step | None:
         """What this thread's forward pass applies."""
-        found: _Step | None = getattr(self._here, "step", None)
-        return found
+        owner, step = _under_way.get()
+        return step if owner is self else None
 
     @contextmanager
     def step(
@@ -133,12 +136,12 @@ class Intervention:
             raise RuntimeError(
                 "the intervention is not attached; use it as `with Intervention(model) as intervention:`"
             )
+        step = None if selection is None else _Step(selection, rows, phase, real, places, counted, record)
+        token = _under_way.set((self, step))
         try:
-            if selection is not None:
-                self._here.step = _Step(selection, rows, phase, real, places, counted, record)
             yield
         finally:
-            self._here.step = None
+            _under_way.reset(token)
 
     def _detach(self) -> None:
         while self._handles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,6 +227,16 @@ def test_a_step_inside_a_step_is_refused(tiny: LoadedModel, bank: ModuleBank) ->
         assert intervention.current is not None
     with pytest.raises(RuntimeError, match="not attached"), intervention.step(selection):
         pass
+
+
+def test_a_copy_of_the_model_knows_nothing_of_a_step_on_the_model(tiny: LoadedModel, bank: ModuleBank) -> None:
+    inputs = encoded(tiny, PROMPTS[:1])
+    with torch.no_grad(), Intervention(tiny.model) as intervention:
+        other: Any = copy.deepcopy(tiny.model)
+        plain = other(**inputs).logits
+        with intervention.step(bank.select([{"a": 1.0}])):
+            assert torch.equal(other(**inputs).logits, plain)
+            assert not torch.equal(tiny.model(**inputs).logits, plain)
 
 
 def test_one_model_carries_one_intervention(tiny: LoadedModel, bank: ModuleBank) -> None:
