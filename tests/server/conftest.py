@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from server.engine import scheduler
 from server.engine.engine import Engine
 from server.registry.database import connect, upgrade
 from server.registry.registry import Registry
@@ -45,6 +47,16 @@ def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
 def make_module(loaded: LoadedModel) -> MakeModule:
     """``build_module`` for the checkpoint of these tests."""
     return partial(build_module, loaded.identity)
+
+
+@pytest.fixture
+def two_lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Passes of a step run side by side however few tokens they have, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(scheduler, "LEAST_PASS", 8)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

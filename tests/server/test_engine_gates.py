@@ -20,6 +20,7 @@ from unbind_core.errors import UnbindError
 from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 
+pytestmark = pytest.mark.usefixtures("two_lanes")
 SETS: tuple[tuple[str, ...], ...] = ((), ("n",), ("m",), ("m", "n"))
 NEW = 20
 

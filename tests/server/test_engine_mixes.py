@@ -18,6 +18,7 @@ from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnknownModule
 
+pytestmark = pytest.mark.usefixtures("two_lanes")
 NAMES = ("one", "two", "three", "four")
 MakeEngine = Callable[..., Engine]
 

@@ -22,18 +22,10 @@ from unbind_core.architecture import LoadedModel
 from unbind_core.bank import ModuleBank
 from unbind_core.hooks import attach
 
+pytestmark = pytest.mark.usefixtures("two_lanes")
 CPU = torch.device("cpu")
 PROMPTS = [tuple(range(20 + i, 150 + i)) for i in range(6)]
 NEW = 6
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """Whatever the machine has: with one thread there is one lane."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_passes_overlap_with_a_share_of_the_threads_each() -> None:
