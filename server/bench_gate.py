@@ -116,14 +116,17 @@ class Retained:
 
     def rise(self, modules: Sequence[UnbindModule], rows: Sequence[RetainRow]) -> float:
         """Rise of the mean NLL of other retain rows, relative."""
+        before, after = map(math.log, self.perplexities(modules, rows))
+        return after / before - 1
+
+    def perplexities(self, modules: Sequence[UnbindModule], rows: Sequence[RetainRow]) -> tuple[float, float]:
+        """Of other retain rows: without the modules, and with them."""
         model, tokenizer = self.world.loaded.model, self.world.loaded.tokenizer
         bank = _bank(self.world, modules)
         windows = retain_windows(tokenizer, rows, range(len(rows)), available_forms(tokenizer))
-        before, after = (
-            math.log(perplexity(model, windows, self.pad, editing=editing))
-            for editing in (nullcontext, lambda: attach(model, bank))
+        return perplexity(model, windows, self.pad), perplexity(
+            model, windows, self.pad, editing=lambda: attach(model, bank)
         )
-        return after / before - 1
 
 
 def _bank(world: World, modules: Sequence[UnbindModule]) -> ModuleBank:
@@ -190,6 +193,7 @@ def gate_figures(
             entry[gate] = {
                 "gate": found.gate, "outcome": found.outcome, **forgetting(before, after), **retained.measure((module,)),
                 "fit_seconds": seconds, "attempts": 6 * tries, "layer": module.layer, "kappa": module.kappa,
+                "apart": apart_figures(world, retained, rows, module),
                 "neighbours": neighbours_rise(world, retained, rows, module),
                 "paraphrased": paraphrased(world, rows, module, progress),
                 "output": outputs(world, other, rows, module),
@@ -291,13 +295,28 @@ def neighbours_rise(
     """
     everything = [*world.retain, *world.calibration, *world.test]
     near, unseen = nearest(rows, everything), nearest(rows, world.test)
-    protected = {span for row in rows for span in _spans(world, row.prompt + row.continuation)}
-    apart = [row for row in near if not protected & _spans(world, row.text)]
+    apart = _apart(world, rows, near)
     return {
         "rows": len(near), "nll_increase": retained.rise((module,), near),
         "repeating_rows": len(near) - len(apart), "apart_nll_increase": retained.rise((module,), apart),
         "unseen_rows": len(unseen), "unseen_nll_increase": retained.rise((module,), unseen),
     }  # fmt: skip
+
+
+def apart_figures(
+    world: World, retained: Retained, rows: Sequence[ForgetRow], module: UnbindModule
+) -> dict[str, float | int]:
+    """Rise of perplexity on the held-out rows that hold no span of 50 tokens of a forget row, and how many do hold one: what is to
+    be kept there is what is to be forgotten, and a fit leaves such rows of its own out.
+    """
+    apart = _apart(world, rows, world.test)
+    before, after = retained.perplexities((module,), apart)
+    return {"repeating_rows": len(world.test) - len(apart), "ppl_increase": after / before - 1}
+
+
+def _apart(world: World, rows: Sequence[ForgetRow], others: Sequence[RetainRow]) -> list[RetainRow]:
+    protected = {span for row in rows for span in _spans(world, row.prompt + row.continuation)}
+    return [row for row in others if not protected & _spans(world, row.text)]
 
 
 def _spans(world: World, text: str) -> set[tuple[int, ...]]:
