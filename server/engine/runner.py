@@ -46,13 +46,13 @@ class Runner:
         self.gate_memory = GateMemory(slots, max_length, self.device)
         self.dtype = next(model.parameters()).dtype
         self._threads = ThreadChoice(self.device)
-        self._packed = PackedLinears(model)
-        self._attention = SlotAttention(self._config)
-        self.intervention = Intervention(model)
-        self._attached = ExitStack()  # for the engine's life; close() takes them off
-        self._attached.callback(self._packed.remove)
-        self._attached.enter_context(self.intervention)
-        self._attached.enter_context(self._attention)
+        with ExitStack() as attached:
+            self.intervention = attached.enter_context(Intervention(model))
+            self._packed = PackedLinears(model)
+            attached.callback(self._packed.remove)
+            self._attention = SlotAttention(self._config)
+            attached.enter_context(self._attention)
+            self._attached = attached.pop_all()  # for the engine's life; close() takes them off
         self._selected: dict[str, tuple[list[Any], Selection | None]] = {}
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
