@@ -38,7 +38,7 @@ from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.engine")
 T = TypeVar("T")
-PARTS_A_SECOND = 800  # of all streams together: each takes Python time, which the forward passes wait for
+PARTS_A_SECOND = 500  # of all streams together: each takes Python time, which the forward passes wait for
 
 
 class EngineStopped(Exception):
