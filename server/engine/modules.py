@@ -16,7 +16,7 @@ from typing import Any
 
 from server.engine.pinned import LoadedModule, PinnedSet
 from unbind_core.bank import ModuleBank
-from unbind_core.errors import UnknownModule
+from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 
 Counts = dict[str, dict[str, tuple[int, int]]]
@@ -69,7 +69,12 @@ class ModuleTable:
         for module, digest in modules:
             present = self._current.get(module.name)
             wanted[module.name] = present if present and present.digest == digest else self._add(module, digest)
-        self._reserve()
+        try:
+            self._reserve()
+        except UnbindError:
+            wanted.clear()  # so that nothing refers to the new ones, and the bank is rid of them at once
+            self.collect()
+            raise
         self._current = wanted
         self.collect()
 

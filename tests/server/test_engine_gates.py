@@ -118,8 +118,9 @@ def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(
     larger = remembering_module(loaded, "larger", 0, seed=5, heads=3)
     with pytest.raises(UnbindError, match="load fewer modules, or serve with fewer --max-slots"):
         engine.sync_modules([(module, module.digest) for module in (*modules, larger)]).result(10)
-    assert set(engine.modules.current) == {"n", "m"}
+    assert set(engine.modules.current) == {"n", "m"} and len(engine.modules.bank_names()) == 2
     assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4
+    assert engine.runner.bank.columns == {0: 4, 1: 2}  # else a table would grow under a pass
 
 
 def test_an_engine_without_such_modules_keeps_no_memory(loaded: LoadedModel, make_module: MakeModule) -> None:
