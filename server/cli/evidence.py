@@ -10,7 +10,7 @@ import typer
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, screen, write_json
-from server.evidence.signing import BadEvidence
+from server.evidence.signing import BadEvidence, read
 from server.evidence.signing import verify as verify_document
 from unbind_core import UnbindError
 from unbind_core.files import write_whole
@@ -30,8 +30,9 @@ def get(
     path = out or Path(f"{takedown_id}.evidence.json")
     with clear_errors():
         document = Client(url, key).call(f"/takedowns/{takedown_id}/evidence")
-        signer = _check(document, None)
-        _write(path, json.dumps(document))
+        text = json.dumps(document)
+        signer = _check(text, None)
+        _write(path, text)
         if html is not None:
             _write(html, document["html"])
     if as_json:
@@ -47,11 +48,7 @@ def verify(
 ) -> None:
     """Check a file offline: was it changed, and who signed it? Ends with code 1 where it does not hold."""
     with clear_errors():
-        try:
-            document = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UnbindError(f"{file}: not JSON") from None
-        signer = _check(document, signed_by)
+        signer = _check(file.read_bytes(), signed_by)
     if as_json:
         write_json({"genuine": True, "signed_by": signer})
     else:
@@ -65,9 +62,9 @@ def _write(path: Path, text: str) -> None:
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def _check(document: object, signed_by: str | None) -> str:
+def _check(text: bytes | str, signed_by: str | None) -> str:
     try:
-        return verify_document(document, signed_by)
+        return verify_document(read(text), signed_by)
     except BadEvidence as error:
         raise UnbindError(str(error)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import stat
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from server.evidence.bundle import evidence
 from server.evidence.page import page
-from server.evidence.signing import BadEvidence, signing_key, verify
+from server.evidence.signing import PRIME, SMALL_ORDER, BadEvidence, fingerprint, read, signing_key, verify
 from server.registry.database import open_database
 from server.registry.files import job_dir, save_json
 from server.registry.registry import Registry
@@ -117,6 +118,84 @@ def test_any_change_is_found(document: dict[str, Any]) -> None:
         verify(document, "0" * 64)
 
 
+def in_other_words(document: dict[str, Any], **signature: Any) -> dict[str, Any]:
+    return {**document, "signature": {**document["signature"], **signature}}
+
+
+def test_a_forged_fingerprint_is_found_though_nobody_asked_for_one(document: dict[str, Any]) -> None:
+    with pytest.raises(BadEvidence, match="fingerprint is not that of the key"):
+        verify(in_other_words(document, fingerprint="0" * 64))
+
+
+@pytest.mark.parametrize("field", ["signed_at", "key", "Algorithm"])
+def test_a_signature_has_exactly_its_fields(document: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadEvidence, match="signature: fields"):
+        verify(in_other_words(document, **{field: "x"}))
+
+
+@pytest.mark.parametrize("field", ["public_key", "value"])
+def test_base64_with_spare_bits_padding_or_breaks_is_refused(document: dict[str, Any], field: str) -> None:
+    text = document["signature"][field]
+    body, padding = text.rstrip("="), text[len(text.rstrip("=")) :]
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    spare = body[:-1] + alphabet[alphabet.index(body[-1]) + 1] + padding
+    assert base64.b64decode(spare) == base64.b64decode(text)  # the same bytes, written in another way
+    for other in (spare, f"{text}=", f"{text}\n", f" {text}", text.rstrip("="), 5, None):
+        with pytest.raises(BadEvidence, match=f"signature.{field}"):
+            verify(in_other_words(document, **{field: other}))
+
+
+def test_what_a_second_reader_would_read_otherwise_is_refused(document: dict[str, Any]) -> None:
+    text = json.dumps(document)
+    assert verify(read(text)) == verify(read(text.encode())) == document["signature"]["fingerprint"]
+    for forged, says in (
+        (text.replace('"payload": {', '"payload": {"takedown": "another"}, "payload": {', 1), "'payload' comes twice"),
+        (text.replace('"row_count": 3', '"row_count": 4, "row_count": 3', 1), "'row_count' comes twice"),
+        (text.replace('"row_count": 3', '"row_count": 4, "row_co\\u0075nt": 3', 1), "'row_count' comes twice"),
+        (text.replace('"f_bleu": 0.01,', '"f_bleu": 0.01000000000000000000001,', 1), "not written as it was signed"),
+        (text.replace('"f_bleu": 0.01,', '"f_bleu": NaN,', 1), "NaN is not JSON"),
+        ("\ufeff" + text, "not JSON"),
+        ("[" * 100_000, "not JSON"),
+    ):
+        assert forged != text
+        with pytest.raises(BadEvidence, match=says):
+            read(forged)
+    with pytest.raises(BadEvidence, match="not JSON"):
+        read(text.encode("utf-16"))
+
+
+@pytest.mark.parametrize("sign", [0, 1 << 255])
+@pytest.mark.parametrize("y", [*SMALL_ORDER, PRIME, PRIME + 1, PRIME + 3, 2**255 - 1])
+def test_a_key_under_which_anything_seems_signed_is_refused(document: dict[str, Any], y: int, sign: int) -> None:
+    point = (y | sign).to_bytes(32, "little")
+    public, nothing = base64.b64encode(point).decode(), base64.b64encode(point + bytes(32)).decode()
+    with pytest.raises(BadEvidence, match=r"signature\.public_key: not a point"):
+        verify(in_other_words(document, public_key=public, fingerprint=fingerprint(point), value=nothing))
+    with pytest.raises(BadEvidence, match=r"signature\.value: not a point"):
+        verify(in_other_words(document, value=nothing))
+
+
+def test_every_point_of_small_order_is_known() -> None:
+    """Doubled three times each is neutral, by the curve's own arithmetic; there are eight of them, in pairs of one y."""
+    d = -121665 * pow(121666, -1, PRIME) % PRIME
+    points = 0
+    for y in SMALL_ORDER:
+        square = (y * y - 1) * pow(d * y * y + 1, -1, PRIME) % PRIME
+        root = pow(square, (PRIME + 3) // 8, PRIME)
+        x = root if root * root % PRIME == square else root * pow(2, (PRIME - 1) // 4, PRIME) % PRIME
+        assert x * x % PRIME == square
+        points += 1 if x == 0 else 2
+        at = x, y
+        for _ in range(3):
+            product = d * at[0] * at[0] * at[1] * at[1]
+            at = (
+                2 * at[0] * at[1] * pow(1 + product, -1, PRIME) % PRIME,
+                (at[1] * at[1] + at[0] * at[0]) * pow(1 - product, -1, PRIME) % PRIME,
+            )
+        assert at == (0, 1)
+    assert points == 8
+
+
 def test_the_command_checks_a_file_offline(document: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"
     file.write_text(json.dumps(document))
@@ -129,8 +208,9 @@ def test_the_command_checks_a_file_offline(document: dict[str, Any], tmp_path: P
     assert run("--signed-by", signer).exit_code == 0 and run("--signed-by", "00").exit_code == 1
     file.write_text(json.dumps({**document, "html": "x"}))
     assert run().exit_code == 1
-    file.write_text("not json")
-    assert run().exit_code == 1
+    for forged in ("not json", json.dumps(document).replace('"payload": {', '"payload": {}, "payload": {', 1)):
+        file.write_text(forged)
+        assert run().exit_code == 1
 
 
 def test_the_key_is_made_once_and_its_owner_s_alone(tmp_path: Path) -> None:
