@@ -23,6 +23,7 @@ from server.registry.access import SERVER_SCOPE, Access
 from server.registry.objects import ObjectStore
 from server.registry.registry import open_registry
 from server.registry.store import ModuleStore, Scan, StoredModule
+from server.registry.trail import Abandoned
 from server.settings import Settings
 from server.telemetry import Telemetry
 from server.worker.process import Supervisor
@@ -32,6 +33,7 @@ from unbind_core.windows import fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0
+TRAIL_PAUSE_SECONDS = 0.01  # after each page of the audit trail
 
 
 class Service:
@@ -44,6 +46,7 @@ class Service:
         self.loaded = loaded
         self.telemetry = Telemetry()
         self.registry = open_registry(settings)
+        self.telemetry.audit_problems.set_function(lambda: len(self.registry.trail.problems))
         self.access = Access(self.registry.transactions)
         self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
@@ -76,6 +79,7 @@ class Service:
         await asyncio.to_thread(self.engine.start)
         await self.refresh_modules()
         self._tasks.append(asyncio.create_task(self._watch_modules(), name="unbind-module-watch"))
+        self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
         if self.settings.worker:
             await self.supervisor.start()
         self.ready = True
@@ -91,6 +95,7 @@ class Service:
     async def stop(self) -> None:
         """Drain, then end the engine and the connections, in that order."""
         await self.drain()
+        self.registry.trail.leave()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,6 +146,21 @@ class Service:
                 log.exception(
                     "modules or access rules could not be read; what is loaded is served, and it is tried again"
                 )
+
+    async def _watch_trail(self) -> None:
+        """Check the whole audit trail now and by the clock, in pages with pauses between, so that nobody waits for it."""
+        trail, seconds = self.registry.trail, self.settings.audit_check_seconds
+        while True:
+            try:
+                if not await asyncio.to_thread(trail.check, TRAIL_PAUSE_SECONDS):
+                    await asyncio.to_thread(trail.follow)  # other machines' changes move only the heads kept there
+            except Abandoned:
+                return
+            except Exception:
+                log.exception("the audit trail could not be checked; it is tried again at the next time")
+            if not seconds:
+                return
+            await asyncio.sleep(seconds)
 
 
 def load_served(settings: Settings) -> LoadedModel:

@@ -105,6 +105,10 @@ class Settings(BaseModel):
         Path | None,
         Field(description="file that remembers the audit trail's end; best on another disk; else in data_dir"),
     ] = None
+    audit_check_seconds: Annotated[
+        float,
+        Field(ge=0, description="seconds between checks of the whole audit trail; 0: only when the server starts"),
+    ] = 3600.0
     forget_retention_days: Annotated[
         float, Field(ge=0, description="forget rows are deleted so long after their takedown; 0 keeps them")
     ] = 0.0

@@ -69,6 +69,12 @@ class Telemetry:
         self._modules = Gauge("unbind_modules_loaded", "Modules a request can name", registry=registry)
         self._skipped = Gauge("unbind_module_files_skipped", "Module files that could not be loaded", registry=registry)
 
+        self.audit_problems = Gauge(
+            "unbind_audit_problems",
+            "Signs of tampering known in the audit trail; 0 where it is whole",
+            registry=registry,
+        )
+
     def exposition(self, counts: Counts, stats: EngineStats, modules: int, skipped: int) -> bytes:
         """The text that Prometheus scrapes, with the figures given."""
         self._gates.counts = counts

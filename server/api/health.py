@@ -30,7 +30,12 @@ async def ready(served: Served) -> dict[str, Any]:
         raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers={"Retry-After": "2"})
     if missing := served.missing_modules:
         raise unavailable(missing[0])
-    return {"status": "ready", "model": served.settings.served_name, "modules": sorted(served.engine.modules.current)}
+    return {
+        "status": "ready",
+        "model": served.settings.served_name,
+        "modules": sorted(served.engine.modules.current),
+        **({"audit": problems} if (problems := served.registry.trail.problems) else {}),
+    }
 
 
 @router.get("/metrics")

@@ -1,7 +1,8 @@
-"""``unbind audit``: the audit trail, read from the database itself, and whether it is whole."""
+"""``unbind audit``: the audit trail, read from the database itself, whether it is whole, and its end accepted anew."""
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from rich.table import Table
 
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import flag, with_settings
-from server.registry.audit import read_head
+from server.registry.audit import Actor
+from server.registry.refusals import Refusal
 from server.registry.registry import open_registry
+from server.registry.trail import read_head
 from server.settings import Settings
 from unbind_core import UnbindError
 
@@ -23,6 +26,10 @@ _HEAD = flag(
     Path | None,
     typer.Option(None, "--head", help="file with the trail's end, kept elsewhere"),
 )
+_REASON = flag(
+    "reason", str, typer.Option(..., "--reason", help="why the kept end is not that of the trail; kept in it")
+)
+OPERATOR = Actor("operator", "command line")
 
 
 @with_settings([_AFTER, _LIMIT, _JSON])
@@ -46,11 +53,12 @@ def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> N
 def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
     """Find any entry that was changed, deleted, inserted or moved; ends with code 1 where there is one."""
     with clear_errors():
-        known = read_head(head or settings.audit_head_file)
-        if head is not None and known is None:
+        given = read_head(head) if head is not None else None
+        if head is not None and given is None:
             raise UnbindError(f"--head: {head} is not a file with the end of a trail (number and digest)")
         registry = open_registry(settings)
-        problems = registry.audit_problems(known)
+        known = given or registry.trail.kept()[0]
+        problems = registry.audit_problems(given)
         registry.close()
     if as_json:
         write_json({"whole": not problems, "head": known[0] if known else None, "problems": problems})
@@ -66,9 +74,32 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+@with_settings([_REASON, _JSON])
+def accept_head(settings: Settings, reason: str, as_json: bool) -> None:
+    """Take the trail's end as it stands for the right one, after an older copy was restored; the trail itself tells of it."""
+    with clear_errors():
+        registry = open_registry(settings)
+        try:
+            accepted = registry.accept_head(OPERATOR, reason, time.time())
+        except Refusal as error:
+            raise UnbindError(str(error)) from None
+        finally:
+            registry.close()
+    if as_json:
+        write_json(accepted)
+        return
+    (number, digest), kept = accepted["found"], accepted["kept"]
+    was = f"entry {kept[0]} ({kept[1]})" if kept else "damaged"
+    screen.print(
+        f"the head was {was}; entry {number} ({digest}) was the end that is accepted", soft_wrap=True, highlight=False
+    )
+    screen.print(f"entry {number + 1} of the trail says so", soft_wrap=True, highlight=False)
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="The audit trail.", no_args_is_help=True)
     group.command("list")(list_entries)
     group.command("verify")(verify)
+    group.command("accept-head")(accept_head)
     app.add_typer(group, name="audit")

@@ -53,12 +53,13 @@ def backup(settings: Settings, out: Path | None, as_json: bool) -> None:
 
 @with_settings([_JSON])
 def check(settings: Settings, as_json: bool) -> None:
-    """Is the schema this version's, are the files sound, is the audit trail whole? Ends with code 1 where not."""
+    """Is the schema this version's, are the files sound, is the audit trail whole and guarded? Ends with code 1 where not."""
     with clear_errors(), _open(settings) as engine:
         problems = [] if database.status(engine) == "current" else ["the schema is behind: run `unbind db upgrade`"]
         if not problems:
             problems += [f"schema: {difference}" for difference in database.differences(engine)]
             problems += [f"file: {line}" for line in database.damage(engine)]
+            problems += [f"guard: {line}" for line in database.unguarded(engine)]
             problems += [f"audit: {line}" for line in Registry(engine, settings.audit_head_file).audit_problems()]
         found = database.revision(engine)
     if as_json:

@@ -1,19 +1,16 @@
 """The audit trail: rows that are only added, each sealed with the digest of the one before it.
 
-An edit, a deletion, an insertion or a change of order breaks the chain. That rows are missing at the end shows against the
-head file, which is kept beside the database or, better, elsewhere. Every change in the
-registry appends here in its own transaction.
+An edit, a deletion, an insertion or a change of order breaks the chain. That rows are missing at the end, or that the chain was
+made anew, shows against the head that ``trail.py`` keeps outside the database. Every change in the registry appends here in its
+own transaction.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select, text
@@ -24,7 +21,7 @@ from server.registry.tables import AuditRow
 ORIGIN = "0" * 64  # what the first row has for a predecessor
 FIELDS = ("id", "at", "actor", "source", "action", "subject", "detail", "before", "after", "previous")
 _LOCK = 7_235_310_414  # PostgreSQL's advisory lock for appending: two appenders would seal the same predecessor
-_HEAD = "audit_head"
+_APPENDED = "audit_appended"
 
 
 @dataclass(frozen=True)
@@ -53,50 +50,27 @@ def append(
     """Add a row at the end of the chain, within the transaction of what it tells of."""
     one_at_a_time(session)
     session.flush()
-    last = session.execute(select(AuditRow.id, AuditRow.digest).order_by(AuditRow.id.desc()).limit(1)).first()
+    number, previous = newest(session) or (0, ORIGIN)
     row: dict[str, Any] = {
-        "id": last.id + 1 if last else 1, "at": now, "actor": actor.name, "source": actor.source, "action": action,
+        "id": number + 1, "at": now, "actor": actor.name, "source": actor.source, "action": action,
         "subject": subject, "detail": detail, "before": digest_of(before) if before is not None else "",
-        "after": digest_of(after) if after is not None else "", "previous": last.digest if last else ORIGIN,
+        "after": digest_of(after) if after is not None else "", "previous": previous,
     }  # fmt: skip
     row["digest"] = digest_of(row)
     session.add(AuditRow(**row))
     session.flush()
-    session.info[_HEAD] = (row["id"], row["digest"])
+    session.info[_APPENDED] = True
 
 
-def appended(session: Session) -> tuple[int, str] | None:
-    """The head that the session's transaction made, None where it appended nothing."""
-    head: tuple[int, str] | None = session.info.pop(_HEAD, None)
-    return head
+def appended(session: Session) -> bool:
+    """Whether the session's transaction appended anything."""
+    return bool(session.info.pop(_APPENDED, False))
 
 
-def write_head(path: Path, head: tuple[int, str]) -> None:
-    """Remember the newest row outside the database; an older one never replaces it."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "r+", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        kept = _parse(file.read())
-        if kept is None or kept[0] < head[0]:
-            file.seek(0)
-            file.write(f"{head[0]} {head[1]}\n")
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def read_head(path: Path) -> tuple[int, str] | None:
-    """The head that was remembered, None where there is none."""
-    try:
-        return _parse(path.read_text(encoding="ascii"))
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _parse(line: str) -> tuple[int, str] | None:
-    number, _, digest = line.strip().partition(" ")
-    return (int(number), digest) if number.isdigit() and len(digest) == 64 else None
+def newest(session: Session) -> tuple[int, str] | None:
+    """Number and digest of the last row, None where there is none."""
+    last = session.execute(select(AuditRow.id, AuditRow.digest).order_by(AuditRow.id.desc()).limit(1)).first()
+    return (last.id, last.digest) if last else None
 
 
 def rows(session: Session, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
@@ -117,21 +91,23 @@ def _view(row: AuditRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in (*FIELDS, "digest")}
 
 
-def problems(session: Session, head: tuple[int, str] | None) -> Iterator[str]:
-    """Everything that shows tampering, first things first; nothing where the trail is whole."""
-    previous, expected, known = ORIGIN, 1, {}
-    while page := rows(session, after=expected - 1, limit=1000):
-        for row in page:
-            if row["id"] != expected:
-                yield f"row {expected}: missing; the next is {row['id']}"
-            if row["digest"] != digest_of({name: row[name] for name in FIELDS}):
-                yield f"row {row['id']}: its content was changed (the digest differs)"
-            if row["previous"] != previous:
-                yield f"row {row['id']}: does not follow the row before it (deleted, inserted or moved)"
-            previous, expected = row["digest"], row["id"] + 1
-            if head is not None and row["id"] == head[0]:
-                known[head[0]] = row["digest"]
-    if head is not None and head[0] not in known:
+def problems(entries: Iterable[dict[str, Any]], head: tuple[int, str] | None, *, first: int = 1) -> Iterator[str]:
+    """Everything that shows tampering in rows that begin at number ``first``, in order; nothing where they are whole.
+
+    ``head`` is an entry that they must hold, None where none is known.
+    """
+    previous, expected, known = ORIGIN if first == 1 else None, first, None
+    for row in entries:
+        if row["id"] != expected:
+            yield f"row {expected}: missing; the next is {row['id']}"
+        if row["digest"] != digest_of({name: row[name] for name in FIELDS}):
+            yield f"row {row['id']}: its content was changed (the digest differs)"
+        if previous is not None and row["previous"] != previous:
+            yield f"row {row['id']}: does not follow the row before it (deleted, inserted or moved)"
+        previous, expected = row["digest"], row["id"] + 1
+        if head is not None and row["id"] == head[0]:
+            known = row["digest"]
+            if known != head[1]:
+                yield f"row {head[0]}: is not the row that the kept head knows; the trail was written anew"
+    if head is not None and known is None:
         yield f"row {head[0]}: missing at the end; the head that was kept knows it"
-    elif head is not None and known[head[0]] != head[1]:
-        yield f"row {head[0]}: is not the row that the kept head knows; the trail was written anew"

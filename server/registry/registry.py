@@ -9,10 +9,13 @@ from typing import Any
 from sqlalchemy import Engine
 
 from server.registry import audit
+from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.jobs import Jobs
 from server.registry.modules import Modules
+from server.registry.refusals import NotAllowed
 from server.registry.takedowns import Takedowns
+from server.registry.trail import Trail
 from server.registry.transactions import Transactions
 from server.settings import Settings
 
@@ -31,8 +34,14 @@ class Registry:
         """The database, for other records in it."""
         return self.transactions.engine
 
+    @property
+    def trail(self) -> Trail:
+        """Whether the audit trail is whole."""
+        return self.transactions.trail
+
     def close(self) -> None:
         """Give the connections back."""
+        self.trail.leave()
         self.transactions.engine.dispose()
 
     def audit(self, after: int = 0, limit: int = 100) -> list[dict[str, Any]]:
@@ -47,10 +56,24 @@ class Registry:
 
     def audit_problems(self, head: tuple[int, str] | None = None) -> list[str]:
         """What shows that the trail was tampered with, measured against ``head`` or the head kept here."""
-        if head is None and self.transactions.head is not None:
-            head = audit.read_head(self.transactions.head)
-        with self.transactions.look() as session:
-            return list(audit.problems(session, head))
+        return self.trail.check() if head is None else list(audit.problems(self.trail.entries(), head))
+
+    def accept_head(self, actor: Actor, reason: str, now: float) -> dict[str, Any]:
+        """Take the trail as it stands for the right one, though the kept head knows another end; what is said in the trail.
+
+        For a database that was restored from an older copy. Raises NotAllowed where there is nothing to accept, and where the
+        chain itself is broken: that stays to be seen.
+        """
+        kept, damaged = self.trail.kept()
+        if broken := next(audit.problems(self.trail.entries(), None), None):
+            raise NotAllowed(f"the trail itself is broken ({broken}); restore a copy of the database that is whole")
+        if not damaged and (kept is None or not any(audit.problems(self.trail.entries(), kept))):
+            raise NotAllowed("the trail holds the kept head; there is nothing to accept")
+        with self.transactions.change(accept_head=True) as session:
+            audit.one_at_a_time(session)
+            detail = {"reason": reason, "kept": kept, "found": audit.newest(session)}
+            audit.append(session, now, actor, "audit.accept_head", "audit", detail)
+        return detail
 
 
 def open_registry(settings: Settings) -> Registry:

@@ -9,26 +9,30 @@ from pathlib import Path
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from server.registry.audit import appended, write_head
+from server.registry.audit import appended
+from server.registry.trail import Trail
 
 
 class Transactions:
-    """Sessions on one database. After a change that the audit trail tells of, its head is kept in ``head``."""
+    """Sessions on one database. After a change that the audit trail tells of, its head in the file ``head`` follows."""
 
     def __init__(self, engine: Engine, head: Path | None = None) -> None:
         self.engine = engine
-        self.head = head
         self._reading = engine.execution_options(reading=True)
+        self.trail = Trail(self.look, head)
 
     @contextmanager
-    def change(self) -> Iterator[Session]:
-        """Everything within happens, or nothing of it. On SQLite the writer's lock is taken first."""
+    def change(self, *, accept_head: bool = False) -> Iterator[Session]:
+        """Everything within happens, or nothing of it. On SQLite the writer's lock is taken first.
+
+        ``accept_head`` has the trail's head name the newest entry whatever it named before.
+        """
         with Session(self.engine, expire_on_commit=False) as session:
             with session.begin():
                 yield session
-            head = appended(session)
-        if head is not None and self.head is not None:
-            write_head(self.head, head)
+            told = appended(session)
+        if told:
+            self.trail.follow(accept=accept_head)
 
     @contextmanager
     def look(self) -> Iterator[Session]:

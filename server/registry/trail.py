@@ -1,0 +1,160 @@
+"""Is the audit trail whole? The head kept outside the database, the check of the whole chain, and what was found so far.
+
+``transactions.py`` has the head follow each change. It moves on only where the trail still holds the entry it names, so that
+what was once deleted or written anew is reported until somebody accepts it. The server checks the whole chain by the clock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from server.registry import audit
+
+log = logging.getLogger("unbind.audit")
+PAGE = 500  # entries read in one transaction
+REMEMBERED = 100  # problems that are held in memory
+Head = tuple[int, str]  # the newest entry's number and digest
+
+
+class Abandoned(Exception):
+    """The check was ended before it came to the end of the trail."""
+
+
+class Trail:
+    """What this process knows of the trail, for any thread. Without a ``head`` only the chain itself is checked."""
+
+    def __init__(self, look: Callable[[], AbstractContextManager[Session]], head: Path | None) -> None:
+        self.head = head
+        self._look = look
+        self._noting = threading.Lock()
+        self._refused: str | None = None  # why the head could not move on
+        self._found: list[str] = []  # what the last check of the whole chain found
+        self._leaving = threading.Event()
+
+    @property
+    def problems(self) -> list[str]:
+        """The signs of tampering known here, the first hundred at most; empty where the trail is whole as far as is known."""
+        refused = [self._refused] if self._refused and self._refused not in self._found else []
+        return [*refused, *self._found]
+
+    def follow(self, *, accept: bool = False) -> None:
+        """Move the head on to the newest entry, where the trail still holds the entry it names; else keep it, and say so.
+
+        ``accept`` moves it in any case. The change that it follows is done: what fails here is logged, and made up for by the next.
+        """
+        if self.head is None:
+            return
+        try:
+            with _locked(self.head) as file:
+                refused = self._moved(file, accept)
+        except (OSError, SQLAlchemyError) as error:
+            log.warning("the audit trail's head in %s stays behind until the next change: %s", self.head, error)
+            return
+        self._note(refused, self._found)
+
+    def check(self, pause: float = 0.0) -> list[str]:
+        """Everything that shows tampering in the whole trail, from its first entry to the head.
+
+        Reads pages in transactions of their own and waits ``pause`` seconds between them. Raises SQLAlchemyError; Abandoned
+        after ``leave``.
+        """
+        kept, damaged = self.kept()
+        found = [*damaged, *audit.problems(self.entries(pause=pause), kept)]
+        self._note(self._refused if found else None, found[:REMEMBERED])
+        return found
+
+    def kept(self) -> tuple[Head | None, list[str]]:
+        """The head as it is kept, and what is wrong with its file."""
+        if self.head is None or not self.head.exists():
+            return None, []
+        return _parsed(self.head.read_text(encoding="ascii", errors="replace"))
+
+    def entries(self, after: int = 0, pause: float = 0.0) -> Iterator[dict[str, Any]]:
+        """The entries that follow number ``after``, in order. Raises Abandoned."""
+        while True:
+            with self._look() as session:
+                page = audit.rows(session, after=after, limit=PAGE)
+            if not page:
+                return
+            yield from page
+            after = page[-1]["id"]
+            if self._leaving.wait(pause):
+                raise Abandoned
+
+    def leave(self) -> None:
+        """End a check that is under way."""
+        self._leaving.set()
+
+    def _moved(self, file: IO[str], accept: bool) -> str | None:
+        """Move the head in its open file; why it may not move, None where it did or need not."""
+        kept, damaged = _parsed(file.read())
+        if damaged and not accept:
+            return damaged[0]
+        if kept is None or accept:
+            with self._look() as session:
+                end = audit.newest(session)
+            if end is not None and end[0] > 1 and not accept:
+                log.warning("no head of the audit trail was kept in %s; it is from now on", self.head)
+        else:
+            end = kept
+
+            def passing() -> Iterator[dict[str, Any]]:
+                nonlocal end
+                for entry in self.entries(kept[0] - 1):
+                    yield entry
+                    end = entry["id"], entry["digest"]
+
+            if refused := next(audit.problems(passing(), kept, first=kept[0]), None):
+                return refused
+        if end is not None and end != kept:
+            file.seek(0)
+            file.write(f"{end[0]} {end[1]}\n")
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        return None
+
+    def _note(self, refused: str | None, found: list[str]) -> None:
+        with self._noting:
+            before, self._refused, self._found = self.problems, refused, found
+            now = self.problems
+        if now and not before:
+            log.error("the audit trail is not whole: %s; see `unbind audit verify`", now[0])
+        elif before and not now:
+            log.warning("the audit trail is whole again")
+
+
+def read_head(path: Path) -> Head | None:
+    """The head in a file, None where there is none."""
+    try:
+        return _parsed(path.read_text(encoding="ascii", errors="replace"))[0]
+    except OSError:
+        return None
+
+
+def _parsed(text: str) -> tuple[Head | None, list[str]]:
+    if not text.strip():  # a file that was made and not yet written to
+        return None, []
+    number, _, digest = text.strip().partition(" ")
+    if number.isdecimal() and number.isascii() and len(digest) == 64:
+        return (int(number), digest), []
+    return None, ["head: its file does not hold the end of a trail (number and digest); it was damaged or written over"]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """The head's file, made where it is missing, for one process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii", errors="replace") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
