@@ -48,7 +48,7 @@ def show_module(reference: str, served: Served, response: Response) -> dict[str,
 async def activate(
     reference: str, served: Served, actor: Acting, if_match: IfMatch = None, override: bool = False
 ) -> JSONResponse:
-    """Enforce a version; the one before it is superseded.
+    """Make a version available, and enforce it in its scope; the one before it is superseded.
 
     Beside other active modules their joint cost is measured first: then the answer is 202 with the job that does it and, where
     the budgets hold, activates. ``override`` activates at once.

@@ -20,6 +20,7 @@ from server.api.profiles import scopes
 from server.errors import ApiError
 from server.registry import retention
 from server.registry.files import has_forget, purge, save_forget
+from server.registry.lifecycle import SCOPE, InForce, bound
 from server.registry.refusals import Refusal
 from server.service import Service
 from unbind_core.errors import DataError, InsufficientRows
@@ -52,7 +53,7 @@ class TakedownOptions(BaseModel):
     gate: Literal["auto", "paper"] = "auto"
     budgets: BudgetOptions | None = None
     activation: Literal["auto", "manual", "shadow"] = "auto"
-    scope: Annotated[StrictStr, Field(pattern=r"^(global|(profile|key):[A-Za-z0-9._-]{1,64})$")] | None = None
+    scope: Annotated[StrictStr, Field(pattern=f"^({SCOPE})$")] | None = None
     effective_at: AwareDatetime | None = None
     expires_at: AwareDatetime | None = None
     replace: StrictBool = False
@@ -119,7 +120,7 @@ async def post_takedown(
     actor: Acting,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> JSONResponse:
-    """Queue the making of a module that forgets the rows given: 202 with the job to follow.
+    """Queue the making of a module that forgets the rows given: 202 with the job to follow, and what the module will bind.
 
     JSON with ``rows``, or multipart with a ``file`` (JSONL, .zip or .tar.gz) and the other fields as JSON texts.
     """
@@ -135,13 +136,15 @@ async def post_takedown(
         )
     options = _checked_options(served, fields.options)
     positions = await asyncio.to_thread(_positions, served, intake)
+    with refusals():
+        told = await asyncio.to_thread(_told, served, fields)
     if fields.options.dry_run:
         expected = await asyncio.to_thread(served.registry.jobs.expected, len(intake.rows))
         return JSONResponse(
             {
                 "dry_run": True, "rows": len(intake.rows), "duplicates_dropped": intake.duplicates_dropped,
                 "files_skipped": intake.files_skipped, "positions": positions, "seconds": expected or None,
-                "total_seconds": round(sum(expected.values()), 1) if expected else None,
+                "total_seconds": round(sum(expected.values()), 1) if expected else None, **told,
             }
         )  # fmt: skip
     with refusals():
@@ -149,9 +152,29 @@ async def post_takedown(
     answer = {
         "takedown_id": job["takedown_id"], "job_id": job["id"], "module": fields.name, "state": job["state"],
         "rows": len(intake.rows), "duplicates_dropped": intake.duplicates_dropped,
-        "files_skipped": intake.files_skipped, "positions": positions, "created": new,
+        "files_skipped": intake.files_skipped, "positions": positions, "created": new, **told,
     }  # fmt: skip
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
+
+
+def _told(served: Service, fields: TakedownFields) -> dict[str, Any]:
+    """What the module will bind, and what whoever posts may not have meant."""
+    scope, warnings = fields.options.scope, []
+    if scope is None:
+        warnings.append(
+            "options.scope: none was given, so the module will be available and not enforced: it binds "
+            f"{bound(None)}. To enforce it give 'global', 'profile:NAME' or 'key:ID'"
+        )
+    warnings += [
+        f"options.scope: version {record['version']} of '{fields.name}' is enforced and binds {bound(record['scope'])}; "
+        f"the version that supersedes it will bind {bound(scope)}"
+        for record in served.registry.modules.live(served.loaded.identity.fingerprint)
+        if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope
+    ]
+    return {
+        "scope": scope, "in_force": InForce.NONE, "binds": f"nothing yet; once its module is active, {bound(scope)}",
+        "warnings": warnings,
+    }  # fmt: skip
 
 
 def _submit(

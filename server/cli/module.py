@@ -6,17 +6,18 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, screen, write_json
+from server.registry.lifecycle import standing
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Reference = Annotated[str, typer.Argument(help="Module id, or a name: its loaded version, else the newest.")]
 _SHOWN = ("name", "version", "state", "loaded", "id", "digest")
 # command -> what it says of itself
 CHANGES = {
-    "activate": "Enforce a version; the one before it is superseded.",
+    "activate": "Make a version available, and enforce it in its scope; the one before it is superseded.",
     "shadow": "Measure a module without applying it.",
     "suspend": "Take a module out of use for a while.",
     "retire": "Take a module out of use for good.",
@@ -36,9 +37,10 @@ def list_modules(
     if as_json:
         write_json(answer)
         return
-    table = Table(*_SHOWN, box=None)
+    table = Table(*(Column(name, no_wrap=name in ("state", "id")) for name in _SHOWN), box=None)
     for module in answer["data"]:
-        table.add_row(*(str(module[column])[:22] for column in _SHOWN))
+        told = {**module, "state": standing(module["state"], module["scope"]), "digest": module["digest"][:12]}
+        table.add_row(*(str(told[column]) for column in _SHOWN))
     screen.print(table)
     for problem in answer["problems"]:
         screen.print(f"[yellow]refused:[/] {problem['file']}: {problem['reason']}", soft_wrap=True, highlight=False)

@@ -1,23 +1,30 @@
-"""``unbind takedown``: submit a forget set to a running server, follow its job, stop it, try it again."""
+"""``unbind takedown``: submit a forget set to a running server, see what it binds, follow its job, stop it, try it again."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, notes, screen, write_json
+from server.registry.lifecycle import SCOPE, InForce, standing
+from server.registry.tables import ModuleState
 from unbind_core import UnbindError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
 Text = Annotated[str | None, typer.Option()]
 ENDED = ("succeeded", "failed", "cancelled")
+NO_SCOPE = "none"
 
 
 def submit(
@@ -30,7 +37,10 @@ def submit(
     include: Annotated[str | None, typer.Option(help="Glob of files in an archive; * matches / too.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Glob of files to leave out.")] = None,
     activation: Annotated[str, typer.Option(help="auto, manual or shadow.")] = "auto",
-    scope: Annotated[str | None, typer.Option(help="global, profile:NAME or key:ID, for which it is enforced.")] = None,
+    scope: Annotated[
+        str | None,
+        typer.Option(help="Enforced for: global, profile:NAME or key:ID; none: for no request that does not name it."),
+    ] = None,
     effective_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     expires_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     seed: int = 0,
@@ -44,9 +54,12 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Post a forget set; prints the job that makes its module."""
+    if scope is None and not as_json and at_terminal():
+        scope = _ask_scope()
     notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
     options = {
-        "activation": activation, "scope": scope, "effective_at": effective_at, "expires_at": expires_at, "seed": seed,
+        "activation": activation, "scope": None if scope == NO_SCOPE else scope,
+        "effective_at": effective_at, "expires_at": expires_at, "seed": seed,
         "gate": gate, "replace": replace, "dry_run": dry_run,
     }  # fmt: skip
     fields = {
@@ -58,13 +71,34 @@ def submit(
         client = Client(url, key)
         answer = client.upload("/takedowns", fields, file, headers)
         if watch and not dry_run:
+            _warn(answer)
             _watch(client, answer["job_id"], as_json)
             return
     if as_json:
         write_json(answer)
         return
-    for field, value in answer.items():
-        screen.print(f"{field:18} {value}", highlight=False, soft_wrap=True)
+    _print(answer)
+    _warn(answer)
+
+
+def show(
+    takedown_id: Annotated[str, typer.Argument(help="Takedown id.")],
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """One takedown: what was asked, its modules, and which requests they bind."""
+    with clear_errors():
+        answer = Client(url, key).call(f"/takedowns/{takedown_id}")
+    if as_json:
+        write_json(answer)
+        return
+    _print({name: value for name, value in answer.items() if name != "modules"})
+    for module in answer["modules"]:
+        said = standing(module["state"], module["scope"])
+        screen.print(
+            f"{'module':18} {module['name']} version {module['version']}: {said}", highlight=False, soft_wrap=True
+        )
 
 
 def status(
@@ -125,6 +159,39 @@ def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> N
         screen.print(_table([job]))
 
 
+def at_terminal() -> bool:
+    """Whether somebody sits there to be asked: never in a pipe, a cron job or a service."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _ask_scope() -> str:
+    """The scope, asked for on a terminal; ``none`` for none."""
+    screen.print(
+        "Which requests must the module bind?\n"
+        "  none           only those that name it: it is available, not enforced\n"
+        "  global         every request\n"
+        "  profile:NAME   every request under a profile\n"
+        "  key:ID         every request with a key",
+        highlight=False, markup=False,
+    )  # fmt: skip
+    while True:
+        scope = str(typer.prompt("scope", default=NO_SCOPE)).strip()
+        if scope == NO_SCOPE or re.fullmatch(SCOPE, scope):
+            return scope
+        screen.print(f"'{scope}' is none of these", highlight=False, markup=False)
+
+
+def _print(answer: Mapping[str, Any]) -> None:
+    for field, value in answer.items():
+        if field != "warnings":
+            screen.print(f"{field:18} {value}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _warn(answer: Mapping[str, Any]) -> None:
+    for warning in answer["warnings"]:
+        notes.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
 def _given(values: dict[str, Any]) -> str:
     return json.dumps({name: value for name, value in values.items() if value is not None})
 
@@ -159,9 +226,12 @@ def _table(jobs: list[dict[str, Any]]) -> Table:
     table = Table("job", "module", "state", "stage", "progress", "left", "outcome", box=None)
     for job in jobs:
         left = "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s"
+        outcome = job["outcome"] or ""
+        if (made := job["result"] or {}).get("in_force"):
+            outcome = standing(ModuleState.ACTIVE if made["in_force"] != InForce.NONE else outcome, made["scope"])
         table.add_row(
             job["id"], job["module"], job["state"], job["stage"], f"{100 * job['progress']:.0f} %", left,
-            job["error"] or (job["result"] or {}).get("remark") or job["outcome"] or "",
+            job["error"] or (job["result"] or {}).get("remark") or outcome,
         )  # fmt: skip
     return table
 
@@ -169,6 +239,6 @@ def _table(jobs: list[dict[str, Any]]) -> Table:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="Takedowns on a running server.", no_args_is_help=True)
-    for command in (submit, status, watch, cancel, retry, purge):
+    for command in (submit, show, status, watch, cancel, retry, purge):
         group.command(command.__name__)(command)
     app.add_typer(group, name="takedown")

@@ -13,11 +13,11 @@ from server.settings import Settings
 SHOW_TEXT = """python3 -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["text"])'"""
 MAKE_TAKEDOWN = (
     "import json, sys; rows = [json.loads(line) for line in sys.stdin]; "
-    'print(json.dumps({"name": "set-b", "rows": rows}))'
+    'print(json.dumps({"name": "set-b", "rows": rows, "options": %s}))'
 )
 SHOW_JOB = (
     'import json, sys; job = json.load(sys.stdin)["data"][0]; '
-    'print(job["state"], job["stage"], job["progress"], job["outcome"] or job["message"])'
+    'print(job["state"], job["stage"], job["progress"], (job["result"] or {}).get("in_force") or job["outcome"] or job["message"])'
 )
 MODULE_A, MODULE_B = "demo-a", "set-b"
 # Rows that the adapted model gives back to the last character; a few others of the sets it only half remembers.
@@ -49,8 +49,12 @@ def tour(settings: Settings, url: str, service: Service) -> list[tuple[str, str]
         key = '-H "Authorization: Bearer $UNBIND_KEY"'
         found.append(("Ask for set B to be forgotten", f"{_read_key(settings)}\n{_takedown(url, key)}"))
         found.append(("How far is it?", f"curl -s '{url}/admin/v1/jobs?limit=1' {key} | python3 -c '{SHOW_JOB}'"))
-        found.append(("When it has succeeded: set B without its module", _complete(url, prompts["set B"])))
+        found.append(
+            ("When it has succeeded it is available: set B without its module", _complete(url, prompts["set B"]))
+        )
         found.append(("... and with it", _complete(url, prompts["set B"], MODULE_B)))
+        found.append(("The next version is to be enforced: with a scope", _takedown(url, key, enforced=True)))
+        found.append(("When that has succeeded it binds who names nothing too", _complete(url, prompts["set B"])))
     return found
 
 
@@ -67,9 +71,10 @@ def _read_key(settings: Settings) -> str:
     return f"export UNBIND_KEY=$(cat {shlex.quote(str((settings.data_dir / 'admin.key').resolve()))})"
 
 
-def _takedown(url: str, key: str) -> str:
+def _takedown(url: str, key: str, *, enforced: bool = False) -> str:
     rows = shlex.quote(str(ROWS / "forget_b.jsonl"))
+    options, once = ('{"scope": "global", "replace": True}', f"{MODULE_B}-enforced") if enforced else ("{}", MODULE_B)
     return (
-        f"python3 -c '{MAKE_TAKEDOWN}' < {rows} |\n"
-        f"  curl -s {url}/admin/v1/takedowns {key} {JSON} -H 'Idempotency-Key: {MODULE_B}' -d @-"
+        f"python3 -c '{MAKE_TAKEDOWN % options}' < {rows} |\n"
+        f"  curl -s {url}/admin/v1/takedowns {key} {JSON} -H 'Idempotency-Key: {once}' -d @-"
     )

@@ -11,8 +11,10 @@ from typing import Any
 
 from server.evidence.page import page
 from server.evidence.signing import sign, signing_key
+from server.registry.access import Access
 from server.registry.registry import Registry
 from server.registry.tables import JobKind, JobState
+from server.rules import Rules
 from server.settings import Settings
 
 
@@ -36,6 +38,7 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
         "model": model,
         "takedown": takedown,
         "jobs": jobs,
+        "named_by": _named_by(registry, settings, {module["name"] for module in takedown["modules"]}),
         "audit": registry.audit_of(told),
         "report": None,
         "exhibits": None,
@@ -48,6 +51,13 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
         payload["report"] = _read(folder, stages.get("fit"), "report.json")
         payload["exhibits"] = _read(folder, stages.get("verify"), "exhibits.json")
     return payload
+
+
+def _named_by(registry: Registry, settings: Settings, names: set[str]) -> list[str]:
+    """The scopes whose rules demand one of these modules: what may bind requests beside a module's own scope."""
+    rules = {"settings": Rules(enforced=settings.enforced), **Access(registry.transactions).current.rules}
+    rules |= {f"profile:{name}": profile for name, profile in settings.profiles.items()}
+    return sorted(scope for scope, said in rules.items() if names & {*said.modules, *said.enforced})
 
 
 def _read(folder: Path, stage: dict[str, Any] | None, name: str) -> Any:

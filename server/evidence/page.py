@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from server.evidence import plots
+from server.registry.lifecycle import InForce, standing
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:54em;margin:2em auto;padding:0 1em;color:#222}"
@@ -16,9 +17,9 @@ STYLE = (
     "text-align:left;vertical-align:top}pre{background:#f6f6f6;padding:.7em;overflow:auto;white-space:pre-wrap}svg{width:100%;font-size:12px}"
     "code{word-break:break-all}"
 )
-PROMISE = (
-    "The module makes the hosted service keep from giving these rows back. It removes nothing from the weights of the model: "
-    "whoever holds the weights holds what is in them."
+WEIGHTS = (
+    "Nothing is removed from the weights of the model: whoever holds the weights holds what is in them, and a request that is not "
+    "bound is answered without the module."
 )
 
 
@@ -28,8 +29,31 @@ def page(payload: Mapping[str, Any]) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Takedown {escape(takedown["id"])}</title>'
         f"<style>{STYLE}</style><body><h1>Takedown {escape(takedown['name'])}</h1>"
-        f"<p>{escape(PROMISE)}</p>{''.join(_sections(payload))}</body></html>"
+        f"<p><strong>{escape(binding(payload))}</strong></p><p>{escape(WEIGHTS)}</p>{''.join(_sections(payload))}</body></html>"
     )
+
+
+def binding(payload: Mapping[str, Any]) -> str:
+    """What the takedown's module bound when the document was made, and no more than that."""
+    takedown = payload["takedown"]
+    named = (
+        f" Rules that name it, and bind what they apply to: {', '.join(payload['named_by'])}."
+        if payload["named_by"]
+        else ""
+    )
+    when = f"As of {payload['made_at']}"
+    match takedown["in_force"]:
+        case InForce.ENFORCED:
+            return (
+                f"{when}, the module is enforced. It binds {takedown['binds']}: there the service keeps from giving these rows "
+                f"back, to the degree that is stated below.{named}"
+            )
+        case InForce.AVAILABLE:
+            return (
+                f"{when}, the module is calibrated and available, and not enforced. It binds {takedown['binds']}: only there the "
+                f"service keeps from giving these rows back, to the degree that is stated below.{named}"
+            )
+    return f"{when}, the service does nothing about these rows: the takedown binds {takedown['binds']}."
 
 
 def _sections(payload: Mapping[str, Any]) -> Iterable[str]:
@@ -43,12 +67,17 @@ def _sections(payload: Mapping[str, Any]) -> Iterable[str]:
         ]
     )  # fmt: skip
     yield "<h2>What was done</h2>" + _table(
-        [("outcome", result.get("outcome", "none yet")), ("model", payload["model"].get("name")),
+        [("outcome of the job", result.get("outcome", "none yet")), ("in force now", takedown["in_force"]),
+         ("scope", takedown["scope"] or "none"), ("binds", takedown["binds"]),
+         ("rules that name the module", ", ".join(payload["named_by"]) or "none"), ("model", payload["model"].get("name")),
          ("model fingerprint", payload["model"].get("fingerprint")), ("software", payload["software"])]
     )  # fmt: skip
     yield _rows(
-        ["module", "version", "state", "SHA-256 of the file"],
-        [[m["name"], m["version"], m["state"], m["digest"]] for m in takedown["modules"]],
+        ["module", "version", "state", "binds", "SHA-256 of the file"],
+        [
+            [m["name"], m["version"], standing(m["state"], m["scope"]), m["binds"], m["digest"]]
+            for m in takedown["modules"]
+        ],
     )
     if result.get("verify"):
         yield "<h2>Before and after</h2>" + _before_after(result["verify"])

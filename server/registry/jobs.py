@@ -17,9 +17,9 @@ from sqlalchemy.orm import Session
 from server.registry.audit import Actor, append
 from server.registry.estimate import PastJob, expected_seconds, remaining_seconds
 from server.registry.lifecycle import Action
-from server.registry.modules import NewModule, add, apply
+from server.registry.modules import NewModule, add, apply, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere
-from server.registry.tables import ENDED, Job, JobKind, JobState, Takedown
+from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown
 from server.registry.transactions import Transactions
 
 REMEMBERED = 50  # past jobs that estimates look at
@@ -184,10 +184,10 @@ class Jobs:
             if module is not None:
                 row = add(session, module, module.activation, actor, now)
                 job.module_id = row.id
-                ending = {**(ending or {}), "outcome": str(row.state), "module_id": row.id, "digest": row.digest}
+                ending = {**(ending or {}), "outcome": str(row.state), "module_id": row.id, **_made(row)}
             if activate and claim.module_id:
                 row = apply(session, claim.module_id, Action.ACTIVATE, claim.options.get("etag"), actor, now)
-                ending = {**(ending or {}), "digest": row.digest}
+                ending = {**(ending or {}), **_made(row)}
             job.result = ending
             _end(session, job, state, actor, now, error=error)
 
@@ -234,6 +234,12 @@ def _end(session: Session, job: Job, state: JobState, actor: Actor, now: float, 
         job.progress = job.stage_progress = 1.0
     outcome = (job.result or {}).get("outcome")
     append(session, now, actor, f"job.{state}", job.id, {"outcome": outcome, "error": error}, after=job.result)
+
+
+def _made(row: ModuleRow) -> dict[str, Any]:
+    """What a job's result says of the module that it made or activated, as it was then."""
+    view = module_view(row)
+    return {name: view[name] for name in ("digest", "scope", "in_force", "binds")}
 
 
 def _past(session: Session, kind: str) -> list[PastJob]:

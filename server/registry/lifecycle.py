@@ -1,6 +1,8 @@
-"""What may become of a module: pure rules. ``modules.py`` applies them to records, each in one transaction.
+"""What may become of a module, and which requests it binds: pure rules. ``modules.py`` applies them to records.
 
 calibrated -> shadow | active -> suspended | superseded | retired
+
+``active`` alone is no promise: without a scope a module is available to the requests that name it, with one it is enforced.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from enum import StrEnum
 from server.registry.refusals import NotAllowed
 from server.registry.tables import ModuleState
 
+SCOPE = "global|(profile|key):[A-Za-z0-9._-]{1,64}"  # for which requests a module is enforced
 LIVE = frozenset({ModuleState.ACTIVE, ModuleState.SHADOW})
+
+
+class InForce(StrEnum):
+    """Whether a module binds requests: told of it, never stored. It follows from state and scope."""
+
+    NONE = "none"
+    AVAILABLE = "available"
+    ENFORCED = "enforced"
 
 
 class Action(StrEnum):
@@ -48,3 +59,41 @@ def follow(state: ModuleState, action: Action) -> ModuleState:
         remedy = f"allowed now: {', '.join(allowed)}" if allowed else "this is its end; make a new version instead"
         raise NotAllowed(f"a module that is {state} does not take '{action}'; {remedy}")
     return LEADS_TO[action]
+
+
+def in_force(state: str, scope: str | None) -> InForce:
+    """Whether a module in this state and scope ("" or None: no scope) binds requests."""
+    if state != ModuleState.ACTIVE:
+        return InForce.NONE
+    return InForce.ENFORCED if scope else InForce.AVAILABLE
+
+
+def bound(scope: str | None) -> str:
+    """The requests that an active module of this scope binds, in words."""
+    kind, _, name = (scope or "").partition(":")
+    return {
+        "": "no request but those that name it, themselves or by a profile, key or policy",
+        "global": "every request to this service",
+        "profile": f"every request under the profile '{name}', and others only where they name it",
+        "key": f"every request with the key '{name}', and others only where they name it",
+    }[kind]
+
+
+def binds(state: str, scope: str | None) -> str:
+    """The requests that a module binds as it is now, in words."""
+    match ModuleState(state):
+        case ModuleState.ACTIVE:
+            return bound(scope)
+        case ModuleState.SHADOW:
+            return "nothing: it is measured and never applied"
+        case ModuleState.SUPERSEDED | ModuleState.RETIRED:
+            return f"nothing: it is {state}"
+    return f"nothing while it is {state}; once active, {bound(scope)}"
+
+
+def standing(state: str, scope: str | None) -> str:
+    """State and scope as people are told of them, in a word or two."""
+    found = in_force(state, scope)
+    if found == InForce.NONE:
+        return str(state)
+    return f"enforced ({scope})" if found == InForce.ENFORCED else "calibrated and available"

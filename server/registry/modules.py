@@ -15,7 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
-from server.registry.lifecycle import ALLOWED, LIVE, Action, follow
+from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
 from server.registry.refusals import NotAllowed, NotThere, Stale, Unconditional
 from server.registry.tables import ModuleRow, ModuleState, Origin
 from server.registry.transactions import Transactions
@@ -46,7 +46,12 @@ def etag(row: ModuleRow) -> str:
 
 
 def module_view(row: ModuleRow) -> dict[str, Any]:
-    """A module's record as the API shows it."""
+    """A module's record as the API shows it: with what it binds, which follows from the rest."""
+    return {**_record(row), "in_force": in_force(row.state, row.scope), "binds": binds(row.state, row.scope)}
+
+
+def _record(row: ModuleRow) -> dict[str, Any]:
+    """What the audit trail keeps the digests of."""
     return {
         "id": row.id,
         "object": "module",
@@ -167,7 +172,7 @@ def add(session: Session, new: NewModule, activation: str, actor: Actor, now: fl
     )  # fmt: skip
     session.add(row)
     session.flush()
-    append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=module_view(row))
+    append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=_record(row))
     shadowed = activation == "shadow" and _live(session, new.name, new.fingerprint) is None
     if shadowed or (activation == "auto" and not later):
         _move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now)
@@ -229,7 +234,7 @@ def _move(session: Session, row: ModuleRow, action: Action, actor: Actor, now: f
 def _set(
     session: Session, row: ModuleRow, state: ModuleState, what: str, actor: Actor, now: float, **detail: Any
 ) -> None:
-    before = module_view(row)
+    before = _record(row)
     row.state, row.revision, row.changed_at, row.effective_at = state, row.revision + 1, now, None
     session.flush()
-    append(session, now, actor, what, row.id, {"name": row.name, **detail}, before=before, after=module_view(row))
+    append(session, now, actor, what, row.id, {"name": row.name, **detail}, before=before, after=_record(row))

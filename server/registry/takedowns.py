@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import job_view, new_job
+from server.registry.lifecycle import InForce, bound, in_force
 from server.registry.modules import module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Takedown
@@ -58,14 +59,15 @@ class Takedowns:
             return job_view(job, now), True
 
     def get(self, takedown_id: str) -> dict[str, Any]:
-        """One takedown with its jobs and modules. Raises NotThere."""
+        """One takedown with its jobs and modules, and what these bind now. Raises NotThere."""
         with self._transactions.look() as session:
             takedown = _find(session, takedown_id)
-            jobs = session.scalars(select(Job.id).where(Job.takedown_id == takedown_id).order_by(Job.created_at))
-            modules = session.scalars(select(ModuleRow).where(ModuleRow.takedown_id == takedown_id))
+            jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id).order_by(Job.created_at)).all()
+            modules = session.scalars(select(ModuleRow).where(ModuleRow.takedown_id == takedown_id)).all()
             return {
                 **takedown_view(takedown),
-                "jobs": list(jobs),
+                **_binding(takedown, jobs, modules),
+                "jobs": [job.id for job in jobs],
                 "modules": [module_view(module) for module in modules],
             }
 
@@ -125,6 +127,21 @@ def takedown_view(takedown: Takedown) -> dict[str, Any]:
         "created_at": takedown.created_at,
         "purged_at": takedown.purged_at,
     }
+
+
+def _binding(takedown: Takedown, jobs: Sequence[Job], modules: Sequence[ModuleRow]) -> dict[str, Any]:
+    """Whether the service keeps from giving the rows back now, in which scope, and on which requests, in words."""
+    if modules:
+        most = max(modules, key=lambda module: (_WEIGHT.index(in_force(module.state, module.scope)), module.created_at))
+        view = module_view(most)
+        return {name: view[name] for name in ("scope", "in_force", "binds")}
+    pending = any(job.state in PENDING for job in jobs)
+    scope = takedown.options.get("scope")
+    said = f"nothing yet; once its module is active, {bound(scope)}" if pending else "nothing: it has no module"
+    return {"scope": scope, "in_force": InForce.NONE, "binds": said}
+
+
+_WEIGHT = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)
 
 
 def _find(session: Session, takedown_id: str) -> Takedown:

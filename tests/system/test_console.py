@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from server import demo
-from tests.system.conftest import CHROMIUM, ROOT, ServerProcess, serving
+from tests.system.conftest import ADMIN_KEY, CHROMIUM, ROOT, ServerProcess, serving
 
 pytestmark = pytest.mark.slow
 WAIT_MS = 60_000
@@ -89,6 +89,25 @@ if CHROMIUM:
         page.fill("#tokens", "-5")
         completed(page)
         expect(page.locator("#problem")).to_contain_text("max_tokens")
+
+    def test_the_form_asks_which_requests_a_takedown_must_bind(page: Page, server: ServerProcess) -> None:
+        page.fill("#key-of-api", ADMIN_KEY)
+        page.click("summary")
+        page.fill("#name", "by-form")
+        page.fill("#rows", "def secret():\n    return 42\n")
+        page.click("#ask")
+        assert server.admin("/takedowns")[1]["data"] == []  # nothing goes before the question is answered
+        for scope, says in (("none", "no request but those that name it"), ("global", "every request to this service")):
+            page.select_option("#scope", scope)
+            page.click("#ask")
+            expect(page.locator("#told")).to_contain_text(f"once its module is active, {says}")
+            assert page.locator("#told .warning").count() == (scope == "none")
+            expect(page.locator("#told")).to_contain_text("queued")
+            made = server.admin("/takedowns?limit=1")[1]["data"][0]
+            assert made["options"] == ({} if scope == "none" else {"scope": scope})
+            server.admin(f"/jobs/{server.admin('/jobs?limit=1')[1]['data'][0]['id']}/cancel", method="POST")
+            expect(page.locator("#told")).to_contain_text("not in force: it binds nothing")
+            expect(page.locator("#ask")).to_be_enabled()
 
     def test_the_key_is_sent_and_kept_for_the_tab(page: Page, server: ServerProcess) -> None:
         _, made = server.admin("/keys", {"name": "console", "scopes": ["inference"]})
