@@ -59,12 +59,12 @@ def append(
     row["digest"] = digest_of(row)
     session.add(AuditRow(**row))
     session.flush()
-    session.info[_APPENDED] = True
+    session.info.setdefault(_APPENDED, row["id"])
 
 
-def appended(session: Session) -> bool:
-    """Whether the session's transaction appended anything."""
-    return bool(session.info.pop(_APPENDED, False))
+def appended(session: Session) -> int:
+    """The number of the first row that the session's transaction appended, 0 where it appended nothing."""
+    return int(session.info.pop(_APPENDED, 0))
 
 
 def newest(session: Session) -> tuple[int, str] | None:

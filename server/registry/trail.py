@@ -47,16 +47,17 @@ class Trail:
         refused = [self._refused] if self._refused and self._refused not in self._found else []
         return [*refused, *self._found]
 
-    def follow(self, *, accept: bool = False) -> None:
+    def follow(self, first: int | None = None, *, accept: bool = False) -> None:
         """Move the head on to the newest entry, where the trail still holds the entry it names; else keep it, and say so.
 
-        ``accept`` moves it in any case. The change that it follows is done: what fails here is logged, and made up for by the next.
+        ``first`` is the first entry of the change that was made, None where none was; ``accept`` moves the head in any case.
+        That change is done: what fails here is logged, and made up for by the next.
         """
         if self.head is None:
             return
         try:
             with _locked(self.head) as file:
-                refused = self._moved(file, accept)
+                refused = self._moved(file, first, accept)
         except (OSError, SQLAlchemyError) as error:
             log.warning("the audit trail's head in %s stays behind until the next change: %s", self.head, error)
             return
@@ -95,7 +96,7 @@ class Trail:
         """End a check that is under way."""
         self._leaving.set()
 
-    def _moved(self, file: IO[str], accept: bool) -> str | None:
+    def _moved(self, file: IO[str], first: int | None, accept: bool) -> str | None:
         """Move the head in its open file; why it may not move, None where it did or need not."""
         kept, damaged = _parsed(file.read())
         if damaged and not accept:
@@ -103,7 +104,7 @@ class Trail:
         if kept is None or accept:
             with self._look() as session:
                 end = audit.newest(session)
-            if end is not None and end[0] > 1 and not accept:
+            if end is not None and first != 1 and not accept:  # there were entries before, and so was a head
                 log.warning("no head of the audit trail was kept in %s; it is from now on", self.head)
         else:
             end = kept

@@ -30,9 +30,9 @@ class Transactions:
         with Session(self.engine, expire_on_commit=False) as session:
             with session.begin():
                 yield session
-            told = appended(session)
-        if told:
-            self.trail.follow(accept=accept_head)
+            first = appended(session)
+        if first:
+            self.trail.follow(first, accept=accept_head)
 
     @contextmanager
     def look(self) -> Iterator[Session]:

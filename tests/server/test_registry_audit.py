@@ -182,6 +182,15 @@ def test_a_head_that_cannot_be_written_undoes_no_change(trail: Registry) -> None
     assert trail.trail.kept()[0] == (8, trail.audit(after=7)[0]["digest"])
 
 
+def test_a_head_that_is_gone_is_told_of_and_a_new_trail_is_none(
+    trail: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert trail.trail.head is not None and not caplog.records
+    trail.trail.head.unlink()
+    more(trail, 2)
+    assert [record.message.split(" in ")[0] for record in caplog.records] == ["no head of the audit trail was kept"]
+
+
 def test_a_head_written_over_is_told_of_and_kept(trail: Registry) -> None:
     assert trail.trail.head is not None
     trail.trail.head.write_text("nonsense")
