@@ -75,6 +75,8 @@ def _objects(lines: Iterable[str], origin: str) -> Iterable[tuple[str, dict[str,
             raise DataError(
                 f"{where}: not JSON ({error.msg} at column {error.colno}); give one JSON object a line"
             ) from None
+        except (ValueError, RecursionError):
+            raise DataError(f"{where}: a number too long or values nested too deeply; leave them out") from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: a JSON object is needed, not {type(value).__name__}")
         yield where, value

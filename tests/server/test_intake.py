@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api import intake
+from server.api import archives, intake
 from server.api.intake import from_json, from_upload, pieces
 from unbind_core.errors import UnbindError
 
@@ -118,7 +118,7 @@ def test_bombs_are_refused_before_they_go_off(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(UnbindError, match="unpacks to more than"):
             from_upload(bomb, ["*.py"], [])
     assert time.monotonic() - began < 20
-    monkeypatch.setattr(intake, "MAX_FILES", 50)
+    monkeypatch.setattr(archives, "MAX_FILES", 50)
     with pytest.raises(UnbindError, match="more than 50 files"):
         from_upload(zipped({f"{i}.py": b"x = 1\ny = 2\n" for i in range(51)}), [], [])
 
