@@ -18,7 +18,13 @@ from server.rules import ProfileName, Rules, Strengths, from_json
 PREFIX = "UNBIND_"
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
-NULLABLE = ("adapter", "retain_calibration", "retain_test", "audit_head")  # an empty variable means "none"
+NULLABLE = (
+    "adapter",
+    "admin_key_file",
+    "retain_calibration",
+    "retain_test",
+    "audit_head",
+)  # an empty variable means "none"
 
 
 class SettingsError(Exception):
@@ -60,6 +66,9 @@ class Settings(BaseModel):
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""
+    admin_key_file: Annotated[Path | None, Field(description="file that holds admin_key, such as a mounted secret")] = (
+        None
+    )
     device: Annotated[str, Field(description="torch device")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], Field(description="precision the model runs in")] = (
         "float32"
@@ -175,13 +184,13 @@ class Settings(BaseModel):
 
     def to_environment(self) -> dict[str, str]:
         """The settings as a child process reads them back; the admin key stays here."""
-        plain = self.model_dump(mode="json", exclude={"admin_key"})
+        plain = self.model_dump(mode="json", exclude={"admin_key", "admin_key_file"})
         made = {
             PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
             for key, value in plain.items()
             if value is not None
         }
-        return made | {PREFIX + key.upper(): "" for key in NULLABLE if plain[key] is None}
+        return made | {PREFIX + key.upper(): "" for key in NULLABLE if key in plain and plain[key] is None}
 
 
 def load_settings(
@@ -210,6 +219,11 @@ def load_settings(
                     f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(Settings.model_fields))}"
                 )
             values[key], source[key] = value, origin
+    if file_of_key := values.get("admin_key_file"):
+        where = f"{source['admin_key_file']}: admin_key_file"
+        if values.get("admin_key"):
+            raise SettingsError(f"{where}: given beside admin_key; give one of the two")
+        values["admin_key"] = _secret(Path(file_of_key), where)
     try:
         return Settings(**values)
     except ValidationError as error:
@@ -226,6 +240,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"file {path}: not TOML ({error})") from None
+
+
+def _secret(path: Path, where: str) -> str:
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"{where} {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{where} {path}: not text; write the key into it") from None
+    if not secret:
+        raise SettingsError(f"{where} {path}: is empty; write the key into it")
+    return secret
 
 
 def _written(value: Any) -> str:

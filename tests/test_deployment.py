@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from server.settings import PREFIX, Settings
 from tests.repository import FILES, ROOT, relative
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+KUBERNETES = ROOT / "deploy/kubernetes"
+POD: dict[str, Any] = yaml.safe_load((KUBERNETES / "deployment.yaml").read_text())["spec"]["template"]["spec"]
+CONTAINER: dict[str, Any] = POD["containers"][0]
+AFTER_DRAIN = 15.0  # seconds that connections and the worker get after drain_timeout, with some to spare
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.suffix in (".yml", ".yaml")], ids=relative)
@@ -19,14 +26,51 @@ def test_yaml_parses(path: Path) -> None:
 
 
 def test_compose_services_mount_files_and_volumes_that_exist() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    services = compose["services"]
+    services = COMPOSE["services"]
     for service in services.values():
         assert "image" in service
         assert set(service.get("depends_on", ())) <= set(services)
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
-            assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"]
+            assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
+
+
+def test_compose_publishes_ports_to_this_machine_alone() -> None:
+    published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
+    assert published and all(port.startswith("127.0.0.1:") for port in published)
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_compose_bounds_what_a_service_may_take_and_do(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert re.fullmatch(r"[0-9]+[mg]", service["mem_limit"])
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "network_mode", "pid", "ipc", "cap_add"} & service.keys()
+
+
+def test_compose_starts_only_with_secrets_that_somebody_made() -> None:
+    used = {secret for service in COMPOSE["services"].values() for secret in service.get("secrets", ())}
+    assert used == set(COMPOSE["secrets"]) == {"admin_key", "grafana_password"}
+    for secret in COMPOSE["secrets"].values():
+        assert re.fullmatch(r"\$\{[A-Z_]+:\?[^}]+\}", secret["file"]), "a variable that is required, with a message"
+
+
+def test_no_deployment_holds_a_key_or_opens_the_service() -> None:
+    grafana = COMPOSE["services"]["grafana"]["environment"]
+    assert not [name for name in grafana if name.startswith("GF_AUTH_ANONYMOUS")]
+    environments = [service.get("environment", {}) for service in COMPOSE["services"].values()]
+    environments.append({entry["name"]: entry.get("value", "") for entry in CONTAINER["env"]})
+    for environment in environments:
+        assert "UNBIND_INSECURE" not in environment and "UNBIND_ADMIN_KEY" not in environment
+        for name, value in environment.items():
+            if re.search("KEY|PASSWORD|SECRET|TOKEN", name):
+                assert name.endswith("_FILE") and value.startswith("/run/secrets/"), name
+
+
+def test_deployments_wait_until_running_requests_have_ended() -> None:
+    needed = Settings.model_fields["drain_timeout"].default + AFTER_DRAIN
+    assert int(COMPOSE["services"]["unbind"]["stop_grace_period"].removesuffix("s")) > needed
+    assert POD["terminationGracePeriodSeconds"] > needed
 
 
 def test_deployments_set_only_settings_that_exist() -> None:
@@ -53,6 +97,43 @@ def test_kubernetes_manifests_are_complete_and_listed() -> None:
             assert document["apiVersion"]
             assert document["kind"]
             assert document["metadata"]["name"]
+
+
+def test_the_namespace_demands_the_restricted_pod_security() -> None:
+    labels = yaml.safe_load((KUBERNETES / "namespace.yaml").read_text())["metadata"]["labels"]
+    assert {labels[f"pod-security.kubernetes.io/{mode}"] for mode in ("enforce", "audit", "warn")} == {"restricted"}
+
+
+def test_the_pod_meets_the_restricted_pod_security() -> None:
+    assert len(POD["containers"]) == 1 and "initContainers" not in POD
+    assert POD["securityContext"]["runAsNonRoot"] and POD["securityContext"]["runAsUser"] > 0
+    assert POD["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert not POD["automountServiceAccountToken"] and not {"hostNetwork", "hostPID", "hostIPC"} & POD.keys()
+    context = CONTAINER["securityContext"]
+    assert context["allowPrivilegeEscalation"] is False and context["capabilities"] == {"drop": ["ALL"]}
+    assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"]
+    assert all(volume.keys() & {"persistentVolumeClaim", "emptyDir", "secret"} for volume in POD["volumes"])
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
+
+
+def test_the_pod_is_bounded_and_its_probes_have_time_limits() -> None:
+    assert CONTAINER["resources"]["requests"].keys() >= {"cpu", "memory"}
+    assert "memory" in CONTAINER["resources"]["limits"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert 1 < CONTAINER[probe]["timeoutSeconds"] <= CONTAINER[probe]["periodSeconds"], probe
+
+
+def test_the_network_is_closed_but_for_the_service_s_port() -> None:
+    policies = {
+        policy["metadata"]["name"]: policy["spec"]
+        for policy in yaml.safe_load_all((KUBERNETES / "network.yaml").read_text())
+    }
+    assert policies["deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    allowed = policies["unbind"]
+    assert allowed["podSelector"]["matchLabels"] == {"app": "unbind"}
+    ports = {port["name"] for port in CONTAINER["ports"]}
+    for rule in allowed["ingress"]:
+        assert rule["from"] and rule["ports"] and {port["port"] for port in rule["ports"]} <= ports
 
 
 def test_dashboards_query_metrics_that_the_service_exports() -> None:

@@ -80,7 +80,8 @@ def _message(body: bytes) -> str:
 def _kept_key() -> str:
     if key := os.environ.get(f"{PREFIX}ADMIN_KEY"):
         return key
-    path = Path(os.environ.get(f"{PREFIX}DATA_DIR", ".unbind")) / "admin.key"
+    kept = Path(os.environ.get(f"{PREFIX}DATA_DIR", ".unbind")) / "admin.key"
+    path = Path(os.environ.get(f"{PREFIX}ADMIN_KEY_FILE") or kept)
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -58,6 +58,22 @@ def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> Non
     assert load_settings({}, environment) == made.model_copy(update={"admin_key": ""})
 
 
+def test_the_admin_key_comes_from_a_file_that_holds_a_secret(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from-a-file\n")
+    assert load_settings({}, {"UNBIND_ADMIN_KEY_FILE": str(secret)}).admin_key == "from-a-file"
+    made = load_settings({"admin_key_file": secret}, {"UNBIND_ADMIN_KEY": ""})
+    assert made.admin_key == "from-a-file" and not any("ADMIN_KEY" in name for name in made.to_environment())
+    with pytest.raises(SettingsError, match="environment: admin_key_file: given beside admin_key"):
+        load_settings({}, {"UNBIND_ADMIN_KEY_FILE": str(secret), "UNBIND_ADMIN_KEY": "other"})
+    for content, says in ((None, "cannot be read"), (b" \n", "is empty"), (b"\xff\xfe", "not text")):
+        secret.unlink(missing_ok=True)
+        if content is not None:
+            secret.write_bytes(content)
+        with pytest.raises(SettingsError, match=f"flags: admin_key_file .*secret: {says}"):
+            load_settings({"admin_key_file": secret}, {})
+
+
 def test_modules_of_the_server_and_profiles_come_from_the_file_and_travel(tmp_path: Path) -> None:
     file = tmp_path / "unbind.toml"
     file.write_text(
