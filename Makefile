@@ -1,4 +1,4 @@
-# One virtual environment in .venv, installed from requirements.lock; every target works on a fresh clone.
+# One virtual environment in .venv, installed from requirements*.lock; every target works on a fresh clone.
 # Needs Python 3.11 or later, git, make and a C compiler.
 
 VENV := .venv
@@ -17,12 +17,12 @@ ARGS ?=
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-install: $(STAMP)  ## create .venv and install exactly what requirements.lock says
+install: $(STAMP)  ## create .venv and install exactly what requirements*.lock say
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): $(wildcard requirements*.lock) pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or later found: install one, or name it with 'make PYTHON=/path/to/python'." >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python .ci/install.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
 
@@ -41,9 +41,8 @@ format: install  ## put every file in the project's format
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-lock: install  ## rewrite requirements.lock from what is installed and pyproject.toml asks for
-	$(BIN)/python .ci/lock.py > requirements.lock.new
-	mv requirements.lock.new requirements.lock
+lock: install  ## rewrite requirements*.lock from what is installed, pyproject.toml and the package index
+	$(BIN)/python .ci/lock.py
 
 docs: install  ## rewrite the pages that are made from the code
 	$(BIN)/python .ci/settings_page.py > docs/settings.md

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -19,19 +20,42 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+LOCKS = {path.name: path.read_text() for path in sorted(ROOT.glob("requirements*.lock"))}
+ENTRY = re.compile(r"^([a-z0-9-]+)==([0-9][0-9a-z.]*)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
+
+
 def lock() -> dict[str, str]:
-    lines = [
-        line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and not line.startswith("#")
-    ]
-    return dict(line.split("==") for line in lines if "==" in line)
+    return {name: version for text in LOCKS.values() for name, version, _ in ENTRY.findall(text)}
 
 
-def test_the_lock_pins_exact_versions_of_every_dependency_and_what_they_need() -> None:
-    listed = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "lock.py"], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    assert listed == (ROOT / "requirements.lock").read_text().splitlines(), "run `make lock`"
-    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in lock().values())
+def test_the_locks_pin_exact_versions_of_every_dependency_and_what_they_need() -> None:
+    checked = subprocess.run([sys.executable, ROOT / ".ci" / "lock.py", "--check"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_holds_hashes_for_every_package_and_nothing_else(name: str) -> None:
+    comment, _, rest = LOCKS[name].partition("\n")
+    assert comment.startswith("#") and ENTRY.sub("", rest).strip() == ""
+    entries = ENTRY.findall(rest)
+    names = [package for package, _, _ in entries]
+    assert names == sorted(set(names)) and all(
+        hashes.splitlines() == sorted(hashes.splitlines()) for *_, hashes in entries
+    )
+
+
+def test_no_package_is_in_two_locks() -> None:
+    names = [package for text in LOCKS.values() for package, _, _ in ENTRY.findall(text)]
+    assert len(names) == len(set(names)) and LOCKS.keys() == {
+        f"requirements{part}.lock" for part in ("", "-dev", "-cuda")
+    }
+
+
+@pytest.mark.parametrize("name", ["Makefile", "Dockerfile"])
+def test_everything_is_installed_by_hash(name: str) -> None:
+    commands = [line for line in (ROOT / name).read_text().splitlines() if re.search(r"\bpip install\b", line)]
+    assert commands and all("--no-deps" in line and "--no-build-isolation" in line for line in commands)
+    assert ".ci/install.py" in (ROOT / name).read_text()
 
 
 def test_the_lock_lies_within_the_ranges_of_the_project() -> None:
