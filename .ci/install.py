@@ -52,7 +52,7 @@ def main() -> None:
     locks = [LOCK]
     if sys.argv[1:] != ["--no-dev"]:
         locks.append(ROOT / "requirements-dev.lock")
-    if any(text.startswith("nvidia-") and "extra ==" not in text for text in distribution("torch").requires or ()):
+    if sys.platform == "linux" and any(text.startswith("nvidia-") for text in distribution("torch").requires or ()):
         locks.append(ROOT / "requirements-cuda.lock")
     pip("install", "--require-hashes", *(part for lock in locks for part in ("-r", lock)))
 
