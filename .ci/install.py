@@ -34,7 +34,7 @@ def installed_torch() -> str:
 
 def install_torch() -> None:
     """Take the build that pip prefers here, and install it if the lock has its hash."""
-    entry = re.search(r"^torch==(\S+)( \\\n .*)*\n", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
+    entry = re.search(r"^torch==(\S+)( \\\n +--hash=\S+)+$", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
     if entry is None:
         sys.exit("requirements.lock names no torch: run `make lock`")
     if installed_torch() == entry[1]:
