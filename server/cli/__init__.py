@@ -10,7 +10,8 @@ import typer
 from server.allocator import keep_freed_memory
 
 GROUPS = (
-    "serve", "worker", "fit", "bench", "bench_takedown", "demo", "takedown", "module", "key", "audit", "evidence", "db"
+    "serve", "worker", "fit", "bench", "bench_takedown", "bench_fuzz", "demo",
+    "takedown", "module", "key", "audit", "evidence", "db",
 )  # fmt: skip
 
 app = typer.Typer(
