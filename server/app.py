@@ -54,7 +54,7 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
     for part in (*inference, *administration, health, console):
         app.include_router(part.router)
     app.add_middleware(TimeLimit, seconds=settings.request_timeout)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(ProfilePath)
     if settings.cors_origins:
         app.add_middleware(

@@ -86,7 +86,27 @@ class Settings(BaseModel):
     drain_timeout: Annotated[
         float, Field(ge=0, le=3600, description="seconds that running requests get to end when the server is stopped")
     ] = 30.0
-    max_body_bytes: Annotated[int, Field(ge=1024, description="largest request body before 413")] = 16 * 1024 * 1024
+    max_body_bytes: Annotated[
+        int, Field(ge=1024, description="largest body of a request to /admin/v1, uploads among them, before 413")
+    ] = 16 * 1024 * 1024
+    max_inference_bytes: Annotated[
+        int,
+        Field(ge=1024, description="largest body of any other request before 413; max_body_bytes where that is less"),
+    ] = 4 * 1024 * 1024
+    body_timeout: Annotated[float, Field(gt=0, description="seconds in which a body must arrive before 408")] = 60.0
+    max_header_bytes: Annotated[
+        int, Field(ge=1024, description="largest head of a request, address and headers, before 431")
+    ] = 32 * 1024
+    max_headers: Annotated[int, Field(ge=16, description="most headers of a request before 431")] = 100
+    header_timeout: Annotated[
+        float, Field(gt=0, description="seconds in which a request's head must arrive before 408")
+    ] = 10.0
+    keep_alive_timeout: Annotated[
+        int, Field(ge=1, description="seconds after which a connection that asks nothing is closed")
+    ] = 30
+    max_connections: Annotated[
+        int, Field(ge=1, description="connections before 503; those over twice as many are closed at once")
+    ] = 800
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
     worker_threads: Annotated[

@@ -1,6 +1,6 @@
 """Pure ASGI middleware, so that disconnects reach the routes.
 
-From the outside in: request ids, metrics and log lines; the profile in the path; a body size limit; a time limit.
+From the outside in: request ids, metrics and log lines; the profile in the path; size and time limits of the body; a time limit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from operator import itemgetter
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,9 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.answers import DONE, event_bytes
 from server.api.call import PROFILE_KEY
 from server.errors import ApiError, error_body, response
+from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
 REQUEST_ID = "x-request-id"
+ADMINISTRATION = "/admin/"  # where the paths of the administrator begin
 _ACCEPTABLE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -85,7 +88,7 @@ class TimeLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. Those of the administrator may follow a job for as long as it takes."""
-        if scope["type"] != "http" or scope["path"].startswith("/admin/"):
+        if scope["type"] != "http" or scope["path"].startswith(ADMINISTRATION):
             await self._app(scope, receive, send)
             return
         content_type: str | None = None
@@ -118,29 +121,44 @@ class TimeLimit:
 
 
 class BodyLimit:
-    """413 for a body larger than the limit, whether its length is announced or not."""
+    """413 for a body larger than the limit, whether its length is announced or not; 408 for one that does not arrive.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
+    What the administrator posts may be larger: uploads are, and requests for inference are held by everybody.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._seconds = app, settings.body_timeout
+        self._uploads = ("max_body_bytes", settings.max_body_bytes)
+        self._others = min(("max_inference_bytes", settings.max_inference_bytes), self._uploads, key=itemgetter(1))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        name, limit = self._uploads if scope["path"].startswith(ADMINISTRATION) else self._others
+        too_large = ApiError(413, f"the body is larger than {limit} bytes ({name})", code="body_too_large")
         announced = Headers(scope=scope).get("content-length", "0")
-        refusal = response(ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large"))
-        if announced.isdigit() and int(announced) > self._limit:
-            await refusal(scope, receive, send)
+        if announced.isdigit() and int(announced) > limit:
+            await response(too_large)(scope, receive, send)
             return
-        taken, started = 0, False
+        taken, whole, started = 0, False, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
         async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, whole
+            if whole:  # what comes now is that the client leaves
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body did not arrive within {self._seconds:g} s (body_timeout)"
+                raise _Refused(ApiError(408, text, code="body_timeout", headers={"Connection": "close"})) from None
             taken += len(message.get("body", b""))
-            if taken > self._limit:
-                raise _TooLarge
+            if taken > limit:
+                raise _Refused(too_large)
+            whole = not message.get("more_body", False)
             return message
 
         async def noticing(message: Message) -> None:
@@ -150,11 +168,14 @@ class BodyLimit:
 
         try:
             await self._app(scope, limited, noticing)
-        except _TooLarge:
+        except _Refused as refused:
             if started:
                 raise
-            await refusal(scope, receive, send)
+            await response(refused.error)(scope, receive, send)
 
 
-class _TooLarge(BaseException):
+class _Refused(BaseException):
     """Passes through the application, which would take an ordinary exception for an error of its own."""
+
+    def __init__(self, error: ApiError) -> None:
+        self.error = error

@@ -5,50 +5,29 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from server.errors import error_body
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from server.connections import ServerConfig
+from server.errors import ApiError, response
+from server.settings import Settings
 from unbind_core.errors import UnbindError
 
-MOST_READ = 1024 * 1024  # of a body, so that a client that is still sending hears the answer
 
-
-class _NotReady(BaseHTTPRequestHandler):
-    timeout = 5
-
-    def _answer(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        self.rfile.read(min(int(length) if length.isdigit() else 0, MOST_READ))
-        alive = self.path.split("?")[0] == "/health"
-        told = {"status": "ok"} if alive else error_body(503, "the server is loading its model", code="not_ready")
-        body = json.dumps(told).encode()
-        self.send_response(200 if alive else 503)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if not alive:
-            self.send_header("Retry-After", "2")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _answer  # noqa: N815 - names of the base
-
-    def log_message(self, *_: object) -> None:
-        """Probes are nothing to write down."""
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, listening: socket.socket) -> None:
-        super().__init__(("", 0), _NotReady, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
+async def _not_ready(scope: Scope, receive: Receive, send: Send) -> None:
+    """The whole application."""
+    if scope["path"] == "/health":
+        await JSONResponse({"status": "ok"})(scope, receive, send)
+        return
+    error = ApiError(503, "the server is loading its model", code="not_ready", headers={"Retry-After": "2"})
+    await response(error)(scope, receive, send)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -68,15 +47,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def not_ready(bound: socket.socket) -> Iterator[None]:
+def not_ready(bound: socket.socket, settings: Settings) -> Iterator[None]:
     """Answer 200 at ``/health`` and 503 at everything else inside the block; afterwards connections wait for who comes next."""
     bound.listen(2048)
-    server = _Server(bound.dup())
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="unbind-loading", daemon=True)
+    server = uvicorn.Server(ServerConfig(_not_ready, settings, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([bound.dup()],), name="unbind-loading", daemon=True)
     thread.start()
+    while thread.is_alive() and not server.started:  # else it would not hear that it is to end
+        time.sleep(0.005)
     try:
         yield
     finally:
-        server.shutdown()
+        server.should_exit = True
         thread.join()
-        server.server_close()

@@ -19,6 +19,7 @@ from server.cli.console import clear_errors, notes, screen, write_json
 from server.cli.flags import with_settings
 from server.cli.loading import bind, not_ready
 from server.cli.tour import tour
+from server.connections import ServerConfig
 from server.engine.memory import plan_memory
 from server.logs import set_up_logging
 from server.registry.registry import open_registry
@@ -38,14 +39,7 @@ class AnnouncingServer(uvicorn.Server):
 
     def __init__(self, application: FastAPI, settings: Settings, as_json: bool) -> None:
         super().__init__(
-            uvicorn.Config(
-                application,
-                host=settings.host,
-                port=settings.port,
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=10,
-            )
+            ServerConfig(application, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=10)
         )
         self._application, self._settings, self._as_json = application, settings, as_json
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,7 +94,7 @@ def serve(settings: Settings, as_json: bool) -> None:
     with clear_errors():
         open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
         listening = bind(settings.host, settings.port)
-        with not_ready(listening):
+        with not_ready(listening, settings):
             loaded = load_served(settings)
         plan_memory(loaded.model, settings.max_slots, settings.max_model_len)  # refuses here, before anything starts
     server = AnnouncingServer(create_app(settings, loaded), settings, as_json)

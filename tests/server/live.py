@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from server.app import create_app
+from server.connections import ServerConfig
 from server.service import Service
 from server.settings import Settings
 from tests.server.modules import build_module
@@ -99,7 +100,7 @@ class Live:
 def serving(settings: Settings, loaded: LoadedModel) -> Iterator[Live]:
     """Serve a model under settings, at whatever port is free."""
     app = create_app(settings, loaded)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False))
+    server = uvicorn.Server(ServerConfig(app, settings, host="127.0.0.1", port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + TIMEOUT

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from server.cli.loading import bind, not_ready
+from server.settings import Settings
 from unbind_core.errors import UnbindError
 
 
@@ -26,7 +27,7 @@ def _call(port: int, method: str, path: str, body: bytes | None = None) -> tuple
 def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_next() -> None:
     bound = socket.create_server(("127.0.0.1", 0))
     port = bound.getsockname()[1]
-    with not_ready(bound):
+    with not_ready(bound, Settings()):
         assert _call(port, "GET", "/health") == (200, {"status": "ok"}, None)
         for method, path, body in (
             ("GET", "/ready", None), ("GET", "/", None), ("POST", "/v1/completions", b"x" * 500_000),
@@ -39,7 +40,7 @@ def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_n
     caller.start()  # finds nobody, and is not refused
     caller.join(0.3)
     assert not later
-    with not_ready(bound):
+    with not_ready(bound, Settings()):
         caller.join(20)
     assert later == [200]
     bound.close()
