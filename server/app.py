@@ -47,7 +47,8 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
         finally:
             await service.stop()
 
-    app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # a redirect to the path without its last slash would lose the profile, and go where the client's Host header says
+    app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
     inference = (completions, chat, fim, infill, tokens, models)
     administration = (takedowns, jobs, modules, access, audit, evidence)
