@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from server import errors
@@ -26,6 +26,8 @@ from server.api import (
     takedowns,
     tokens,
 )
+from server.api.admission import KeyFirst, OwnName
+from server.api.characters import whole_characters
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.policy import HEADER
 from server.service import Service, load_served
@@ -47,8 +49,14 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
         finally:
             await service.stop()
 
-    # a redirect to the path without its last slash would lose the profile, and go where the client's Host header says
-    app = FastAPI(title="Unbind", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Unbind",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # which would lose the profile of the path, and go where the client's Host header says
+        dependencies=[Depends(whole_characters)],
+    )
     errors.install(app)
     inference = (completions, chat, fim, infill, tokens, models)
     administration = (takedowns, jobs, modules, access, audit, evidence)
@@ -56,6 +64,7 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
         app.include_router(part.router)
     app.add_middleware(TimeLimit, seconds=settings.request_timeout)
     app.add_middleware(BodyLimit, settings=settings)
+    app.add_middleware(KeyFirst)
     app.add_middleware(ProfilePath)
     if settings.cors_origins:
         app.add_middleware(
@@ -65,5 +74,6 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
             allow_headers=["*"],
             expose_headers=[HEADER, REQUEST_ID, "Retry-After"],
         )
+    app.add_middleware(OwnName, owner=app)
     app.add_middleware(RequestLog, owner=app)
     return app

@@ -25,6 +25,18 @@ def on_loopback(settings: Settings) -> bool:
         return False
 
 
+def is_own_name(host: str, settings: Settings) -> bool:
+    """Whether a Host header, with any port, names loopback, the address listened on or one of ``allowed_hosts``."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    name = name.lower().rstrip(".")
+    if name in ("localhost", settings.host, *(allowed.lower() for allowed in settings.allowed_hosts)):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
 def check_exposure(settings: Settings) -> None:
     """Raise Exposed where the server would listen beyond loopback without a key. An admin key that was set is one."""
     if on_loopback(settings) or settings.insecure or settings.admin_key:

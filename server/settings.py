@@ -165,6 +165,11 @@ class Settings(BaseModel):
         BeforeValidator(_parts),
         Field(description="origins whose pages may ask, with commas between; * for any"),
     ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_parts),
+        Field(description="names in Host, beside loopback's, that a server on loopback without keys answers to"),
+    ] = ()
     request_timeout: Annotated[float, Field(gt=0, description="seconds until a request is given up with 504")] = 600.0
 
     @model_validator(mode="before")

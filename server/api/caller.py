@@ -19,6 +19,7 @@ from server.registry.access import SCOPES, Key, key_digest
 from server.service import Service, service
 
 KEY_HEADERS = ("api-key", "x-api-key")
+CALLER_KEY = "unbind.caller"  # where the caller stands who was found before the body was read
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,16 @@ def identify(request: Request, now: float) -> Caller | None:
     return Caller(key.scopes, key)
 
 
-async def inference(request: Request) -> Caller:
-    """A caller who may infer, and has not asked too often. Raises ApiError 401, 403, 429."""
+def admit(request: Request) -> Caller:
+    """A caller who may infer, and has not asked too often; found once for each request. Raises ApiError 401, 403, 429."""
+    found = request.scope.get(CALLER_KEY)
+    if isinstance(found, Caller):
+        return found
+    caller = request.scope[CALLER_KEY] = _admitted(request)
+    return caller
+
+
+def _admitted(request: Request) -> Caller:
     served = service(request)
     caller = identify(request, time.time())
     if caller is None:
@@ -83,16 +92,26 @@ async def inference(request: Request) -> Caller:
     return caller
 
 
-async def administrator(request: Request) -> Caller:
+def identified_administrator(request: Request) -> Caller:
     """A caller with the admin scope. Raises ApiError 401, 403."""
     caller = identify(request, time.time())
     if caller is None:
         raise _unauthorised(
-            "this route needs the admin key: send 'Authorization: Bearer KEY' (the server printed it at its start)"
+            "this route needs the admin key: send 'Authorization: Bearer KEY' (admin.key in the server's data folder)"
         )
     if not caller.may("admin"):
         raise _forbidden("admin")
     return caller
+
+
+async def inference(request: Request) -> Caller:
+    """The dependency of routes that infer. Raises ApiError 401, 403, 429."""
+    return admit(request)
+
+
+async def administrator(request: Request) -> Caller:
+    """The dependency of the administrator's routes. Raises ApiError 401, 403."""
+    return identified_administrator(request)
 
 
 def _given_key(request: Request) -> str:

@@ -14,13 +14,18 @@ from server.service import Service, service
 
 router = APIRouter(include_in_schema=False)
 PAGE = Path(__file__).resolve().parent.parent / "console" / "index.html"
+HEADERS = {  # no other page may show this one in a frame, and have it clicked
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+}
 _cached_rows = lru_cache(maxsize=1)(demo_rows)
 
 
 @router.get("/")
 async def page() -> FileResponse:
     """The console."""
-    return FileResponse(PAGE, media_type="text/html", headers={"Cache-Control": "no-cache"})
+    return FileResponse(PAGE, media_type="text/html", headers=HEADERS)
 
 
 @router.get("/console/state.json")

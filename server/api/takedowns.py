@@ -15,6 +15,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import JSONResponse
 
 from server.api.admin import Acting, Served, admin_router, refusals
+from server.api.characters import check_characters
 from server.api.intake import MAX_ROWS, Intake, from_json, from_upload
 from server.api.profiles import scopes
 from server.errors import ApiError
@@ -236,9 +237,11 @@ async def _from_form(form: FormData) -> tuple[TakedownFields, Intake]:
 
 def _json(text: bytes, what: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise ApiError(400, f"{what} is not valid JSON", code="invalid_json") from None
+    check_characters(value)
+    return value
 
 
 def _validated(kind: type[T], value: Any) -> T:

@@ -109,7 +109,10 @@ def serve(settings: Settings, as_json: bool) -> None:
 def announce(settings: Settings, url: str, service: Service) -> None:
     """Where it listens, and commands to copy that show what it does."""
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
-    key = "as set" if settings.admin_key else f"{service.admin_key}   (kept in {settings.data_dir / 'admin.key'})"
+    kept = f"kept in {settings.data_dir / 'admin.key'}"
+    # What is no terminal is often a log. Asked of stdout itself: a variable may tell rich that anything is one.
+    shown = f"{service.admin_key}   ({kept})" if sys.stdout.isatty() else kept
+    key = "as set" if settings.admin_key else shown
     heading = Panel(f"[bold]{settings.served_name}[/] at [bold]{url}[/]", border_style="green", expand=False)
     screen.print(heading, highlight=False)
     for what, value in (
