@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from fastapi import Request
 
+from server.encoding import Encoder
 from server.engine.engine import Engine, EngineStopped
 from server.engine.memory import plan_memory
 from server.ratelimit import RateLimiter
@@ -58,6 +59,7 @@ class Service:
             queue_limit=settings.queue_limit,
             chunk_tokens=settings.chunk_tokens,
         )
+        self.encoder = Encoder(loaded.tokenizer, self.memory.length)
         objects = ObjectStore(settings.published_store)
         self.store = ModuleStore(settings.modules_dir, objects, self.registry.modules, loaded.identity)
         self.scan = Scan({}, {})
@@ -100,6 +102,7 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.engine.close)
+        self.encoder.close()
         self.registry.close()
 
     async def refresh_modules(self) -> None:
@@ -120,6 +123,11 @@ class Service:
                     self.scan = scan
                 log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
             self.scan = scan
+
+    @property
+    def most_requests(self) -> int:
+        """How many requests can run and wait at the same time."""
+        return self.settings.queue_limit + self.settings.max_slots
 
     @property
     def missing_modules(self) -> list[str]:

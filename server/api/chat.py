@@ -14,7 +14,7 @@ from server.api.answers import EventStream, whole
 from server.api.call import Admitted
 from server.api.generation import Generation, Result
 from server.api.logprobs import chat_logprobs
-from server.api.prompts import chat_prompt
+from server.api.prompts import chat_prompt, size_of
 from server.api.report import Report
 from server.api.schemas import ChatBody
 
@@ -24,7 +24,9 @@ router = APIRouter(prefix="/v1", tags=["chat"])
 @router.post("/chat/completions")
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""
-    prompt = chat_prompt(call.served, [message.plain for message in body.messages])
+    messages = [message.plain for message in body.messages]
+    size = size_of([message["content"] for message in messages])
+    prompt = await call.served.encoder.run(size, chat_prompt, call.served, messages)
     generation = call.submit(body, [prompt])
     tokenizer = call.served.loaded.tokenizer
     frame = {

@@ -14,7 +14,7 @@ from server.api.answers import EventStream, whole
 from server.api.call import Admitted
 from server.api.generation import Choice, Generation, Result
 from server.api.logprobs import LegacyLogprobs
-from server.api.prompts import completion_prompts
+from server.api.prompts import completion_prompts, size_of
 from server.api.report import Report
 from server.api.schemas import CompletionBody
 
@@ -24,7 +24,8 @@ router = APIRouter(prefix="/v1", tags=["completions"])
 @router.post("/completions")
 async def complete(body: CompletionBody, call: Admitted) -> Response:
     """Continue each prompt; ``unbind.modules`` and the header ``X-Unbind-Modules`` name modules to apply."""
-    prompts = completion_prompts(call.served, body.prompt, body.suffix, body.echo)
+    size = size_of(body.prompt, body.suffix)
+    prompts = await call.served.encoder.run(size, completion_prompts, call.served, body.prompt, body.suffix, body.echo)
     generation = call.submit(body, prompts, echo=body.echo)
     frame = {
         "id": f"cmpl-{uuid.uuid4().hex}",

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from server.api.answers import EventStream, whole
 from server.api.call import Admitted
 from server.api.generation import Generation, Result
-from server.api.prompts import completion_prompts
+from server.api.prompts import completion_prompts, size_of
 from server.api.report import Report
 from server.api.schemas import FimBody
 
@@ -27,7 +27,9 @@ router = APIRouter(tags=["completions"])
 @router.post("/fim/completions", include_in_schema=False)
 async def fill(body: FimBody, call: Admitted) -> Response:
     """Fill the gap between ``prompt`` and ``suffix``; without a suffix, continue."""
-    generation = call.submit(body, completion_prompts(call.served, body.prompt, body.suffix, echo=False))
+    size = size_of(body.prompt, body.suffix)
+    prompts = await call.served.encoder.run(size, completion_prompts, call.served, body.prompt, body.suffix, echo=False)
+    generation = call.submit(body, prompts)
     frame = {
         "id": f"fim-{uuid.uuid4().hex}",
         "created": int(time.time()),

@@ -64,7 +64,7 @@ class Generation:
 
     def submit(self, body: GenerationBody) -> None:
         """Submit ``body.n`` requests for each prompt, or none at all where one is refused."""
-        room = self.served.settings.queue_limit + self.served.engine.stats().slots
+        room = self.served.most_requests
         if len(self.prompts) * body.n > room:
             raise invalid(f"prompt: prompts times n are over the {room} requests that this server holds", "prompt")
         if any(int(token) >= self.served.vocabulary for token in body.logit_bias):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from server.api.answers import EventStream, whole
 from server.api.call import Admitted
 from server.api.generation import Choice, Generation, Result, ended_by
-from server.api.prompts import infill_prompt
+from server.api.prompts import infill_prompt, size_of
 from server.api.report import Report
 from server.api.schemas import DEFAULT_MAX_TOKENS, MAX_CHOICES, GenerationBody, Text
 
@@ -45,7 +45,10 @@ async def infill(body: InfillBody, call: Admitted) -> Response:
     """Fill the gap between ``input_prefix`` and ``input_suffix``; ``n_predict`` 0 only warms the cache."""
     new = body.wanted if body.wanted is not None and body.wanted >= 0 else DEFAULT_MAX_TOKENS
     extra = [(file.filename, file.text) for file in body.input_extra]
-    prompt = infill_prompt(call.served, body.input_prefix, body.input_suffix, extra, body.prompt, new)
+    size = size_of([body.input_prefix, body.input_suffix, body.prompt], *(text for _, text in extra))
+    prompt = await call.served.encoder.run(
+        size, infill_prompt, call.served, body.input_prefix, body.input_suffix, extra, body.prompt, new
+    )
     generation = call.submit(body, [prompt])
     if body.stream:
         return EventStream(generation, _events(generation, body), done=b"")

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from server.errors import invalid
 from server.service import Service
-from unbind_core.windows import encode, encode_prompt, fim_ids
+from unbind_core.windows import beginning, fim_ids
 
 REPOSITORY, FILE = "<|repo_name|>", "<|file_sep|>"  # Qwen2.5-Coder's words for files beside the one that is edited
 SNIPPET = "\n\n--- {name} ---\n\n"
@@ -27,17 +27,23 @@ class Prompt:
 
 def completion_prompts(served: Service, prompt: str | Sequence[Any], suffix: str | None, echo: bool) -> list[Prompt]:
     """The prompts of a completion. ``suffix`` makes the one prompt a gap to fill."""
-    tokenizer = served.loaded.tokenizer
+    tokenizer, encoder = served.loaded.tokenizer, served.encoder
     if isinstance(prompt, str):
+        ids = encoder.ids(prompt, "prompt")
         if suffix is not None:
-            return [Prompt(gap(served, encode(tokenizer, prompt), encode(tokenizer, suffix), "suffix"), prompt)]
-        return [Prompt(encode_prompt(tokenizer, prompt), prompt)]
+            return [Prompt(gap(served, ids, encoder.ids(suffix, "suffix"), "suffix"), prompt)]
+        return [Prompt(beginning(tokenizer) + ids, prompt)]
     prompts = []
     items: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
+    if len(items) > served.most_requests:
+        raise invalid(
+            f"prompt: {len(items)} prompts are over the {served.most_requests} that this server holds", "prompt"
+        )
     for item in items:
         if isinstance(item, str):
-            prompts.append(Prompt(encode_prompt(tokenizer, item), item))
+            prompts.append(Prompt(beginning(tokenizer) + encoder.ids(item, "prompt"), item))
         else:
+            encoder.check(item, "prompt")
             check_ids(served, item, "prompt")
             prompts.append(Prompt(list(item), str(tokenizer.decode(item)) if echo else ""))
     return prompts
@@ -61,8 +67,8 @@ def gap(served: Service, prefix: list[int], suffix: list[int], field: str) -> li
     return fim_ids(served.loaded.tokenizer, served.fim, prefix, suffix)
 
 
-def chat_prompt(served: Service, messages: Sequence[Mapping[str, str]]) -> Prompt:
-    """A conversation through the tokenizer's own chat template."""
+def chat_prompt(served: Service, messages: Sequence[Mapping[str, str]], most: int | None = None) -> Prompt:
+    """A conversation through the tokenizer's own chat template, of at most ``most`` tokens (None: a request's)."""
     tokenizer = served.loaded.tokenizer
     if not tokenizer.chat_template:
         raise invalid(
@@ -74,7 +80,7 @@ def chat_prompt(served: Service, messages: Sequence[Mapping[str, str]]) -> Promp
         text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError) as error:
         raise invalid(f"messages: the chat template refuses them: {error}", param="messages") from None
-    return Prompt(encode(tokenizer, str(text)), str(text))
+    return Prompt(served.encoder.ids(str(text), "messages", most), str(text))
 
 
 def infill_prompt(
@@ -85,27 +91,29 @@ def infill_prompt(
     The text near the gap stays: three quarters of the room for the prefix, the rest for the suffix, either taking what
     the other leaves; then the files nearest to the end of ``extra``.
     """
-    tokenizer = served.loaded.tokenizer
-    tail = encode(tokenizer, after)
-    before, behind = encode(tokenizer, prefix), encode(tokenizer, suffix)
+    encoder = served.encoder
+    tail = encoder.ids(after, "prompt")
     room = served.settings.max_model_len - new_tokens - len(gap(served, [], [], "input_suffix")) - len(tail)
-    for_prefix = max(room * 3 // 4, room - len(behind))
-    kept = before[max(0, len(before) - for_prefix) :] if for_prefix > 0 else []
+    behind, all_behind = encoder.first(suffix, room)
+    kept, all_before = encoder.last(prefix, max(room * 3 // 4, room - len(behind)))
     rest = behind[: max(0, room - len(kept))]
-    files = _files(served, extra)
-    left = room - len(kept) - len(rest)
-    shown = files[max(0, len(files) - left) :] if left > 0 else []
-    truncated = len(kept) + len(rest) + len(shown) < len(before) + len(behind) + len(files)
+    shown, all_files = encoder.last(_files(served, extra), room - len(kept) - len(rest))
+    truncated = not (all_before and all_behind and all_files and len(rest) == len(behind))
     ids = gap(served, kept, rest, "input_suffix")
-    start = 1 if tokenizer.bos_token_id is not None else 0
+    start = len(beginning(served.loaded.tokenizer))
     return Prompt([*ids[:start], *shown, *ids[start:], *tail], truncated=truncated)
 
 
-def _files(served: Service, extra: Sequence[tuple[str, str]]) -> list[int]:
+def _files(served: Service, extra: Sequence[tuple[str, str]]) -> str:
     if not extra:
-        return []
-    tokenizer = served.loaded.tokenizer
-    if {REPOSITORY, FILE} <= tokenizer.get_vocab().keys():
+        return ""
+    if {REPOSITORY, FILE} <= served.loaded.tokenizer.get_vocab().keys():
         parts = "".join(f"{FILE}{name}\n{text}" for name, text in extra)
-        return encode(tokenizer, f"{REPOSITORY}project\n{parts}{FILE}file\n")
-    return encode(tokenizer, "".join(SNIPPET.format(name=name or "snippet") + text for name, text in extra) + "\n")
+        return f"{REPOSITORY}project\n{parts}{FILE}file\n"
+    return "".join(SNIPPET.format(name=name or "snippet") + text for name, text in extra) + "\n"
+
+
+def size_of(prompt: str | Sequence[Any], *more: str | None) -> int:
+    """Characters and ids of a prompt and other texts, which say how long the tokenizer will take."""
+    own = len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(one, int) else len(one) for one in prompt)
+    return own + sum(len(text) for text in more if text)

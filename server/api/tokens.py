@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictInt, model_validator
+from starlette.responses import JSONResponse
 
 from server.api.caller import inference
 from server.api.logprobs import token_bytes
-from server.api.prompts import chat_prompt, check_ids
+from server.api.prompts import chat_prompt, check_ids, size_of
 from server.api.schemas import Message, Text
 from server.service import Service, service
-from unbind_core.windows import beginning, encode
+from unbind_core.windows import beginning
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(inference)])
+MOST_TOKENS = 65_536  # taken at once, where requests may not have as many
 Served = Annotated[Service, Depends(service)]
 
 
@@ -42,31 +44,45 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     """Token ids."""
 
-    tokens: Annotated[list[StrictInt], Field(max_length=1_000_000)]
+    tokens: Annotated[list[StrictInt], Field(max_length=1_000_000, fail_fast=True)]
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeBody, served: Served) -> dict[str, Any]:
-    """Text -> token ids."""
+async def tokenize(body: TokenizeBody, served: Served) -> JSONResponse:
+    """Text -> token ids. A text may be longer than a request may, so that clients can ask by how much."""
+    size = size_of(body.content or "", *(message.plain["content"] for message in body.messages or ()))
+    return await served.encoder.run(size, _tokenized, served, body)
+
+
+def _tokenized(served: Service, body: TokenizeBody) -> JSONResponse:
     tokenizer = served.loaded.tokenizer
     if body.messages is not None:
-        ids = list(chat_prompt(served, [message.plain for message in body.messages]).ids)
+        ids = list(chat_prompt(served, [message.plain for message in body.messages], _most(served)).ids)
     else:
-        ids = (beginning(tokenizer) if body.add_special else []) + encode(tokenizer, body.content or "")
-    tokens = [{"id": token, "piece": _piece(token_bytes(tokenizer, token))} for token in ids]
-    return {
-        "tokens": tokens if body.with_pieces else ids,
-        "count": len(ids),
-        "max_model_len": served.settings.max_model_len,
-    }
+        ids = served.encoder.ids(body.content or "", "content", _most(served))
+        ids = (beginning(tokenizer) if body.add_special else []) + ids
+    pieces = {token: _piece(token_bytes(tokenizer, token)) for token in set(ids)} if body.with_pieces else {}
+    return JSONResponse(
+        {
+            "tokens": [{"id": token, "piece": pieces[token]} for token in ids] if body.with_pieces else ids,
+            "count": len(ids),
+            "max_model_len": served.settings.max_model_len,
+        }
+    )
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, served: Served) -> dict[str, str]:
     """Token ids -> text, under both names that clients read."""
+    served.encoder.check(body.tokens, "tokens", _most(served))
     check_ids(served, body.tokens, "tokens")
-    text = str(served.loaded.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
+    decode = served.loaded.tokenizer.decode
+    text = str(await served.encoder.run(len(body.tokens), decode, body.tokens, clean_up_tokenization_spaces=False))
     return {"content": text, "prompt": text}
+
+
+def _most(served: Service) -> int:
+    return max(MOST_TOKENS, served.settings.max_model_len)
 
 
 def _piece(raw: bytes) -> str | list[int]:
