@@ -7,9 +7,11 @@ was killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,25 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
     _sync(path.parent)
+
+
+def read_regular(path: Path, most: int, follow: bool = True) -> bytes:
+    """The bytes of a regular file of at most ``most``. Never waits, as a pipe would have it; ``follow`` links or refuse them.
+
+    Raises OSError, which says so where it is no regular file or too large.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1) if found.st_size <= most else b""
+    finally:
+        os.close(descriptor)
+    if max(found.st_size, len(data)) > most:
+        raise OSError(errno.EINVAL, f"it is larger than {most} bytes", str(path))
+    return data
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModelMismatch, ModuleFileError
-from unbind_core.files import write_whole
+from unbind_core.fields import field_problems, is_number
+from unbind_core.files import read_regular, write_whole
 
 FORMAT = 1
 KEY = "unbind"
@@ -33,8 +34,11 @@ PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_f
 TENSORS = ("w", "v", "b", "heads", "heads_b")
 DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
 MAX_WINDOW = 256
+MAX_BYTES = 2**28  # of a file: a network of 4,096 units on a model as wide as 16,384 has as many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
+# What reading bytes that mean to do harm can raise, of safetensors, torch and json.
+_UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +115,15 @@ class UnbindModule:
             described = self.describe()
             described["checksum"] = _checksum(tensors, described)
             text = _canonical(described)
-        except (TypeError, ValueError) as error:
+            read_back = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ModuleFileError(
                 f"module '{self.name}': its metadata is not JSON ({error}); use plain finite values"
             ) from error
+        for field, problem in field_problems(
+            {key: read_back[key] for key in read_back.keys() - {"format", "checksum"}}
+        ):
+            raise ModuleFileError(f"module '{self.name}': {field} {problem}")
         return save_tensors(tensors, metadata={KEY: text})
 
     def save(self, path: str | Path) -> str:
@@ -132,11 +141,12 @@ class UnbindModule:
     def load(cls, path: str | Path, model: ModelIdentity | None = None) -> UnbindModule:
         """Read and validate a module file.
 
-        Raises ModuleFileError where the file is missing, truncated, foreign, edited by hand or of another format
-        version, and ModelMismatch where ``model`` is given and is not the model that the module was fitted on.
+        Raises ModuleFileError where the file is missing, no regular file, larger than MAX_BYTES, truncated, foreign, edited
+        by hand or of another format version, and ModelMismatch where ``model`` is given and is not the model that the module
+        was fitted on.
         """
         try:
-            data = Path(path).read_bytes()
+            data = read_regular(Path(path), MAX_BYTES)
         except OSError as error:
             raise ModuleFileError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
         module = cls.from_bytes(data, str(path))
@@ -148,22 +158,19 @@ class UnbindModule:
     def from_bytes(cls, data: bytes, origin: str = "module file") -> UnbindModule:
         """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does."""
         tensors, described = _read(data, origin)
+        for field, problem in field_problems(described):
+            raise ModuleFileError(f"{origin}: metadata field {field} {problem}; fit it again")
+        for part in PARTITIONS:
+            if part not in described["partitions"]:
+                raise ModuleFileError(f"{origin}: metadata field partitions.{part} is missing; fit it again")
+        made = {"model": ModelIdentity(**described["model"]), "forms": tuple(described["forms"])}
+        made["partitions"] = {key: tuple(rows) for key, rows in described["partitions"].items()}
         try:
-            identity = ModelIdentity(**described.pop("model"))
-            partitions = {key: tuple(described["partitions"][key]) for key in PARTITIONS}
-            module = cls(
-                **(
-                    described
-                    | tensors
-                    | {"model": identity, "partitions": partitions, "forms": tuple(described["forms"])}
-                )
-            )
+            module = cls(**(described | tensors | made))
         except ModuleFileError as error:
             raise ModuleFileError(f"{origin}: {error}") from error
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise ModuleFileError(
-                f"{origin}: metadata field missing, unknown or of the wrong type ({error}); fit it again"
-            ) from error
+        except _UNREADABLE as error:
+            raise ModuleFileError(f"{origin}: cannot be made a module ({error}); fit it again") from error
         module.__dict__["digest"] = hashlib.sha256(data).hexdigest()
         return module
 
@@ -174,6 +181,11 @@ class UnbindModule:
                 f"module '{self.name}' was fitted on '{self.model.name}' ({self.model.fingerprint[:12]}), not on "
                 f"'{model.name}' ({model.fingerprint[:12]}): weights, configuration, tokenizer or adapter differ; "
                 "fit the forget set again on this model"
+            )
+        if (self.model.hidden_size, self.model.num_layers) != (model.hidden_size, model.num_layers):
+            raise ModelMismatch(
+                f"module '{self.name}': model is said to be {self.model.hidden_size} wide with {self.model.num_layers} layers; "
+                f"it is {model.hidden_size} wide with {model.num_layers}; restore the original file"
             )
 
     def renamed(self, name: str) -> UnbindModule:
@@ -209,9 +221,9 @@ def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors = load_tensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (SafetensorError, ValueError, KeyError) as error:
+        metadata = header.get("__metadata__") or {}
+    except _UNREADABLE as error:
         raise ModuleFileError(f"{origin}: truncated, or not a safetensors file ({error}); copy it again") from error
-    metadata = header.get("__metadata__") or {}
     text = metadata.get(KEY)
     if text is None or len(metadata) != 1:
         raise ModuleFileError(
@@ -224,18 +236,20 @@ def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(described, dict):
         raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")
     version = described.get("format")
-    if version != FORMAT:
-        newer = isinstance(version, int) and version > FORMAT
+    if type(version) is not int or version != FORMAT:
+        newer = type(version) is int and version > FORMAT
         remedy = "upgrade this software" if newer else "fit it again"
-        raise ModuleFileError(f"{origin}: format {version!r} is not the one this version reads ({FORMAT}); {remedy}")
+        shown = type(version).__name__ if isinstance(version, (list, dict)) else _shown(version)
+        raise ModuleFileError(f"{origin}: format {shown} is not the one this version reads ({FORMAT}); {remedy}")
     kind = described.get("detector")
-    if set(tensors) not in ([DETECTORS[kind]] if kind in DETECTORS else DETECTORS.values()):
+    kinds = [DETECTORS[kind]] if isinstance(kind, str) and kind in DETECTORS else list(DETECTORS.values())
+    if set(tensors) not in kinds:
         raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)}, not those of a module; give a module file")
     claimed = described.pop("checksum", None)
     try:
         actual = _checksum(tensors, described)
         canonical = _canonical(described | {"checksum": claimed})
-    except (TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise ModuleFileError(f"{origin}: a value is not finite or of a wrong type ({error}); fit it again") from error
     if claimed != actual or canonical != text:
         raise ModuleFileError(
@@ -271,11 +285,11 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         ("kappa", 0, " and not negative"),
     ):
         value = getattr(module, field)
-        if type(value) not in (int, float) or not math.isfinite(value) or value < low:
-            yield field, f"is {value!r}; it must be a finite number{needed}"
+        if not is_number(value) or value < low:
+            yield field, f"is {_shown(value)}; it must be a finite number{needed}, in single precision"
     yield from _detector_problems(module, size)
-    if module.quantile is not None and not 0 <= module.quantile <= 1:
-        yield "quantile", f"is {module.quantile!r}; it must lie between 0 and 1, or be null"
+    if module.quantile is not None and not (is_number(module.quantile) and 0 <= module.quantile <= 1):
+        yield "quantile", f"is {_shown(module.quantile)}; it must lie between 0 and 1, or be null"
     for key in module.partitions:
         if key not in PARTITIONS:
             yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
@@ -283,6 +297,11 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         rows = [row for key in PARTITIONS if key.startswith(kind) for row in module.partitions.get(key, ())]
         if any(type(row) is not int or row < 0 for row in rows) or len(rows) != len(set(rows)):
             yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it; Python does not write out whole numbers of more than 4,300 digits."""
+    return "a very large number" if type(value) is int and abs(value) >= 2**63 else repr(value)[:80]
 
 
 def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
@@ -306,8 +325,8 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
     if not module.tau > 0:
         yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
     close = module.tau_close
-    if close is not None and not (type(close) in (int, float) and 0 <= close <= module.tau):
-        yield "tau_close", f"is {close!r}; it must lie between 0 and tau, or be null"
+    if close is not None and not (is_number(close) and 0 <= close <= module.tau):
+        yield "tau_close", f"is {_shown(close)}; it must lie between 0 and tau, or be null"
 
 
 def _tensor_problems(
