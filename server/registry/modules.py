@@ -127,7 +127,7 @@ class Modules:
     def adopt(self, new: NewModule, now: float) -> dict[str, Any]:
         """The record of a found file, made if there is none.
 
-        A new file is activated, unless another file or a takedown stands for the name: then it waits as ``calibrated``.
+        A new file is activated, unless another file stands for the name or a takedown ever did: then it waits as ``calibrated``.
         A shipped file that was replaced supersedes the one before.
         """
         try:
@@ -136,6 +136,7 @@ class Modules:
                 if row is None:
                     live = _live(session, new.name, new.fingerprint)
                     waits = live is not None and (live.origin, live.file) != (new.origin, new.file)
+                    waits |= new.origin != Origin.TAKEDOWN and _of_takedown(session, new.name) is not None
                     row = add(session, new, "manual" if waits else "auto", Actor("folder", new.origin), now)
                 elif not row.fingerprint or (row.file != new.file and new.origin == Origin.DROPPED):
                     row.fingerprint, row.file = new.fingerprint, new.file
@@ -144,8 +145,14 @@ class Modules:
             with self._transactions.look() as session:
                 return module_view(session.scalars(select(ModuleRow).where(ModuleRow.digest == new.digest)).one())
 
+    def held(self, name: str, digest: str) -> bool:
+        """Whether a takedown's record holds the name, so that a file of this digest, which is not known, cannot have it."""
+        with self._transactions.look() as session:
+            known = session.scalar(select(ModuleRow.id).where(ModuleRow.digest == digest))
+            return known is None and _of_takedown(session, name) is not None
+
     def pass_time(self, now: float) -> None:
-        """Activate what is due and retire what has expired."""
+        """Activate what is due, retire what has expired, and supersede files whose name has become a takedown's."""
         due = (ModuleRow.state == ModuleState.CALIBRATED) & (ModuleRow.effective_at <= now)
         over = ModuleRow.state.in_(LIVE) & (ModuleRow.expires_at <= now)
         query = select(ModuleRow.id).where(due | over)
@@ -157,6 +164,19 @@ class Modules:
                 if row is not None:
                     expired = row.expires_at is not None and row.expires_at <= now
                     _move(session, row, Action.RETIRE if expired else Action.ACTIVATE, CLOCK, now)
+        self._supersede_files(now)
+
+    def _supersede_files(self, now: float) -> None:
+        theirs = select(ModuleRow.name).where(ModuleRow.origin == Origin.TAKEDOWN)
+        found = ModuleRow.state.in_(LIVE) & (ModuleRow.origin != Origin.TAKEDOWN) & ModuleRow.name.in_(theirs)
+        with self._transactions.look() as session:
+            waiting = list(session.scalars(select(ModuleRow.id).where(found)))
+        for identifier in waiting:
+            with self._transactions.change() as session:
+                row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, found).with_for_update())
+                if row is not None:
+                    holder = _of_takedown(session, row.name)
+                    _set(session, row, ModuleState.SUPERSEDED, "module.superseded", CLOCK, now, by=holder)
 
 
 def add(session: Session, new: NewModule, activation: str, actor: Actor, now: float) -> ModuleRow:
@@ -217,9 +237,20 @@ def _live(session: Session, name: str, fingerprint: str) -> ModuleRow | None:
     )  # fmt: skip
 
 
+def _of_takedown(session: Session, name: str) -> str | None:
+    """The newest of the takedowns' modules of this name, whatever its state and model. No file ever stands in for one."""
+    mine = (ModuleRow.name == name) & (ModuleRow.origin == Origin.TAKEDOWN)
+    return session.scalar(select(ModuleRow.id).where(mine).order_by(ModuleRow.version.desc()).limit(1))
+
+
 def _move(session: Session, row: ModuleRow, action: Action, actor: Actor, now: float, **detail: Any) -> None:
     """Change the state; what stood in its place is superseded in the same transaction."""
     state = follow(ModuleState(row.state), action)
+    if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := _of_takedown(session, row.name)) is not None:
+        raise NotAllowed(
+            f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
+            "in for it; activate the takedown's module, or bring the file under another name"
+        )
     other = _live(session, row.name, row.fingerprint) if state in LIVE else None
     if other is not None and other is not row:
         if state == ModuleState.SHADOW:

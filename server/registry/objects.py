@@ -6,14 +6,17 @@ Workers put, servers get. What is read is checked against its name, so nothing h
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import remove_unfinished, write_whole
+from unbind_core.files import read_regular, remove_unfinished, write_whole
+from unbind_core.module import MAX_BYTES
 
 QUARANTINE = "quarantine"
+_KEPT = 200  # bytes of a name, so that with time and ending it is still one that file systems take
 
 
 class StoreUnreachable(OSError):
@@ -51,7 +54,8 @@ class ObjectStore:
 
     def get(self, key: str, digest: str) -> bytes:
         """The bytes under ``key``. Raises OSError, StoreUnreachable; DamagedObject where they are not of this digest."""
-        data = (self.folder / key).read_bytes() if self.folder is not None else bytes(self._remote("cat_file", key))
+        folder = self.folder
+        data = read_regular(folder / key, MAX_BYTES) if folder is not None else bytes(self._remote("cat_file", key))
         if hashlib.sha256(data).hexdigest() != digest:
             raise DamagedObject(
                 f"{self.where}/{key}: damaged (its content is not that of its name); restore it from a backup"
@@ -75,10 +79,11 @@ class ObjectStore:
 
 
 def quarantine(path: Path, reason: str) -> Path:
-    """Move a file that cannot be used out of the way, with the reason beside it."""
+    """Move a file that cannot be used out of the way, with the reason beside it. Raises OSError."""
     folder = path.parent / QUARANTINE
     folder.mkdir(exist_ok=True)
-    target = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:6]}-{path.name}"
+    stamp = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+    target = folder / f"{stamp}-{os.fsdecode(os.fsencode(path.name)[-_KEPT:])}"
     path.rename(target)
-    target.with_name(f"{target.name}.reason").write_text(reason + "\n", encoding="utf-8")
+    target.with_name(f"{target.name}.reason").write_text(reason + "\n", encoding="utf-8", errors="replace")
     return target

@@ -2,28 +2,35 @@
 
 Shipped files are read where they lie. Files dropped into the folder of the store are taken up into it. Each gets a record, and the
 record says whether it is loaded. What is damaged, of another format or of another model is refused with the reason, and moved
-to ``quarantine/`` where it was dropped.
+to ``quarantine/`` where it was dropped. A name that a takedown's record holds is never served from a file. No file, whatever it
+holds or is, keeps another from being read.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from sqlalchemy.exc import OperationalError
+
 from server.registry.lifecycle import LIVE
 from server.registry.modules import Modules, NewModule
-from server.registry.objects import DamagedObject, ObjectStore, StoreUnreachable, quarantine
+from server.registry.objects import DamagedObject, ObjectStore, quarantine
 from server.registry.tables import ModuleState, Origin
 from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModuleFileError
-from unbind_core.module import UnbindModule
+from unbind_core.files import read_regular
+from unbind_core.module import MAX_BYTES, UnbindModule
 
 log = logging.getLogger("unbind.modules")
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied
+_MOST_TOLD = 600  # characters of an error: a file may have put anything into it
 _Stamp = tuple[int, int, int]
 
 
@@ -74,6 +81,18 @@ class Scan:
         return [name for name, stored in self.modules.items() if stored.shadow and stored.scope in ("", *scopes)]
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """Why a file is not offered. ``passing``: it may be another time; ``stays``: it cannot be moved away either."""
+
+    reason: str
+    passing: bool = False
+    stays: bool = False
+
+
+_Content = StoredModule | _Refused
+
+
 def _demanded(record: Mapping[str, Any], scopes: Collection[str]) -> bool:
     return record.get("state") == ModuleState.ACTIVE and record.get("scope") in scopes
 
@@ -83,7 +102,7 @@ class ModuleStore:
 
     def __init__(self, shipped: Path, objects: ObjectStore, records: Modules, identity: ModelIdentity) -> None:
         self._shipped, self._objects, self._records, self._identity = shipped, objects, records, identity
-        self._seen: dict[Path, tuple[_Stamp, StoredModule | str]] = {}
+        self._seen: dict[Path, tuple[_Stamp, _Content]] = {}
         self._objects_read: dict[str, UnbindModule] = {}
 
     def scan(self) -> Scan:
@@ -95,8 +114,8 @@ class ModuleStore:
         for record in self._records.live(self._identity.fingerprint):
             try:
                 module = self._of(record, shipped)
-            except (ModuleFileError, DamagedObject, StoreUnreachable, OSError) as error:
-                problems[f"{record['name']} ({record['id']})"] = str(error)
+            except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
+                problems[f"{record['name']} ({record['id']})"] = _told(error)
                 absent[record["name"]] = record
                 continue
             if module is not None:
@@ -106,35 +125,46 @@ class ModuleStore:
     def _of(self, record: dict[str, Any], shipped: dict[str, StoredModule]) -> StoredModule | None:
         digest = str(record["digest"])
         if record["origin"] == Origin.SHIPPED:
-            found = shipped.get(digest)  # None: somebody took the file away, and with it the module
-            return StoredModule(found.module, digest, found.path, record) if found else None
+            if (found := shipped.get(digest)) is not None:
+                return StoredModule(found.module, digest, found.path, record)
+            content = self._seen.get(Path(record["file"]), (None, None))[1]
+            if isinstance(content, _Refused):
+                raise ModuleFileError(content.reason)
+            return None  # somebody took the file away, and with it the module
         if digest not in self._objects_read:
             data = self._objects.get(record["file"], digest)
             module = UnbindModule.from_bytes(data, record["file"])
             module.require(self._identity)
+            if module.name != record["name"]:
+                raise DamagedObject(f"{record['file']}: holds the module '{module.name}'; the record was changed")
             self._objects_read[digest] = module
         return StoredModule(self._objects_read[digest], digest, f"{self._objects.where}/{record['file']}", record)
 
     def _found_files(self) -> tuple[dict[str, StoredModule], dict[str, str]]:
         """Shipped modules by digest, and why other files were refused; takes up what was dropped."""
-        seen: dict[Path, tuple[_Stamp, StoredModule | str]] = {}
+        seen: dict[Path, tuple[_Stamp, _Content]] = {}
         shipped: dict[str, StoredModule] = {}
         problems: dict[str, str] = {}
         for origin, path in self._files():
             try:
-                status = path.stat()
-            except OSError:
+                status = path.stat(follow_symlinks=origin == Origin.SHIPPED)
+            except FileNotFoundError:
                 continue  # removed since it was listed
+            except OSError as error:
+                problems[_shown(path)] = _told(error)
+                continue
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._seen.get(path)
-            content = known[1] if known is not None and known[0] == stamp else self._read(path, origin)
-            seen[path] = (stamp, content)
-            if isinstance(content, str):
-                problems[str(path)] = content
+            content = known[1] if known is not None and known[0] == stamp else None
+            if content is None or (isinstance(content, _Refused) and content.passing):
+                content = self._read(path, origin, content)
+            if isinstance(content, _Refused):
+                problems[_shown(path)] = content.reason
                 if origin == Origin.DROPPED and time.time() - status.st_mtime > SETTLED_SECONDS:
-                    log.warning("quarantined as %s", quarantine(path, content))
+                    content = _put_away(path, content)
             elif origin == Origin.SHIPPED:
                 shipped[content.digest] = content
+            seen[path] = (stamp, content)
         self._seen = seen
         return shipped, problems
 
@@ -145,20 +175,69 @@ class ModuleStore:
                 for path in sorted(folder.glob("*.safetensors")):
                     yield origin, path
 
-    def _read(self, path: Path, origin: Origin) -> StoredModule | str:
-        """The module of a file, which has a record from here on; or why it is refused."""
+    def _read(self, path: Path, origin: Origin, before: _Refused | None) -> _Content:
+        """The module of a file, which has a record from here on; or why it is refused. OperationalError: no database."""
         try:
-            module = UnbindModule.load(path, self._identity)
-        except ModuleFileError as error:
-            log.warning("module file refused: %s", error)
-            return str(error)
+            return self._take_up(path, origin)
+        except OperationalError:
+            raise
+        except (ModuleFileError, _Unreadable) as error:
+            refused = _Refused(_told(error))
+        except OSError as error:  # nothing is wrong with the file: the store cannot take it
+            refused = _Refused(f"{_shown(path)}: {_told(error)}", passing=True)
+        except Exception as error:  # noqa: BLE001 - whatever a file makes happen is that file's
+            refused = _Refused(f"{_shown(path)}: cannot be used ({type(error).__name__}: {_told(error)})")
+        if refused != before:
+            log.warning("module file refused: %s", refused.reason)
+        return refused
+
+    def _take_up(self, path: Path, origin: Origin) -> StoredModule:
         dropped = origin == Origin.DROPPED
-        file = self._objects.put(module.to_bytes()) if dropped else str(path)
+        try:  # a link in the folder of dropped files may lead anywhere
+            data = read_regular(path, MAX_BYTES, follow=not dropped)
+        except OSError as error:
+            raise _Unreadable(f"{_shown(path)}: cannot be read ({error.strerror or error}); check the file") from error
+        module = UnbindModule.from_bytes(data, _shown(path))
+        module.require(self._identity)
+        if not float(torch.tensor(module.kappa)) > 0:
+            raise ModuleFileError(f"{_shown(path)}: kappa is 0, so that the module does nothing; fit it again")
+        if self._records.held(module.name, module.digest):
+            raise ModuleFileError(
+                f"{_shown(path)}: '{module.name}' is the name of a takedown's module, which no file stands in for; "
+                "bring it under another name"
+            )
+        file = self._objects.put(data) if dropped else str(path)
         record = self._records.adopt(
             NewModule(module.name, module.digest, self._identity.fingerprint, file, origin), time.time()
         )
         if record["state"] not in LIVE:
-            log.warning("%s: module '%s' is %s, and a file does not change that", path, module.name, record["state"])
+            state = record["state"]
+            log.warning("%s: module '%s' is %s, and a file does not change that", _shown(path), module.name, state)
         if dropped:
             path.unlink(missing_ok=True)
-        return StoredModule(module, module.digest, str(path), record)
+        return StoredModule(module, module.digest, _shown(path), record)
+
+
+class _Unreadable(Exception):
+    """A file that is not there to be read as one."""
+
+
+def _put_away(path: Path, content: _Refused) -> _Refused:
+    """Move a refused file into quarantine; where that fails it is said once."""
+    if content.passing or content.stays:
+        return content
+    try:
+        log.warning("quarantined as %s", _shown(quarantine(path, content.reason)))
+    except OSError as error:
+        log.warning("%s cannot be quarantined: %s", _shown(path), _told(error))
+        return replace(content, stays=True)
+    return content
+
+
+def _shown(path: Path) -> str:
+    """A path as text that every log and database takes: names of files need not be text."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _told(error: Exception) -> str:
+    return ascii(str(error))[1:-1][:_MOST_TOLD] if not str(error).isprintable() else str(error)[:_MOST_TOLD]

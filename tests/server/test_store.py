@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 import uuid
@@ -13,14 +15,16 @@ import pytest
 from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.lifecycle import Action
-from server.registry.modules import NewModule
+from server.registry.modules import NewModule, add
 from server.registry.objects import DamagedObject, ObjectStore, StoreUnreachable
+from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry
 from server.registry.store import ModuleStore
-from server.registry.tables import Origin
+from server.registry.tables import ModuleRow, Origin
 from tests.core.conftest import save_checkpoint
 from tests.server.conftest import MakeModule, build_module
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.module import MAX_BYTES, UnbindModule
 
 ADMIN = Actor("admin", "test")
 
@@ -115,8 +119,154 @@ def test_a_takedown_s_module_stands_before_a_shipped_file_of_its_name(place: Pla
     place.registry.modules.adopt(NewModule("one", made.digest, fingerprint, key, Origin.TAKEDOWN), 1.0)
     shipped.save(place.shipped / "one.safetensors")
     assert place.store.scan().modules["one"].digest == made.digest
-    states = {record["digest"]: record["state"] for record in place.registry.modules.versions()}
-    assert states == {made.digest: "active", shipped.digest: "calibrated"}
+    assert [(record["digest"], record["state"]) for record in place.registry.modules.versions()] == [
+        (made.digest, "active")
+    ]
+
+
+def states(place: Place) -> list[tuple[str, str]]:
+    return [(record["origin"], record["state"]) for record in place.registry.modules.versions()]
+
+
+@pytest.mark.parametrize("way", [[], [Action.ACTIVATE, Action.SUSPEND], [Action.RETIRE]])
+@pytest.mark.parametrize("model", ["this", "another"])
+def test_no_file_stands_in_for_a_takedown_s_module_in_any_state(
+    place: Place, make_module: MakeModule, way: list[Action], model: str
+) -> None:
+    made = make_module("one")
+    fingerprint = made.model.fingerprint if model == "this" else "f" * 64
+    key = place.objects.put(made.to_bytes())
+    new = NewModule("one", made.digest, fingerprint, key, Origin.TAKEDOWN, activation="manual")
+    place.registry.modules.adopt(new, 1.0)
+    with place.registry.transactions.change() as session:  # as a takedown leaves it that is to be activated by hand
+        session.query(ModuleRow).update({"state": "calibrated"})
+    for action in way:
+        place.registry.modules.act("one", action, "*", ADMIN, 2.0)
+    for folder in (place.shipped, place.published):
+        make_module("one", seed=5, kappa=1e-30).save(folder / "harmless.safetensors")
+    before = states(place)
+    scan = place.store.scan()
+    assert scan.modules == {} and states(place) == before
+    assert len(scan.problems) == 2 and all("a takedown's module" in reason for reason in scan.problems.values())
+
+
+def test_a_file_that_was_there_first_gives_way_to_a_takedown_s_module(place: Place, make_module: MakeModule) -> None:
+    make_module("one", seed=5).save(place.published / "one.safetensors")
+    assert list(place.store.scan().modules) == ["one"]
+    made = make_module("one")
+    key = place.objects.put(made.to_bytes())
+    new = NewModule("one", made.digest, made.model.fingerprint, key, Origin.TAKEDOWN, activation="manual")
+    with place.registry.transactions.change() as session:
+        add(session, new, "manual", ADMIN, 1.0)
+    assert place.store.scan().modules == {}
+    assert states(place) == [("dropped", "superseded"), ("takedown", "calibrated")]
+    for act in (
+        lambda: place.registry.modules.act(
+            place.registry.modules.versions()[0]["id"], Action.ACTIVATE, "*", ADMIN, 2.0
+        ),
+        lambda: place.registry.modules.rollback("one", "*", ADMIN, 2.0),
+    ):
+        with pytest.raises(NotAllowed, match="a file never stands in for it"):
+            act()
+    assert place.store.scan().modules == {}
+    assert place.registry.audit_problems() == []
+
+
+def test_a_file_that_does_nothing_is_refused(place: Place, make_module: MakeModule) -> None:
+    for strength in (0.0, 1e-300):  # in single precision, in which it is applied, the second is 0 as well
+        make_module("idle", kappa=strength).save(place.shipped / f"{strength}.safetensors")
+    scan = place.store.scan()
+    assert scan.modules == {} and states(place) == []
+    assert all("kappa is 0" in reason for reason in scan.problems.values()) and len(scan.problems) == 2
+
+
+def resealed(module: UnbindModule) -> bytes:
+    """The same module in a file with another header: JSON with spaces."""
+    data = module.to_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + size])).encode()
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def test_a_module_whose_file_is_spelt_otherwise_keeps_the_digest_of_its_bytes(
+    place: Place, make_module: MakeModule
+) -> None:
+    data = resealed(make_module("one"))
+    digest = hashlib.sha256(data).hexdigest()
+    assert digest != make_module("one").digest
+    (place.published / "one.safetensors").write_bytes(data)
+    for _ in range(2):
+        scan = place.store.scan()
+        assert scan.problems == {} and scan.modules["one"].digest == digest
+    assert (place.published / "objects" / f"{digest}.safetensors").read_bytes() == data
+
+
+def test_whatever_lies_in_a_folder_the_good_files_are_read(
+    place: Place, make_module: MakeModule, tmp_path: Path
+) -> None:
+    make_module("good").save(tmp_path / "elsewhere.safetensors")
+    whole = make_module("good").to_bytes()
+    for number, folder in enumerate((place.shipped, place.published)):
+        os.mkfifo(folder / "pipe.safetensors")
+        (folder / "folder.safetensors").mkdir()
+        (folder / "loop.safetensors").symlink_to("loop.safetensors")
+        (folder / "nowhere.safetensors").symlink_to("nowhere")
+        with (folder / "huge.safetensors").open("wb") as file:
+            file.truncate(MAX_BYTES + 1)
+        (folder / ("n" * 240 + ".safetensors")).write_bytes(b"")
+        Path(os.fsdecode(os.fsencode(folder) + b"/\xff.safetensors")).write_bytes(b"")
+        text = whole.replace(b'\\"detector\\":\\"fisher\\"', b'\\"detector\\":[1]     ')
+        assert text != whole
+        (folder / "detector.safetensors").write_bytes(text)
+        make_module(f"last-{number}", seed=number).save(folder / "zz.safetensors")
+    (place.shipped / "linked.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    (place.published / "linked.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    scan = place.store.scan()
+    assert sorted(scan.modules) == ["good", "last-0", "last-1"]  # a shipped link is followed, a dropped one is not
+    assert json.dumps(scan.problems, ensure_ascii=False).encode()  # can be answered and logged
+    for file in place.published.iterdir():
+        os.utime(file, (time.time() - 60, time.time() - 60), follow_symlinks=False)
+    assert sorted(place.store.scan().modules) == ["good", "last-0", "last-1"]
+    assert list(place.published.glob("*.safetensors")) == []
+    assert len(list((place.published / "quarantine").glob("*.reason"))) == 9
+    assert sorted(place.store.scan().modules) == ["good", "last-0", "last-1"]
+
+
+def test_a_file_that_cannot_be_put_away_is_reported_once(
+    place: Place, make_module: MakeModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place.published / "quarantine").write_text("no folder")
+    (place.published / "bad.safetensors").write_text("no module")
+    settled(place.published / "bad.safetensors")
+    make_module("good").save(place.published / "good.safetensors")
+    for _ in range(4):
+        scan = place.store.scan()
+        assert list(scan.modules) == ["good"] and len(scan.problems) == 1
+    assert [record.getMessage().count("cannot be quarantined") for record in caplog.records].count(1) == 1
+    assert len(caplog.records) == 2
+
+
+def test_a_dropped_file_waits_where_the_store_cannot_take_it(place: Place, make_module: MakeModule) -> None:
+    (place.published / "objects").write_text("no folder")
+    make_module("one").save(place.published / "one.safetensors")
+    settled(place.published / "one.safetensors")
+    for _ in range(2):
+        scan = place.store.scan()
+        assert scan.modules == {} and list(scan.problems) == [str(place.published / "one.safetensors")]
+    (place.published / "objects").unlink()
+    assert list(place.store.scan().modules) == ["one"]
+
+
+def test_a_damaged_shipped_file_is_missing_and_a_removed_one_is_gone(
+    place: Place, make_module: MakeModule, loaded: LoadedModel
+) -> None:
+    make_module("one").save(place.shipped / "one.safetensors")
+    place.store.scan()
+    (place.shipped / "one.safetensors").write_text("damaged")
+    for store in (place.store, ModuleStore(place.shipped, place.objects, place.registry.modules, loaded.identity)):
+        assert list(store.scan().absent) == ["one"]
+    (place.shipped / "one.safetensors").unlink()
+    assert place.store.scan().absent == {}
 
 
 def test_a_damaged_object_is_reported_and_not_loaded(
