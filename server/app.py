@@ -54,6 +54,7 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,  # shown to keys alone, once there is one
         redirect_slashes=False,  # which would lose the profile of the path, and go where the client's Host header says
         dependencies=[Depends(whole_characters)],
     )

@@ -14,10 +14,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
 from server.engine.engine import EngineStopped
 from server.engine.scheduler import PromptTooLong, QueueFull
+from server.registry.refusals import AWAY, DatabaseGone
 from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule
 
 log = logging.getLogger("unbind.api")
@@ -59,6 +61,20 @@ def disk_full() -> ApiError:
     )
 
 
+def unreachable(error: Exception) -> ApiError:
+    """503 for a database that does not answer or is gone, 507 for one that cannot write."""
+    if isinstance(error, DatabaseGone):
+        return ApiError(503, str(error), code="data_lost", headers={"Retry-After": "60"})
+    if isinstance(error, DBAPIError) and "disk is full" in str(error.orig):  # as SQLite says it
+        return disk_full()
+    return ApiError(
+        503,
+        "the registry's database does not answer; try again",
+        code="registry_unreachable",
+        headers={"Retry-After": "5"},
+    )
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The error object as the official clients read it."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -86,6 +102,8 @@ def translate(error: Exception) -> ApiError:
             return _validation(error)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
             return disk_full()
+        case _ if isinstance(error, AWAY):
+            return unreachable(error)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:

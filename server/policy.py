@@ -118,25 +118,46 @@ def _no_switching_off(name: str, required: bool) -> ApiError:
     return invalid(f"{FIELD}: requests only add modules; leave '{name[:80]}' out instead", FIELD, "cannot_switch_off")
 
 
-def pin(table: ModuleTable, effective: Effective, shadow: Collection[str] = ()) -> PinnedSet:
+def pin(
+    table: ModuleTable, effective: Effective, shadow: Collection[str] = (), absent: Collection[str] = ()
+) -> PinnedSet:
     """The versions to run under; those in ``shadow`` are never applied, also where they are named.
 
-    Raises UnknownModule, and ApiError 503 where a policy's module is not loaded or in shadow.
+    Raises UnknownModule, and ApiError 503 where a policy's module is not loaded or in shadow, or where one is named that should
+    be loaded and could not be (``absent``).
     """
     current = table.current
+    for name in sorted(effective.strengths.keys() & set(absent) - effective.required):
+        raise missing(name)
     for name in sorted(effective.required):
-        if name not in current or name in shadow:
+        if name not in current or name in shadow or name in absent:
             raise unavailable(name)
     named_in_shadow = effective.strengths.keys() & set(shadow)
     measured = dict.fromkeys((*named_in_shadow, *(name for name in effective.shadow if name in current)), OFF)
     return table.pin({**effective.strengths, **measured})
 
 
-def unavailable(name: str) -> ApiError:
-    """A module that a policy demands is not there, or only measured."""
+def unavailable(names: str | None) -> ApiError:
+    """Modules that a policy demands are not there, or only measured; None where nobody may hear which."""
+    which = (
+        f"module '{names}' applies to this call by policy and is not active"
+        if names
+        else "an enforced module is missing"
+    )
     return ApiError(
         503,
-        f"module '{name}' applies to this call by policy and is not active; nothing is served without it",
+        f"{which}; nothing is served without it",
+        code="module_unavailable",
+        headers={"Retry-After": "10"},
+    )
+
+
+def missing(name: str) -> ApiError:
+    """A module that a request names is active and could not be loaded."""
+    return ApiError(
+        503,
+        f"{FIELD}: module '{name}' could not be loaded here; nothing is served without it",
+        param=FIELD,
         code="module_unavailable",
         headers={"Retry-After": "10"},
     )

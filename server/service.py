@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +22,20 @@ from server.engine.memory import plan_memory
 from server.ratelimit import RateLimiter
 from server.registry import retention
 from server.registry.access import SERVER_SCOPE, Access
+from server.registry.anchor import Anchor
 from server.registry.objects import ObjectStore
+from server.registry.outage import Outage
+from server.registry.refusals import AWAY
 from server.registry.registry import open_registry
-from server.registry.store import ModuleStore, Scan, StoredModule
+from server.registry.store import ModuleStore, Scan
+from server.registry.tables import ModuleState, Origin
 from server.registry.trail import Abandoned
 from server.settings import Settings
-from server.telemetry import Telemetry
+from server.telemetry import Figures, Telemetry
 from server.worker.process import Supervisor
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.files import write_whole
+from unbind_core.module import UnbindModule
 from unbind_core.windows import fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
@@ -45,9 +51,14 @@ class Service:
         settings = settings.model_copy(update={"max_slots": self.memory.slots, "max_model_len": self.memory.length})
         self.settings = settings
         self.loaded = loaded
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(self._figures)
         self.registry = open_registry(settings)
-        self.telemetry.audit_problems.set_function(lambda: len(self.registry.trail.problems))
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._anchors = [Anchor(settings.data_dir, "the data folder")]
+        if self.registry.engine.dialect.name == "sqlite":
+            file = Path(self.registry.engine.url.database or "")
+            self._anchors.append(Anchor(file, "the registry's database file"))
+        self._database = Outage("the registry's database", log)
         self.access = Access(self.registry.transactions)
         self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
@@ -73,6 +84,7 @@ class Service:
         self.ready = False
         self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
+        self._unloadable: dict[str, str] = {}  # name -> why the engine could not take it
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -80,7 +92,17 @@ class Service:
         """Begin to serve: check the model on the engine, load the modules, start the worker."""
         await asyncio.to_thread(self.engine.start)
         await self.refresh_modules()
-        self._tasks.append(asyncio.create_task(self._watch_modules(), name="unbind-module-watch"))
+        await self._count_gates()
+        if self.settings.metrics_port is not None:
+            await asyncio.to_thread(self.telemetry.listen, self.settings.metrics_host, self.settings.metrics_port)
+        # Each by itself: what a file, a store or an engine does to one of them must not hold up the revocation of keys.
+        for what, work, seconds in (
+            ("access", self._refresh_access, REFRESH_SECONDS),
+            ("modules", self.refresh_modules, REFRESH_SECONDS),
+            ("retention", self._purge, REFRESH_SECONDS),
+            ("gate counts", self._count_gates, self.settings.metrics_interval),
+        ):
+            self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))
         self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
         if self.settings.worker:
             await self.supervisor.start()
@@ -101,6 +123,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.telemetry.close)
         await asyncio.to_thread(self.engine.close)
         self.encoder.close()
         self.registry.close()
@@ -112,22 +135,63 @@ class Service:
             if {name: m.digest for name, m in scan.modules.items()} != {
                 name: entry.digest for name, entry in self.engine.modules.current.items()
             }:
-                wanted: list[StoredModule] = list(scan.modules.values())
                 # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
                 # between would be refused. Where loading fails, what cannot be had is demanded all the same.
                 staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
-                self.scan = replace(scan, modules=staying)
-                try:
-                    await asyncio.wrap_future(self.engine.sync_modules([(m.module, m.digest) for m in wanted]))
-                finally:
-                    self.scan = scan
-                log.info("modules: %s", ", ".join(e.label for e in self.engine.modules.current.values()) or "none")
+                unloadable = {n: scan.modules[n].record for n in self._unloadable.keys() & scan.modules.keys()}
+                self.scan = replace(scan, modules=staying, absent=scan.absent | unloadable)
+                before = self._labels
+                scan = await self._load(scan)
+                if self._labels != before:
+                    log.info("modules: %s", ", ".join(self._labels) or "none")
             self.scan = scan
 
     @property
     def most_requests(self) -> int:
         """How many requests can run and wait at the same time."""
         return self.settings.queue_limit + self.settings.max_slots
+
+    @property
+    def _labels(self) -> list[str]:
+        return [entry.label for entry in self.engine.modules.current.values()]
+
+    async def _load(self, scan: Scan) -> Scan:
+        """Have the engine offer what was found; one that cannot be loaded keeps no other away, and is absent from then on."""
+
+        async def offer(modules: dict[str, tuple[UnbindModule, str]]) -> None:
+            await asyncio.wrap_future(self.engine.sync_modules(modules.values()))
+
+        wanted = {name: (found.module, found.digest) for name, found in scan.modules.items()}
+        try:
+            await offer(wanted)
+        except EngineStopped:
+            raise
+        except Exception as error:  # noqa: BLE001 - one by one it will show whose it is
+            log.debug("not all modules can be loaded at once: %s", error)
+        else:
+            self._unloadable = {}
+            return scan
+        present = self.engine.modules.current
+        loaded = {name: (present[name].module, present[name].digest) for name in present.keys() & wanted.keys()}
+        unloadable: dict[str, str] = {}
+        # takedowns' modules before files, so that a file never takes the room of one
+        for name in sorted(wanted, key=lambda name: (scan.modules[name].record["origin"] != Origin.TAKEDOWN, name)):
+            try:
+                await offer(loaded | {name: wanted[name]})
+                loaded[name] = wanted[name]
+            except EngineStopped:
+                raise
+            except Exception as error:  # noqa: BLE001 - of this module
+                unloadable[name] = str(error)
+        for name in unloadable.keys() - self._unloadable.keys():
+            log.error("module '%s' cannot be loaded: %s", name, unloadable[name])
+        self._unloadable = unloadable
+        return replace(
+            scan,
+            modules={name: found for name, found in scan.modules.items() if name not in unloadable},
+            problems=scan.problems | {scan.modules[name].path: reason for name, reason in unloadable.items()},
+            absent=scan.absent | {name: scan.modules[name].record for name in unloadable},
+        )
 
     @property
     def missing_modules(self) -> list[str]:
@@ -137,23 +201,56 @@ class Service:
         return sorted(demanded - self.applicable)
 
     @property
-    def applicable(self) -> set[str]:
-        """The modules that a policy can apply: loaded, and not in shadow."""
-        return self.engine.modules.current.keys() - self.scan.shadow
+    def missing_enforced(self) -> list[str]:
+        """``missing_modules``, and those active modules that could not be loaded and that any key or profile demands."""
+        scopes = [*self.access.current.rules.values(), *self.settings.profiles.values()]
+        named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
+        scoped = {name for name, record in self.scan.absent.items() if record["scope"] or name in named}
+        return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
 
-    async def _watch_modules(self) -> None:
+    @property
+    def missing_active(self) -> list[str]:
+        """Active modules that could not be loaded: a request that names one is refused."""
+        return sorted(name for name, record in self.scan.absent.items() if record["state"] == ModuleState.ACTIVE)
+
+    @property
+    def applicable(self) -> set[str]:
+        """The modules that a policy can apply: loaded, not in shadow, and no former version of one that could not be loaded."""
+        return self.engine.modules.current.keys() - self.scan.shadow - self.scan.absent.keys()
+
+    @property
+    def data_lost(self) -> str | None:
+        """Why nothing that is written would be kept: the data folder or the database in it is not the one that was opened."""
+        return next((lost for anchor in self._anchors if (lost := anchor.lost) is not None), None)
+
+    def _figures(self) -> Figures:
+        loaded, scan = len(self.engine.modules.current), self.scan
+        audit = len(self.registry.trail.problems)
+        return Figures(self.engine.stats(), loaded, len(self.missing_active), len(scan.problems), audit)
+
+    async def _refresh_access(self) -> None:
+        await asyncio.to_thread(self.access.refresh)
+        self._database.ends()
+
+    async def _purge(self) -> None:
+        await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
+
+    async def _count_gates(self) -> None:
+        self.telemetry.keep_gates(await asyncio.wrap_future(self.engine.gate_counts()))
+
+    async def _repeat(self, what: str, work: Callable[[], Awaitable[None]], seconds: float) -> None:
+        failing = Outage(f"{what} of this server", log)
         while True:
-            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.sleep(seconds)
             try:
-                await self.refresh_modules()
-                await asyncio.to_thread(self.access.refresh)
-                await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
+                await work()
+                failing.ends()
             except EngineStopped:
                 return
-            except Exception:
-                log.exception(
-                    "modules or access rules could not be read; what is loaded is served, and it is tried again"
-                )
+            except AWAY as error:
+                self._database.begins(error)
+            except Exception as error:  # noqa: BLE001 - it must go on, whatever happens once
+                failing.begins(error)
 
     async def _watch_trail(self) -> None:
         """Check the whole audit trail now and by the clock, in pages with pauses between, so that nobody waits for it."""

@@ -24,6 +24,7 @@ NULLABLE = (
     "retain_calibration",
     "retain_test",
     "audit_head",
+    "metrics_port",
 )  # an empty variable means "none"
 
 
@@ -63,6 +64,14 @@ class Settings(BaseModel):
     retain_test_limit: Annotated[int, Field(ge=0, description="how many of them a takedown's verification reads")] = 60
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on")] = 8000
+    metrics_port: Annotated[
+        int | None,
+        Field(ge=0, le=65535, description="port of its own for /metrics, which wants no key there; 0: any free one"),
+    ] = None
+    metrics_host: Annotated[str, Field(description="address that metrics_port listens on")] = "127.0.0.1"
+    metrics_interval: Annotated[
+        float, Field(gt=0, le=3600, description="seconds between two readings of the gates that /metrics shows")
+    ] = 15.0
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""

@@ -1,28 +1,47 @@
 """Every Prometheus metric, in one place.
 
 Labels are module names, phases, routes and status codes: nothing that a client invents. The API counts requests here;
-engine and gate figures are read when ``/metrics`` is asked.
+the engine's figures are read when somebody asks. What the gates counted is read at set times: who sees it at any moment can
+tell from two readings what the gates made of one prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from server.engine.engine import EngineStats
 from server.engine.modules import Counts
+from unbind_core.errors import UnbindError
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is true at this moment.
+
+    ``missing``: modules in use that could not be loaded; ``skipped``: refused files; ``audit``: signs of tampering in the trail.
+    """
+
+    engine: EngineStats
+    loaded: int
+    missing: int
+    skipped: int
+    audit: int
 
 
 class _Gates(Collector):
     """The bank's own counters, as read last."""
 
-    def __init__(self) -> None:
-        self.counts: Counts = {}
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
 
     def collect(self) -> Iterable[Metric]:
         """Positions evaluated and gates open, by module and phase."""
@@ -40,13 +59,47 @@ class _Gates(Collector):
         return [evaluated, opened]
 
 
-class Telemetry:
-    """One registry of metrics for one application."""
+class _Present(Collector):
+    """Gauges, read when they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], Figures]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """One figure each."""
+        now = self._read()
+        for name, text, value in (
+            ("unbind_requests_running", "Requests that hold a slot", now.engine.running),
+            ("unbind_requests_waiting", "Requests in the queue", now.engine.waiting),
+            ("unbind_slots", "Slots there are", now.engine.slots),
+            ("unbind_engine_steps", "Engine steps since start", now.engine.steps),
+            ("unbind_engine_failed_requests", "Requests the engine failed since start", now.engine.failures),
+            ("unbind_modules_loaded", "Modules a request can name", now.loaded),
+            ("unbind_modules_missing", "Modules in use that could not be loaded", now.missing),
+            ("unbind_module_files_skipped", "Module files that could not be loaded", now.skipped),
+            ("unbind_audit_problems", "Signs of tampering known in the audit trail; 0 where it is whole", now.audit),
+        ):
+            yield GaugeMetricFamily(name, text, value)
+
+
+class _Together(Collector):
+    def __init__(self, *parts: Collector) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterable[Metric]:
+        """What each of them has."""
+        for part in self._parts:
+            yield from part.collect()
+
+
+class Telemetry:
+    """The metrics of one application."""
+
+    def __init__(self, read: Callable[[], Figures]) -> None:
         registry = self._registry = CollectorRegistry()
-        self._gates = _Gates()
-        registry.register(self._gates)
+        registry.register(_Present(read))
+        self._gates = _Gates({})
+        self._port: tuple[WSGIServer, Thread] | None = None
         self.requests = Counter(
             "unbind_requests", "Requests by route and status", ["route", "status"], registry=registry
         )
@@ -59,30 +112,38 @@ class Telemetry:
         self.prompt_tokens = Counter("unbind_prompt_tokens", "Prompt tokens taken in", registry=registry)
         self.generated_tokens = Counter("unbind_generated_tokens", "Tokens generated", registry=registry)
         self.module_requests = Counter("unbind_module_requests", "Requests by module", ["module"], registry=registry)
-        self._running = Gauge("unbind_requests_running", "Requests that hold a slot", registry=registry)
-        self._waiting = Gauge("unbind_requests_waiting", "Requests in the queue", registry=registry)
-        self._slots = Gauge("unbind_slots", "Slots there are", registry=registry)
-        self._steps = Gauge("unbind_engine_steps", "Engine steps since start", registry=registry)
-        self._failures = Gauge(
-            "unbind_engine_failed_requests", "Requests the engine failed since start", registry=registry
-        )
-        self._modules = Gauge("unbind_modules_loaded", "Modules a request can name", registry=registry)
-        self._skipped = Gauge("unbind_module_files_skipped", "Module files that could not be loaded", registry=registry)
 
-        self.audit_problems = Gauge(
-            "unbind_audit_problems",
-            "Signs of tampering known in the audit trail; 0 where it is whole",
-            registry=registry,
-        )
-
-    def exposition(self, counts: Counts, stats: EngineStats, modules: int, skipped: int) -> bytes:
-        """The text that Prometheus scrapes, with the figures given."""
+    def keep_gates(self, counts: Counts) -> None:
+        """What everybody is shown of the gates until the next time."""
         self._gates.counts = counts
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._slots.set(stats.slots)
-        self._steps.set(stats.steps)
-        self._failures.set(stats.failures)
-        self._modules.set(modules)
-        self._skipped.set(skipped)
-        return generate_latest(self._registry)
+
+    def exposition(self, counts: Counts | None = None) -> bytes:
+        """The text that Prometheus scrapes; with the gates' ``counts`` of this moment, else those kept last."""
+        gates = self._gates if counts is None else _Gates(counts)
+        return generate_latest(_Together(self._registry, gates))
+
+    def listen(self, host: str, port: int) -> int:
+        """Show the metrics on a port of their own, and nothing else there; returns the port. Raises UnbindError."""
+        everything = CollectorRegistry()
+        everything.register(_Together(self._registry, self._gates))
+        try:
+            self._port = start_http_server(port, host, everything)
+        except OSError as error:
+            raise UnbindError(
+                f"metrics_port: cannot listen on {host}:{port} ({error.strerror or error}); choose another"
+            ) from None
+        return self._port[0].server_port
+
+    @property
+    def port(self) -> int | None:
+        """Where the metrics are shown on a port of their own."""
+        return None if self._port is None else self._port[0].server_port
+
+    def close(self) -> None:
+        """Give the port back."""
+        if self._port is not None:
+            server, thread = self._port
+            server.shutdown()
+            thread.join()
+            server.server_close()
+            self._port = None

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from server.api.admin import Acting, Served, admin_router, refusals
 from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
 from server.errors import ApiError
-from server.registry.access import SERVER_SCOPE, Key, NoSuchKey, Scope
+from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths
 from server.service import Service
 
@@ -22,7 +22,7 @@ class KeyBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     name: Annotated[StrictStr, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
-    scopes: Annotated[list[Scope], Field(min_length=1, max_length=3)] = ["inference"]
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=len(SCOPES))] = ["inference"]
     enforced: Strengths = {}
     allowed: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] | None = None
     shadow: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] = []

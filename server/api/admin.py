@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Request
-from sqlalchemy.exc import OperationalError
 
 from server.api.caller import Caller, administrator
-from server.errors import ApiError, disk_full
+from server.errors import ApiError, unreachable
 from server.registry.audit import Actor
-from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere, Refusal, Stale, Unconditional
+from server.registry.refusals import AWAY, KeyReused, NameTaken, NotAllowed, NotThere, Refusal, Stale, Unconditional
 from server.service import Service, service
 
 Served = Annotated[Service, Depends(service)]
@@ -32,8 +31,13 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
 
 
 def admin_router() -> APIRouter:
-    """A router whose every route needs a key with the admin scope."""
-    return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(administrator)])
+    """A router whose every route needs a key with the admin scope, and a data folder that keeps what is done."""
+    return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(administrator), Depends(_kept)])
+
+
+async def _kept(served: Served) -> None:
+    if (lost := served.data_lost) is not None:
+        raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
 
 
 def acting(request: Request, caller: Annotated[Caller, Depends(administrator)]) -> Actor:
@@ -53,10 +57,5 @@ def refusals() -> Iterator[None]:
     except Refusal as error:
         status, code, param = _ANSWERS[type(error)]
         raise ApiError(status, str(error), param=param, code=code) from None
-    except OperationalError as error:
-        if "disk is full" in str(error.orig):  # as SQLite says it
-            raise disk_full() from None
-        raise ApiError(
-            503, "the registry's database does not answer; try again", code="registry_unreachable",
-            headers={"Retry-After": "5"},
-        ) from None  # fmt: skip
+    except AWAY as error:
+        raise unreachable(error) from None

@@ -60,7 +60,7 @@ class Call:
         profiles = [profile_rules(served, name, asked=True) for name in chosen if name]
         asked = requested(named, self.request.headers.getlist(HEADER))
         effective = resolve(asked, [*scopes, standing(scan, holding)], profiles)
-        return pin(served.engine.modules, effective, scan.shadow)
+        return pin(served.engine.modules, effective, scan.shadow, scan.absent)
 
 
 async def _call(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import math
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -35,7 +36,7 @@ class Caller:
 
 
 ADMINISTRATOR = Caller(frozenset(SCOPES))
-ANYBODY = Caller(frozenset({"inference", "report"}))
+ANYBODY = Caller(frozenset({"inference", "report", "metrics"}))
 
 
 def keys_needed(served: Service) -> bool:
@@ -90,6 +91,34 @@ def _admitted(request: Request) -> Caller:
                 headers={"Retry-After": str(math.ceil(wait))},
             )
     return caller
+
+
+def onlooker(request: Request) -> Caller | None:
+    """Who looks at what the server is doing: None without a usable key, where one is needed.
+
+    It is once one was made, and always beyond loopback: ``insecure`` opens inference alone.
+    """
+    served = service(request)
+    try:
+        caller = identify(request, time.time())
+    except ApiError:
+        return None
+    open_to_all = on_loopback(served.settings) and not served.access.current.keys
+    return ANYBODY if caller is None and open_to_all else caller
+
+
+def holder(*scopes: str) -> Callable[[Request], Awaitable[Caller]]:
+    """A dependency: an onlooker who has one of the scopes, or may do everything. Raises ApiError 401, 403."""
+
+    async def check(request: Request) -> Caller:
+        caller = onlooker(request)
+        if caller is None:
+            raise _unauthorised(f"{request.url.path} needs a key: send 'Authorization: Bearer KEY'")
+        if not any(caller.may(scope) for scope in (*scopes, "admin")):
+            raise _forbidden(scopes[0])
+        return caller
+
+    return check
 
 
 def identified_administrator(request: Request) -> Caller:

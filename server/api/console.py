@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import FileResponse
 
+from server.api.caller import holder
 from server.console.rows import demo_rows
 from server.service import Service, service
 
@@ -28,7 +29,7 @@ async def page() -> FileResponse:
     return FileResponse(PAGE, media_type="text/html", headers=HEADERS)
 
 
-@router.get("/console/state.json")
+@router.get("/console/state.json", dependencies=[Depends(holder("inference"))])
 async def state(served: Annotated[Service, Depends(service)]) -> dict[str, Any]:
     """The model, the modules and, in the demo world, rows to try. Forget sets of others are never shown."""
     return {

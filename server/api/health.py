@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, how is it doing: ``/health``, ``/ready``, ``/metrics``, ``/version``."""
+"""Is it alive, is it ready, how is it doing, what is it: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from server.api.caller import Caller, holder, onlooker
 from server.errors import ApiError
 from server.policy import unavailable
 from server.service import Service, service
@@ -24,28 +25,48 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/ready")
-async def ready(served: Served) -> dict[str, Any]:
-    """200 once requests are served; 503 before, while shutting down and while an enforced module is missing."""
+async def ready(served: Served, request: Request) -> dict[str, Any]:
+    """200 once requests are served; 503 before, while shutting down, without its data and while an enforced module is missing.
+
+    Names of modules are for those with a key, where one is needed.
+    """
+    allowed = onlooker(request) is not None
     if not served.ready:
         raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers={"Retry-After": "2"})
-    if missing := served.missing_modules:
-        raise unavailable(missing[0])
+    if (lost := served.data_lost) is not None:
+        raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
+    if missing := served.missing_enforced:
+        raise unavailable(", ".join(missing) if allowed else None)
+    status = "degraded" if served.missing_active else "ready"
+    if not allowed:
+        return {"status": status}
+    modules = sorted(served.engine.modules.current)
     return {
-        "status": "ready",
+        "status": status,
         "model": served.settings.served_name,
-        "modules": sorted(served.engine.modules.current),
+        "modules": modules,
+        "missing": served.missing_active,
         **({"audit": problems} if (problems := served.registry.trail.problems) else {}),
     }
 
 
 @router.get("/metrics")
-async def metrics(served: Served) -> Response:
-    """Prometheus text."""
-    counts = await asyncio.wrap_future(served.engine.gate_counts())
-    text = served.telemetry.exposition(
-        counts, served.engine.stats(), len(served.engine.modules.current), len(served.scan.problems)
-    )
+async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metrics"))]) -> Response:
+    """Prometheus text. Whoever may have reports sees the gates' counts as they are, others as they were read last."""
+    telemetry = served.telemetry
+    if caller.may("report") or caller.may("admin"):
+        counts = await asyncio.wrap_future(served.engine.gate_counts())
+        text = telemetry.exposition(counts)
+    else:
+        text = telemetry.exposition()
     return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/openapi.json", include_in_schema=False, dependencies=[Depends(holder("inference", "metrics"))])
+async def describe(request: Request) -> dict[str, Any]:
+    """The machine's description of the API."""
+    found: dict[str, Any] = request.app.openapi()
+    return found
 
 
 @router.get("/version")

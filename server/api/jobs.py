@@ -12,6 +12,7 @@ from fastapi import Query
 from starlette.responses import StreamingResponse
 
 from server.api.admin import Acting, Served, admin_router, refusals
+from server.errors import ApiError
 from server.registry.tables import ENDED, ModuleState
 from server.service import Service
 
@@ -54,7 +55,11 @@ async def follow_job(job_id: str, served: Served) -> StreamingResponse:
             if ended:
                 return
             await asyncio.sleep(EVENT_SECONDS)
-            job = await _look(served, job_id)
+            try:
+                job = await _look(served, job_id)
+            except ApiError as error:  # the answer has begun: an outage is waited out
+                if error.code != "registry_unreachable":
+                    return
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -22,17 +22,28 @@ router = admin_router()
 
 @router.get("/modules")
 async def list_modules(
-    served: Served, state: Annotated[Literal["loaded", "all"], Query()] = "loaded", name: str | None = None
+    served: Served,
+    state: Annotated[Literal["loaded", "all"], Query()] = "loaded",
+    name: str | None = None,
+    after: Annotated[str, Query(max_length=100, description="id of the module that the list goes on behind")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> dict[str, Any]:
-    """The modules a request can name, where they are from, and the files that could not be loaded and why; or all versions."""
+    """The modules a request can name, by name, and the files that could not be loaded and why; or all versions."""
     with refusals():
         await served.refresh_modules()
         records = await asyncio.to_thread(served.registry.modules.versions, name)
     data = [_described(served, record) for record in records]
     if state == "loaded":
         data = [module for module in data if module["loaded"]]
+    if after:
+        place = next((number for number, module in enumerate(data, 1) if module["id"] == after), None)
+        if place is None:
+            raise ApiError(
+                400, "after: no module of this list has this id; begin anew", param="after", code="invalid_value"
+            )
+        data = data[place:]
     problems = [{"file": file, "reason": reason} for file, reason in sorted(served.scan.problems.items())]
-    return {"object": "list", "data": data, "problems": problems}
+    return {"object": "list", "data": data[:limit], "has_more": len(data) > limit, "problems": problems}
 
 
 @router.get("/modules/{reference}")

@@ -33,7 +33,11 @@ def list_modules(
 ) -> None:
     """The modules a request can name, and the files that were refused."""
     with clear_errors():
-        answer = Client(url, key).call(f"/modules?state={'all' if every else 'loaded'}")
+        client, path = Client(url, key), f"/modules?limit=1000&state={'all' if every else 'loaded'}"
+        answer = client.call(path)
+        while answer.pop("has_more"):
+            more = client.call(f"{path}&after={answer['data'][-1]['id']}")
+            answer = more | {"data": answer["data"] + more["data"]}
     if as_json:
         write_json(answer)
         return

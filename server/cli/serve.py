@@ -117,7 +117,7 @@ def announce(settings: Settings, url: str, service: Service) -> None:
     screen.print(heading, highlight=False)
     for what, value in (
         ("console", f"{url}/"),
-        ("metrics", f"{url}/metrics"),
+        ("metrics", f"{url}/metrics" if (metrics := service.telemetry.port) is None else f"port {metrics}"),
         ("memory", str(service.memory)),
         ("modules", modules),
         ("admin key", key),

@@ -20,8 +20,8 @@ from server.registry.tables import KeyRow, RulesRow
 from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
 
-SCOPES = ("inference", "report", "admin")
-Scope = Literal["inference", "report", "admin"]
+SCOPES = ("inference", "report", "metrics", "admin")
+Scope = Literal["inference", "report", "metrics", "admin"]
 SERVER_SCOPE = "global"
 
 

@@ -24,7 +24,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
-from server.registry.refusals import DatabaseRefused
+from server.registry.anchor import Anchor
+from server.registry.refusals import DatabaseGone, DatabaseRefused
 from server.registry.tables import Base
 
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
@@ -204,11 +205,23 @@ def _one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def _sqlite(file: Path) -> Engine:
-    """The database file, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait."""
+    """The database file, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait.
+
+    From then on it must stay that file: every transaction raises DatabaseGone once it was removed or replaced.
+    """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600)
     file.chmod(0o600)
     engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": LOCK_SECONDS})
+    anchor = Anchor(file, "the registry's database file")
+
+    def check() -> None:
+        if (lost := anchor.lost) is not None:
+            raise DatabaseGone(lost)
+
+    @event.listens_for(engine, "do_connect")
+    def _before(*_: Any) -> None:
+        check()  # else SQLite would make an empty file in its place
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:
@@ -220,6 +233,7 @@ def _sqlite(file: Path) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Any) -> None:
+        check()
         # A writer takes the lock before it reads, so that what it decided on still holds when it writes.
         reading = connection.get_execution_options().get("reading", False)
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

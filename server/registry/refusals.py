@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
 from unbind_core.errors import UnbindError
+
+AWAY = (OperationalError, InterfaceError, PoolTimeout)  # what a database raises that does not answer, or cannot write
 
 
 class Refusal(Exception):
@@ -43,3 +48,14 @@ class CancelRequested(Exception):
 
 class DatabaseRefused(UnbindError):
     """The database cannot be used as it is; the message says what to do."""
+
+
+class DatabaseGone(OperationalError):
+    """The database's file was removed or replaced while it was open. For whoever waits out an outage it is one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(None, None, Exception(message))
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sqlalchemy.exc import OperationalError
 
 from server.registry.lifecycle import LIVE
 from server.registry.modules import Modules, NewModule
 from server.registry.objects import DamagedObject, ObjectStore, quarantine
+from server.registry.refusals import AWAY
 from server.registry.tables import ModuleState, Origin
 from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModuleFileError
@@ -176,10 +176,10 @@ class ModuleStore:
                     yield origin, path
 
     def _read(self, path: Path, origin: Origin, before: _Refused | None) -> _Content:
-        """The module of a file, which has a record from here on; or why it is refused. OperationalError: no database."""
+        """The module of a file, which has a record from here on; or why it is refused. Raises what is AWAY: the database."""
         try:
             return self._take_up(path, origin)
-        except OperationalError:
+        except AWAY:
             raise
         except (ModuleFileError, _Unreadable) as error:
             refused = _Refused(_told(error))
