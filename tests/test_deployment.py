@@ -80,6 +80,20 @@ def test_deployments_set_only_settings_that_exist() -> None:
         assert set(re.findall(r"\bUNBIND_[A-Z_]+", text)) <= known, path
 
 
+def test_prometheus_scrapes_the_port_that_deployments_open_for_metrics() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["unbind"]
+    port = compose["environment"]["UNBIND_METRICS_PORT"]
+    scrape = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"][0]
+    assert scrape["static_configs"][0]["targets"] == [f"unbind:{port}"]
+    assert not any(published.endswith(f":{port}") for published in compose["ports"])
+    template = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text())["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    annotated = template["metadata"]["annotations"]["prometheus.io/port"]
+    assert annotated == environment["UNBIND_METRICS_PORT"]
+    assert int(annotated) in {opened["containerPort"] for opened in container["ports"]}
+
+
 def test_the_image_copies_files_that_exist_and_runs_without_privileges() -> None:
     text = (ROOT / "Dockerfile").read_text()
     for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):

@@ -113,7 +113,7 @@ def test_the_counts_come_to_everybody_in_time(checkpoint: Path, tmp_path: Path) 
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    telemetry = Telemetry(lambda: Figures(EngineStats(0, 0, 0, 0, 0), 0, 0, 0))
+    telemetry = Telemetry(lambda: Figures(EngineStats(0, 0, 0, 0, 0), 0, 0, 0, 0))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
