@@ -35,7 +35,7 @@ def list_modules(
     with clear_errors():
         client, path = Client(url, key), f"/modules?limit=1000&state={'all' if every else 'loaded'}"
         answer = client.call(path)
-        while answer.pop("has_more"):
+        while answer.pop("has_more", False):
             more = client.call(f"{path}&after={answer['data'][-1]['id']}")
             answer = more | {"data": answer["data"] + more["data"]}
     if as_json:

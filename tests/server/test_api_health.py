@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from server import service
+from server.api import jobs
 from server.engine.engine import EngineStats
 from server.registry.access import Access
 from server.registry.audit import Actor
@@ -216,6 +217,23 @@ def test_a_data_folder_that_is_lost_is_noticed_at_once(
         record for record in caplog.records if record.name == "unbind.service" and "database" in record.getMessage()
     ]
     assert len(told) == 2 and not any(record.exc_info for record in caplog.records)
+
+
+def test_a_job_that_is_followed_ends_its_stream_when_the_data_is_lost(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "EVENT_SECONDS", 0.02)
+    rows = {"name": "t", "rows": [{"text": "def add(a, b):\n    return a + b\n" * 8}]}
+    with live(checkpoint, tmp_path) as server:
+        job = server.admin("/takedowns", rows).body["job_id"]
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("GET", f"/admin/v1/jobs/{job}/events", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+        answer = connection.getresponse()
+        assert answer.readline() == b"event: progress\n"
+        (tmp_path / "data").rename(tmp_path / "kept")
+        assert b"queued" in answer.read()  # to the end of the stream
+        connection.close()
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_replaced_database_file_is_noticed(checkpoint: Path, tmp_path: Path) -> None:
