@@ -6,7 +6,7 @@ ARG PIP_EXTRA_INDEX_URL=""
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 WORKDIR /src
-COPY requirements*.lock ./
+COPY requirements.lock requirements-cuda.lock ./
 COPY .ci/install.py .ci/
 # The big layer first, so that a change of code does not fetch it again; the tools of development stay out.
 RUN PIP_NO_CACHE_DIR=1 python .ci/install.py --no-dev

@@ -32,17 +32,23 @@ def installed_torch() -> str:
         return ""
 
 
-def install_torch() -> None:
-    """Take the build that pip prefers here, and install it if the lock has its hash."""
-    entry = re.search(r"^torch==(\S+)( \\\n +--hash=\S+)+$", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
+def torch_entry(lock: str) -> tuple[str, str]:
+    """torch's lines of a lock with all their hashes, and its version."""
+    entry = re.search(r"^torch==(\S+)( \\\n +--hash=\S+)+$", lock, re.MULTILINE)
     if entry is None:
         sys.exit("requirements.lock names no torch: run `make lock`")
-    if installed_torch() == entry[1]:
+    return entry[0], entry[1]
+
+
+def install_torch() -> None:
+    """Take the build that pip prefers here, and install it if the lock has its hash."""
+    entry, version = torch_entry(LOCK.read_text(encoding="utf-8"))
+    if installed_torch() == version:
         return
     with tempfile.TemporaryDirectory() as folder:
-        pip("download", "--no-deps", "--dest", folder, f"torch=={entry[1]}")
+        pip("download", "--no-deps", "--dest", folder, f"torch=={version}")
         pinned = Path(folder, "torch.lock")
-        pinned.write_text(entry[0], encoding="utf-8")
+        pinned.write_text(entry + "\n", encoding="utf-8")
         pip("install", "--no-deps", "--no-index", "--find-links", folder, "--require-hashes", "-r", pinned)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -42,6 +43,13 @@ def test_a_lock_holds_hashes_for_every_package_and_nothing_else(name: str) -> No
     assert names == sorted(set(names))
     for *_, hashes in entries:
         assert (found := re.findall("[0-9a-f]{64}", hashes)) == sorted(set(found))
+
+
+def test_torch_is_installed_by_all_of_its_hashes() -> None:
+    """Any build of the locked version: whichever pip prefers is checked against the same list."""
+    entry, version = runpy.run_path(str(ROOT / ".ci/install.py"))["torch_entry"](LOCKS["requirements.lock"])
+    hashes = next(found[2] for found in ENTRY.findall(LOCKS["requirements.lock"]) if found[0] == "torch")
+    assert entry == f"torch=={version}{hashes}" and version == lock()["torch"]
 
 
 def test_no_package_is_in_two_locks() -> None:
