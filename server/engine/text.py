@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.pieces import pieces_of
+from server.engine.stops import automaton
 
 REPLACEMENT = "\ufffd"
 
@@ -18,45 +19,49 @@ REPLACEMENT = "\ufffd"
 class TextStream:
     """Turns one request's tokens into text, a piece at a time.
 
-    A piece is held back while it ends in half a character or in what may become a stop string.
+    A piece is held back while it ends in half a character or in what may become a stop string. ``min_tokens``: what the first
+    so many tokens complete stops nothing.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces_of(tokenizer)
         self._utf8 = getincrementaldecoder("utf-8")("replace") if self._pieces.byte_level else None
-        self._stop = tuple(one for one in stop if one)
-        self._stop_ids = frozenset(self._pieces.by_text[text] for text in stop if text in self._pieces.by_text)
+        self._stops = automaton(tuple(one for one in stop if one))
+        self._state = 0
+        self._stop_ids = {self._pieces.by_text[text]: text for text in stop if text in self._pieces.by_text}
+        self._unstopped = min_tokens  # tokens that are still to come before anything stops
         self._ids: list[int] = []
         self._from = 0  # decoding starts here: the tokenizer may need what stands before to place a space
         self._done = 0  # tokens before this index are in the text already
         self._held = ""
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """Text that is now certain, and whether a stop string was met (which is not part of the text)."""
-        if token in self._stop_ids:
-            return self.flush(), True
+    def push(self, token: int) -> tuple[str, str]:
+        """Text that is now certain, and the stop string that was met (which is not part of the text), or nothing."""
+        self._unstopped -= 1
+        if token in self._stop_ids and self._unstopped < 0:
+            return self.flush(), self._stop_ids[token]
         if self._utf8 is not None:
-            self._held += self._utf8.decode(self._pieces.spell(token))
-            return self._release()
+            return self._release(self._utf8.decode(self._pieces.spell(token)))
         self._ids.append(token)
         before = self._decode(self._ids[self._from : self._done])
         now = self._decode(self._ids[self._from :])
-        if not now.endswith(REPLACEMENT) or len(self._ids) - self._done > 4:  # no character has more than 4 bytes
-            self._held += now[len(before) :]
-            self._from, self._done = self._done, len(self._ids)
-        return self._release()
+        if now.endswith(REPLACEMENT) and len(self._ids) - self._done <= 4:  # no character has more than 4 bytes
+            return "", ""
+        self._from, self._done = self._done, len(self._ids)
+        return self._release(now[len(before) :])
 
     def flush(self) -> str:
         """What is still held back, at the end of the answer."""
+        late = ""
         if self._utf8 is not None:
-            self._held += self._utf8.decode(b"", final=True)
+            late = self._utf8.decode(b"", final=True)
         elif self._done < len(self._ids):
             before = self._decode(self._ids[self._from : self._done])
-            self._held += self._decode(self._ids[self._from :])[len(before) :]
+            late = self._decode(self._ids[self._from :])[len(before) :]
             self._done = len(self._ids)
-        text, _ = self._cut()
-        self._held = ""
+        text, _ = self._release(late)
+        text, self._held, self._state = text + self._held, "", 0
         return text
 
     def _decode(self, ids: list[int]) -> str:
@@ -66,26 +71,16 @@ class TextStream:
             else ""
         )
 
-    def _cut(self) -> tuple[str, bool]:
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at != -1]
-        return (self._held[: min(found)], True) if found else (self._held, False)
-
-    def _release(self) -> tuple[str, bool]:
-        if not self._stop:
-            text, self._held = self._held, ""
-            return text, False
-        text, stopped = self._cut()
-        if stopped:
-            self._held = ""
-            return text, True
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    def _release(self, new: str) -> tuple[str, str]:
+        """Take in new text. Of the stop strings that it completes, the one that begins first cuts it."""
+        state, start = self._state, len(self._held)
+        text = self._held + new
+        cut, met = len(text), ""
+        for end, character in enumerate(new, start + 1):
+            state = self._stops.step(state, character)
+            found = self._stops.found(state)
+            if found and self._unstopped < 0 and end - len(found) < cut:
+                cut, met = end - len(found), found
+        keep = 0 if met else self._stops.pending(state)
+        self._state, self._held = (0, "") if met else (state, text[len(text) - keep :])
+        return text[: cut - keep], met

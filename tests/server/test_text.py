@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.lines import Lines
+from server.engine.stops import StopAutomaton
 from server.engine.text import TextStream
 from tests.core.conftest import build_tokenizer
 
@@ -68,8 +72,8 @@ def test_half_a_character_is_held_back() -> None:
     ids = TOKENIZER("é", add_special_tokens=False)["input_ids"]
     assert len(ids) == 2
     stream = TextStream(TOKENIZER, ())
-    assert stream.push(ids[0]) == ("", False)
-    assert stream.push(ids[1]) == ("é", False)
+    assert stream.push(ids[0]) == ("", "")
+    assert stream.push(ids[1]) == ("é", "")
 
 
 @pytest.mark.parametrize("special", ["<|fim_middle|>", "<|endoftext|>"])
@@ -78,3 +82,84 @@ def test_a_stop_string_may_spell_a_special_token(special: str) -> None:
     ids = TOKENIZER("ab", add_special_tokens=False)["input_ids"]
     assert _run([*ids, token, *ids], (special,)) == ("ab", True)
     assert _run([*ids, token, *ids], ()) == ("abab", False)
+
+
+def _pushes(ids: list[int], stop: tuple[str, ...], min_tokens: int = 0) -> list[tuple[str, bool]]:
+    stream, made = TextStream(TOKENIZER, stop, min_tokens), []
+    for token in ids:
+        text, met = stream.push(token)
+        made.append((text, bool(met)))
+        if met:
+            return made
+    return [*made, (stream.flush(), False)]
+
+
+def _naive(pieces: list[str], stop: list[str]) -> list[tuple[str, bool]]:
+    """Every stop string looked for in all that is held back, after every piece."""
+    held, made = "", []
+    for piece in pieces:
+        held += piece
+        found = [held.find(one) for one in stop if one in held]
+        if found:
+            return [*made, (held[: min(found)], True)]
+        beginnings = [one[:length] for one in stop for length in range(1, len(one))]
+        keep = max((len(one) for one in beginnings if held.endswith(one)), default=0)
+        made.append((held[: len(held) - keep], False))
+        held = held[len(held) - keep :]
+    return [*made[:-1], (made[-1][0] + held, False)]
+
+
+@given(st.text(alphabet="ab\n", max_size=40), st.lists(st.text(alphabet="ab\n", min_size=1, max_size=6), max_size=8))
+@settings(max_examples=500, deadline=None)
+def test_each_piece_is_what_looking_for_every_stop_string_gives(text: str, stop: list[str]) -> None:
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    pieces = [piece for piece, _ in _pushes(ids, ())]
+    assert _pushes(ids, tuple(stop)) == _naive(pieces, stop)
+
+
+def test_a_character_costs_the_same_under_one_stop_string_and_under_a_thousand() -> None:
+    class Counting(dict[tuple[int, str], int]):
+        asked = 0
+
+        def get(self, *arguments: Any) -> Any:
+            self.asked += 1
+            return super().get(*arguments)
+
+    text = "abracadabra" * 100
+    for stop in (("abrak",), tuple(f"abracadab{number}" for number in range(1024))):
+        made = StopAutomaton(stop)
+        made._next = counting = Counting(made._next)
+        state = 0
+        for character in text:
+            state = made.step(state, character)
+        assert counting.asked <= 2 * len(text)
+
+
+def test_what_the_first_tokens_complete_stops_nothing() -> None:
+    ids = [TOKENIZER(character, add_special_tokens=False)["input_ids"][0] for character in "abcabcd"]
+    text = "".join(piece for piece, _ in _pushes(ids, ("abc",), min_tokens=3))
+    assert text == "abc"  # the second one stopped
+    assert "".join(piece for piece, _ in _pushes(ids, ("abc",), min_tokens=6)) == "abcabcd"
+    special = TOKENIZER.convert_tokens_to_ids("<|fim_middle|>")
+    assert _pushes([special, ids[0], special], ("<|fim_middle|>",), min_tokens=1)[-1] == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "kept", "cut"),
+    [
+        ("a\nb", 0, "a\nb", False),
+        ("a\n  b\n\tc", 1, "a\n  b\n\tc", False),
+        ("a\n  b\n c\n  d", 2, "a\n  b\n ", True),
+        ("a\n  b\n\n  c", 2, "a\n  b\n", True),
+        ("a\n  ", 4, "a\n  ", False),
+    ],
+)
+def test_a_line_that_is_indented_less_ends_the_text(text: str, least: int, kept: str, cut: bool) -> None:
+    assert Lines(least).take(text) == (kept, cut)
+    lines, made = Lines(least), ""
+    for character in text:  # however it is cut into pieces
+        part, ended = lines.take(character)
+        made += part
+        if ended:
+            break
+    assert (made, ended) == (kept, cut) and lines.any_ended
