@@ -81,6 +81,7 @@ class Service:
         )
         self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.supervisor = Supervisor(settings)
+        self.fingerprint = f"fp_{loaded.identity.fingerprint[:12]}"  # what answers carry: the same for the same model
         self.ready = False
         self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at

@@ -14,8 +14,8 @@ from server.api.caller import Caller, inference
 from server.api.generation import Generation
 from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
-from server.api.prompts import Prompt
-from server.api.schemas import GenerationBody
+from server.api.prompts import Prompt, truncated
+from server.api.schemas import GenerationBody, ScoredBody
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError
 from server.policy import HEADER, pin, requested, resolve, standing
@@ -41,6 +41,8 @@ class Call:
                 403, "unbind.report: this key does not have the scope 'report'", param="unbind.report",
                 code="missing_scope",
             )  # fmt: skip
+        if isinstance(body, ScoredBody) and (kept := body.kept(self.served.settings.max_model_len)) is not None:
+            prompts = [truncated(self.served, prompt, kept) for prompt in prompts]
         pinned = self.modules(body.model, options.modules if options else None)
         generation = Generation(self.served, prompts, pinned, report=report, echo=echo)
         generation.submit(body)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from server.api.answers import EventStream, whole
 from server.api.call import Admitted
 from server.api.generation import Generation, Result
-from server.api.logprobs import chat_logprobs
+from server.api.logprobs import chat_logprobs, prompt_logprobs
 from server.api.prompts import chat_prompt, size_of
 from server.api.report import Report
 from server.api.schemas import ChatBody
@@ -33,6 +33,7 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "created": int(time.time()),
         "model": body.model or call.served.settings.served_name,
+        "system_fingerprint": call.served.fingerprint,
     }
     if body.stream:
         return EventStream(generation, _events(generation, body, {**frame, "object": "chat.completion.chunk"}))
@@ -44,30 +45,39 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
                 "message": {"role": "assistant", "content": result.text, "refusal": None},
                 "logprobs": chat_logprobs(tokenizer, result.logprobs) if body.logprobs else None,
                 "finish_reason": result.reason,
+                "stop_reason": result.stop_reason,
+                **({"token_ids": result.tokens} if body.return_token_ids else {}),
                 **generation.reported(choice),
             }
             for choice, result in zip(generation.choices, results, strict=True)
         ]
-        return {**frame, "object": "chat.completion", "choices": choices, "usage": generation.usage()}
+        of_prompt: dict[str, Any] = {"prompt_token_ids": list(prompt.ids)} if body.return_token_ids else {}
+        if body.prompt_logprobs is not None:
+            of_prompt["prompt_logprobs"] = prompt_logprobs(tokenizer, results[0].prompt_logprobs, body.prompt_logprobs)
+        return {**frame, "object": "chat.completion", "choices": choices, "usage": generation.usage(), **of_prompt}
 
     return await whole(call.request, generation, shape)
 
 
 async def _events(generation: Generation, body: ChatBody, frame: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    usage = {"usage": None} if body.include_usage else {}
     tokenizer = generation.served.loaded.tokenizer
 
     def event(index: int, delta: dict[str, str], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return {**frame, "choices": [{**choice, **more}], **usage}
+        return {**frame, "choices": [{**choice, **more}], **generation.usage_so_far(body)}
 
+    of_prompt = {"prompt_token_ids": list(generation.prompts[0].ids)} if body.return_token_ids else {}
     for choice in generation.choices:
-        yield event(choice.index, {"role": "assistant", "content": ""})
+        yield {**event(choice.index, {"role": "assistant", "content": ""}), **of_prompt}
+        of_prompt = {}
     async for choice, delta in generation.merged():
         more: dict[str, Any] = {"logprobs": chat_logprobs(tokenizer, delta.logprobs)} if delta.logprobs else {}
-        if delta.text or delta.logprobs or delta.activations:
+        if body.return_token_ids and delta.tokens:
+            more["token_ids"] = list(delta.tokens)
+        if delta.text or more or delta.activations:
             yield event(choice.index, {"content": delta.text}, **more, **Report.part(choice.report, delta, last=False))
         if delta.finish_reason:
-            yield event(choice.index, {}, delta.finish_reason, **Report.end(choice.report))
+            ended = {"stop_reason": delta.stop_reason, **Report.end(choice.report)}
+            yield event(choice.index, {}, delta.finish_reason, **ended)
     if body.include_usage:
         yield {**frame, "choices": [], "usage": generation.usage()}

@@ -34,6 +34,7 @@ async def fill(body: FimBody, call: Admitted) -> Response:
         "id": f"fim-{uuid.uuid4().hex}",
         "created": int(time.time()),
         "model": body.model or call.served.settings.served_name,
+        "system_fingerprint": call.served.fingerprint,
     }
     if body.stream:
         return EventStream(generation, _events(generation, {**frame, "object": "chat.completion.chunk"}))

@@ -42,13 +42,15 @@ class Result:
     text: str = ""
     reason: str = "stop"
     ended_by: str = "eos"
+    stop_reason: int | str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
 def ended_by(delta: Delta) -> str:
-    """What ended an answer, by its last delta: its length, a stop string, or the model itself, which adds no token."""
-    return "limit" if delta.finish_reason == "length" else "word" if delta.tokens else "eos"
+    """What ended an answer, by its last delta: a limit, what the request named, or the model itself."""
+    return "limit" if delta.finish_reason == "length" else "word" if delta.stop_reason is not None else "eos"
 
 
 class Generation:
@@ -67,8 +69,9 @@ class Generation:
         room = self.served.most_requests
         if len(self.prompts) * body.n > room:
             raise invalid(f"prompt: prompts times n are over the {room} requests that this server holds", "prompt")
-        if any(int(token) >= self.served.vocabulary for token in body.logit_bias):
-            raise invalid(f"logit_bias: token ids must be from 0 to {self.served.vocabulary - 1}", "logit_bias")
+        for field_name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+            if any(int(token) >= self.served.vocabulary for token in ids):
+                raise invalid(f"{field_name}: token ids must be from 0 to {self.served.vocabulary - 1}", field_name)
         try:
             for prompt in self.prompts:
                 if not prompt.ids:
@@ -86,7 +89,12 @@ class Generation:
 
     def _submit_one(self, body: GenerationBody, prompt: Prompt) -> None:
         index = len(self.choices)
-        sampling = body.sampling(self._tokens(body.wanted, len(prompt.ids)), index, self._echo)
+        tokens = self._tokens(body.wanted, len(prompt.ids))
+        if body.min_tokens > tokens:
+            raise invalid(
+                f"min_tokens: is over the {tokens} tokens that the answer may have; raise max_tokens", "min_tokens"
+            )
+        sampling = body.sampling(tokens, index, self._echo)
         request = GenerationRequest(tuple(prompt.ids), sampling, self.pinned, report=self._report)
         flight, deltas = self.served.engine.submit(request)
         report = Report(self.pinned) if self._report else None
@@ -171,9 +179,11 @@ class Generation:
             async for delta in self.deltas(choice):
                 parts.append(delta.text)
                 result.tokens += delta.tokens
-                result.logprobs += [*delta.prompt_logprobs, *delta.logprobs]
+                result.logprobs += delta.logprobs
+                result.prompt_logprobs += delta.prompt_logprobs
                 if delta.finish_reason:
                     result.reason, result.ended_by = delta.finish_reason, ended_by(delta)
+                    result.stop_reason = delta.stop_reason
             result.text = "".join(parts)
             return result
 
@@ -191,6 +201,12 @@ class Generation:
             "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def usage_so_far(self, body: GenerationBody) -> dict[str, Any]:
+        """The ``usage`` field of a chunk within a stream: null until the last, or the counts up to there."""
+        if not body.include_usage or body.stream_options is None:
+            return {}
+        return {"usage": self.usage() if body.stream_options.continuous_usage_stats else None}
 
     def reported(self, choice: Choice) -> dict[str, Any]:
         """The ``unbind`` part of a finished choice, where the request asked for a report."""

@@ -14,7 +14,7 @@ from server.api.call import Admitted
 from server.api.generation import Choice, Generation, Result, ended_by
 from server.api.prompts import infill_prompt, size_of
 from server.api.report import Report
-from server.api.schemas import DEFAULT_MAX_TOKENS, MAX_CHOICES, GenerationBody, Text
+from server.api.schemas import DEFAULT_MAX_TOKENS, MAX_CHOICES, LlamaBody, Text
 
 router = APIRouter(tags=["completions"])
 
@@ -26,7 +26,7 @@ class ExtraFile(BaseModel):
     text: Text = ""
 
 
-class InfillBody(GenerationBody):
+class InfillBody(LlamaBody):
     """``POST /infill``. Greedy where no temperature is given: an editor wants the likeliest text."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, validate_by_name=True)
@@ -113,12 +113,16 @@ def _timings(generation: Generation, choice: Choice, cached: int) -> dict[str, f
     prompt_ms, predicted_ms = (first - generation.started) * 1000, max(choice.last_at - first, 0.0) * 1000
     prompt_n = len(choice.prompt.ids) - cached
     made: dict[str, float] = {"cache_n": cached}
-    for name, count, spent in (("prompt", prompt_n, prompt_ms), ("predicted", choice.tokens, predicted_ms)):
+    after_first = max(choice.tokens - 1, 0)  # the time of the first token is the prompt's
+    for name, count, timed, spent in (
+        ("prompt", prompt_n, prompt_n, prompt_ms),
+        ("predicted", choice.tokens, after_first, predicted_ms),
+    ):
         made |= {
             f"{name}_n": count,
             f"{name}_ms": round(spent, 3),
-            f"{name}_per_token_ms": round(spent / count, 3) if count else 0.0,
-            f"{name}_per_second": round(count * 1000 / spent, 3) if spent else 0.0,
+            f"{name}_per_token_ms": round(spent / timed, 3) if timed else 0.0,
+            f"{name}_per_second": round(timed * 1000 / spent, 3) if spent else 0.0,
         }
     return made
 

@@ -104,6 +104,21 @@ class LegacyLogprobs:
         return top
 
 
+def prompt_logprobs(
+    tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob | None], alternatives: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's shape: for each prompt token but the first, token id -> score, the prompt's own token first."""
+
+    def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(token_bytes(tokenizer, token))}
+
+    def by_id(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
+        best = {str(token): one(token, score, i) for i, (token, score) in enumerate(entry.top[:alternatives], 1)}
+        return {str(entry.token): one(entry.token, entry.logprob, entry.rank)} | best
+
+    return [None if entry is None else by_id(entry) for entry in entries]
+
+
 def chat_logprobs(tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
     """The shape of ``/v1/chat/completions``."""
 

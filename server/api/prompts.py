@@ -49,6 +49,14 @@ def completion_prompts(served: Service, prompt: str | Sequence[Any], suffix: str
     return prompts
 
 
+def truncated(served: Service, prompt: Prompt, kept: int) -> Prompt:
+    """The prompt's last ``kept`` tokens."""
+    if len(prompt.ids) <= kept:
+        return prompt
+    ids = list(prompt.ids[-kept:])
+    return Prompt(ids, str(served.loaded.tokenizer.decode(ids)) if prompt.text else "", truncated=True)
+
+
 def check_ids(served: Service, ids: Sequence[int], field: str) -> None:
     """Raise 400 where a token id is not one of the model's."""
     if not all(0 <= token < served.vocabulary for token in ids):

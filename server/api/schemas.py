@@ -6,7 +6,8 @@ Numbers out of range are refused rather than bent; null means "not given", as cl
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AliasChoices,
@@ -27,10 +28,12 @@ log = logging.getLogger("unbind.http")
 DEFAULT_MAX_TOKENS = 128
 MAX_CHOICES = 64
 MAX_TOKENS = 1_000_000
+MAX_STOP_LENGTH = 16_384  # characters of all stop strings together
 Text = Annotated[StrictStr, Field(max_length=8_000_000)]
 Name = Annotated[StrictStr, Field(min_length=1, max_length=200)]
 TokenCount = Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
 Prediction = Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)]  # -1: as much as fits
+Time = Annotated[float, Field(ge=-1, le=86_400_000)]
 _noticed: set[tuple[str, str]] = set()
 
 
@@ -70,6 +73,7 @@ class StreamOptions(BaseModel):
     """``stream_options``."""
 
     include_usage: StrictBool = False
+    continuous_usage_stats: Annotated[StrictBool, Field(description="with include_usage: in every chunk")] = False
 
 
 class OllamaOptions(BaseModel):
@@ -97,9 +101,17 @@ class GenerationBody(BaseModel):
         dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=4096),
     ] = {}
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[
+        Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None,
+        Field(validation_alias=AliasChoices("seed", "random_seed")),
+    ] = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: StrictStr | Annotated[list[StrictStr], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[
+        list[Annotated[StrictInt, Field(ge=0)]],
+        Field(max_length=128, description="end the answer as the end token does"),
+    ] = []
+    min_tokens: Annotated[TokenCount, Field(description="nothing ends the answer before")] = 0
     ignore_eos: StrictBool = False
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -109,6 +121,15 @@ class GenerationBody(BaseModel):
     @classmethod
     def _null_is_absent(cls, body: Any) -> Any:
         return drop_nulls(cls, body)
+
+    @field_validator("stop")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        if sum(map(len, [value] if isinstance(value, str) else value or ())) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"must not have more than {MAX_STOP_LENGTH} characters together; send fewer or shorter ones"
+            )
+        return value
 
     @property
     def wanted(self) -> int | None:
@@ -146,14 +167,65 @@ class GenerationBody(BaseModel):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()} or (),
+            min_tokens=self.min_tokens,
             stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=self.alternatives,
             prompt_logprobs=self.alternatives if echo else None,
         )
 
 
-class CompletionBody(GenerationBody):
+class LlamaBody(GenerationBody):
+    """What llama.cpp's clients bound an answer by. Times in milliseconds; -1 and 0: no bound."""
+
+    t_max_prompt_ms: Annotated[Time, Field(description="of computing the prompt, which is kept as far as it came")] = 0
+    t_max_predict_ms: Annotated[Time, Field(description="from the first token on, once a line has ended")] = 0
+    n_indent: Annotated[StrictInt, Field(ge=0, le=100_000, description="whitespace that lines must begin with")] = 0
+
+    def sampling(self, max_tokens: int, choice: int, echo: bool) -> Sampling:
+        """With the bounds."""
+        return replace(
+            super().sampling(max_tokens, choice, echo),
+            prompt_seconds=max(self.t_max_prompt_ms, 0) / 1000,
+            predict_seconds=max(self.t_max_predict_ms, 0) / 1000,
+            least_indent=self.n_indent,
+        )
+
+
+class ScoredBody(GenerationBody):
+    """What vLLM's clients ask of a prompt, beside what they ask of the answer."""
+
+    prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=20, description="alternatives by prompt token")] | None = None
+    return_token_ids: StrictBool = False
+    truncate_prompt_tokens: Annotated[
+        Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)] | None,
+        Field(description="keep so many of the prompt's last tokens; -1: as many as fit"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _agree_on_the_prompt(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: do not come in streams; leave stream out")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens: must be at least 1, or -1 for as many as fit")
+        return self
+
+    def sampling(self, max_tokens: int, choice: int, echo: bool) -> Sampling:
+        """With the larger number of alternatives that the prompt is scored for."""
+        made = super().sampling(max_tokens, choice, echo)
+        if self.prompt_logprobs is None:
+            return made
+        return replace(made, prompt_logprobs=max(self.prompt_logprobs, made.prompt_logprobs or 0))
+
+    def kept(self, length: int) -> int | None:
+        """How many of a prompt's last tokens are kept where ``length`` positions hold prompt and answer; None for all."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(1, length - (self.wanted if self.wanted is not None and self.wanted >= 0 else DEFAULT_MAX_TOKENS))
+
+
+class CompletionBody(ScoredBody):
     """``POST /v1/completions``."""
 
     prompt: Text | list[StrictInt] | list[Text] | list[list[StrictInt]]
@@ -189,6 +261,10 @@ class CompletionBody(GenerationBody):
     def _agree(self) -> CompletionBody:
         if self.suffix is not None and not isinstance(self.prompt, str):
             raise ValueError("suffix: goes with one prompt given as a string")
+        if self.suffix is not None and self.truncate_prompt_tokens is not None:
+            raise ValueError(
+                "truncate_prompt_tokens: would cut the mark of the gap off; send a shorter prompt with a suffix"
+            )
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of: choosing among more answers than n is not offered; leave it out or give n")
         return self
@@ -223,7 +299,7 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ScoredBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.lanes import Lanes
+from server.engine.lines import Lines
 from server.engine.modules import Counts, ModuleTable
 from server.engine.request import (
     Delta,
@@ -75,7 +76,8 @@ class Engine:
         self.modules = ModuleTable(bank, self.runner.reserve)
         self.lanes = Lanes(self.runner.device)
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
-        self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules, end_ids(model, tokenizer))
+        self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules)
+        self._ends = end_ids(model, tokenizer)
         self._wake = threading.Condition()
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
@@ -155,11 +157,14 @@ class Engine:
             self._urgent |= not begun or delta.finish_reason is not None
             begun = True
 
+        sampling = request.sampling
         flight = Flight(
             request,
-            TextStream(self.tokenizer, request.sampling.stop),
+            TextStream(self.tokenizer, sampling.stop, sampling.min_tokens),
             deliver,
-            uniform_source(request.sampling.seed),
+            uniform_source(sampling.seed),
+            ends=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends),
+            lines=Lines(sampling.least_indent),
         )
         with self._wake:
             if self._stopping or self._draining:

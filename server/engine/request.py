@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from server.engine.lines import Lines
 from server.engine.pinned import NOTHING, PinnedSet
 
 if TYPE_CHECKING:
@@ -35,9 +36,14 @@ class Sampling:
     ``top_k`` 0, ``min_p`` 0 and ``top_p`` 1 leave out nothing; penalties of 0 (repetition: 1) change nothing.
     ``max_tokens`` 0 computes the prompt alone. ``logprobs`` and ``prompt_logprobs``: None for none, else the number of
     alternatives to list beside each token; they are of the model's own distribution, before penalties and temperature.
+
+    ``stop_token_ids`` end the answer as the model's own end tokens do; among the first ``min_tokens`` none of either is chosen,
+    and no stop string ends the answer. ``prompt_seconds`` bounds the prompt's computing and ``predict_seconds`` the time from
+    the first token on, once a line has ended (0: no bound); ``least_indent``: see ``Lines``. All three end it as a length does.
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -48,7 +54,11 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | tuple[()] = ()
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    prompt_seconds: float = 0.0
+    predict_seconds: float = 0.0
+    least_indent: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -56,7 +66,7 @@ class Sampling:
     def reshapes(self) -> bool:
         """Whether logits change before anything is chosen."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(self.logit_bias or penalties)
+        return bool(self.logit_bias or penalties or self.min_tokens)
 
     @cached_property
     def greedy(self) -> bool:
@@ -71,11 +81,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its natural-log probability under the model, and the likeliest tokens in its place, best first."""
+    """A token, its natural-log probability under the model, and the likeliest tokens in its place, best first.
+
+    ``rank``: 1 for the likeliest token of all.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,8 +111,9 @@ class Delta:
 
     ``logprobs`` has one entry for each of ``tokens`` where the request asked for them; ``prompt_logprobs`` comes with
     the first delta, None at the first position, which nothing predicts.
-    ``activations``: module -> activation behind its open gate (0: closed), one entry for each token and one for the end of
-    the text where the model chose it, if the request asked for a report.
+    ``activations``: module -> activation behind its open gate (0: closed), one entry for each token, if the request asked for
+    a report. A token that ends the answer is among ``tokens`` and has no text. ``stop_reason``: the stop string or the one of
+    ``stop_token_ids`` that ended it, None where that was the model's own end.
     """
 
     text: str
@@ -108,13 +123,14 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     activations: tuple[Mapping[str, float], ...] = ()
+    stop_reason: int | str | None = None
 
     def then(self, later: Delta) -> Delta:
         """This part and the one after it as one."""
         return Delta(
             self.text + later.text, self.tokens + later.tokens, later.finish_reason, later.error,
             self.logprobs + later.logprobs, self.prompt_logprobs + later.prompt_logprobs,
-            self.activations + later.activations,
+            self.activations + later.activations, later.stop_reason,
         )  # fmt: skip
 
 
@@ -138,6 +154,10 @@ class Flight:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     activations: Mapping[str, float] = field(default_factory=dict)  # at the newest position, where a report is wanted
     cancelled: bool = False
+    ends: frozenset[int] = frozenset()  # tokens that end this answer
+    lines: Lines = field(default_factory=Lines)
+    begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
+    first_at: float = 0.0  # when its first token was chosen
 
     @property
     def prompt(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from server.engine.request import Flight, Sampling, TokenLogprob
+from server.engine.request import Flight, TokenLogprob
 
 
 def uniform_source(seed: int | None) -> Callable[[], float]:
@@ -32,7 +32,7 @@ def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[b
     picked = [flights[i] for i in special]
     for row, flight in zip(rows, picked, strict=True):
         if flight.request.sampling.reshapes:
-            _reshape(row, flight.request.sampling, flight.prompt, flight.output)
+            _reshape(row, flight)
     for i, token in zip(special, rows.argmax(dim=-1).tolist(), strict=True):
         chosen[i] = token
     hot = [i for i, flight in enumerate(picked) if _hot(flight)]
@@ -46,12 +46,14 @@ def _hot(flight: Flight) -> bool:
     return flight.request.sampling.temperature > 0
 
 
-def _reshape(row: Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """Penalties and bias, on one row [V] in place.
+def _reshape(row: Tensor, flight: Flight) -> None:
+    """Penalties, bias and what is barred, on one row [V] in place.
 
     Repetition divides a positive logit of any token seen, prompt included, and multiplies a negative one; presence and
-    frequency are subtracted for tokens of the answer, once and per occurrence; the bias is added last.
+    frequency are subtracted for tokens of the answer, once and per occurrence; the bias is added last. Whatever it is, nothing
+    that ends the answer is chosen before ``min_tokens``.
     """
+    sampling, prompt, output = flight.request.sampling, flight.prompt, flight.output
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted({*prompt, *output}), device=row.device)
         value = row[seen]
@@ -65,6 +67,8 @@ def _reshape(row: Tensor, sampling: Sampling, prompt: Sequence[int], output: Seq
     if isinstance(sampling.logit_bias, Mapping):
         at = torch.tensor(list(sampling.logit_bias), device=row.device)
         row[at] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype, device=row.device)
+    if len(output) < sampling.min_tokens and flight.ends:
+        row[torch.tensor(sorted(flight.ends), device=row.device)] = -torch.inf
 
 
 def _draw(logits: Tensor, flights: Sequence[Flight]) -> list[int]:
@@ -97,9 +101,11 @@ def _draw(logits: Tensor, flights: Sequence[Flight]) -> list[int]:
 def logprobs(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
     """Log-probability of each row's token under the model itself, before penalties and temperature; ``logits`` [B,V]."""
     scores = torch.log_softmax(logits.float(), dim=-1)
-    chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    chosen = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
+    ranks = (scores > chosen).sum(dim=-1) + 1
     values, ids = scores.topk(min(alternatives, scores.shape[1]), dim=-1)
+    columns = tokens, chosen[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist()
     return [
-        TokenLogprob(token, value, tuple(zip(row_ids, row_values, strict=True)))
-        for token, value, row_ids, row_values in zip(tokens, chosen, ids.tolist(), values.tolist(), strict=True)
+        TokenLogprob(token, value, tuple(zip(row_ids, row_values, strict=True)), rank)
+        for token, value, rank, row_ids, row_values in zip(*columns, strict=True)
     ]

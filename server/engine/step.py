@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from server.engine.lanes import Lanes
 from server.engine.modules import ModuleTable
-from server.engine.request import Delta, Flight, TokenLogprob
+from server.engine.request import Delta, FinishReason, Flight, Status, TokenLogprob
 from server.engine.runner import Runner
 from server.engine.sampler import logprobs, sample
 from server.engine.scheduler import Plan, Scheduler, side_by_side
@@ -41,17 +42,18 @@ class _Computed:
 class Stepper:
     """What happens to the requests in the engine. Flights are handed their deltas; the caller posts them."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, lanes: Lanes, modules: ModuleTable, end_ids: frozenset[int]
-    ) -> None:
-        self.scheduler, self.runner, self.lanes = scheduler, runner, lanes
-        self.modules, self.end_ids = modules, end_ids
+    def __init__(self, scheduler: Scheduler, runner: Runner, lanes: Lanes, modules: ModuleTable) -> None:
+        self.scheduler, self.runner, self.lanes, self.modules = scheduler, runner, lanes, modules
         self.steps = self.failures = 0
 
     def step(self, post: Callable[[], None]) -> None:
         """Admit, run, sample, publish; ``post`` sends off what a forward pass has made while others go on."""
         self._drop_cancelled()
-        plans = self.scheduler.schedule().passes(self.lanes.count)
+        self._end_late_prompts()
+        plan = self.scheduler.schedule()
+        for chunk in plan.prefill:
+            chunk.flight.begun_at = chunk.flight.begun_at or time.monotonic()
+        plans = plan.passes(self.lanes.count)
         work = [partial(self._compute, plan) for plan in plans]
         with closing(self.lanes.run(work, together=side_by_side(plans))) as passes:
             for number, computed in passes:
@@ -119,27 +121,21 @@ class Stepper:
 
     def _publish(self, flight: Flight, token: int, scored: tuple[TokenLogprob, ...]) -> None:
         """Append one token to its request, hand over what text is certain, and end the request where it ends."""
-        sampling = flight.request.sampling
-        first = not flight.output and sampling.prompt_logprobs is not None
-        prompt = (None, *flight.prompt_logprobs) if first else ()
+        sampling, first = flight.request.sampling, not flight.output
+        prompt = (None, *flight.prompt_logprobs) if first and sampling.prompt_logprobs is not None else ()
         if sampling.max_tokens == 0:
             self._finish(flight, Delta("", (), "length", prompt_logprobs=prompt))
             return
         flight.output.append(token)
-        if token in self.end_ids and not sampling.ignore_eos:
-            gates = (
-                (flight.activations,) if flight.request.report else ()
-            )  # what made the answer end is of interest too
-            self._finish(flight, Delta(flight.text.flush(), (), "stop", prompt_logprobs=prompt, activations=gates))
-            return
-        text, stopped = flight.text.push(token)
+        if first:
+            flight.first_at = time.monotonic()
+        text, reason, stopped_by = _read(flight, token)
         gates = (flight.activations,) if flight.request.report else ()
-        if stopped:
-            self._finish(flight, Delta(text, (token,), "stop", None, scored, prompt, gates))
-        elif len(flight.output) >= sampling.max_tokens:
-            self._finish(flight, Delta(text + flight.text.flush(), (token,), "length", None, scored, prompt, gates))
+        delta = Delta(text, (token,), reason, None, scored, prompt, gates, stopped_by)
+        if reason is None:
+            flight.deliver(delta)
         else:
-            flight.deliver(Delta(text, (token,), None, None, scored, prompt, gates))
+            self._finish(flight, delta)
 
     def _finish(self, flight: Flight, delta: Delta, keep: bool = True) -> None:
         self.scheduler.finish(flight, keep)
@@ -149,6 +145,17 @@ class Stepper:
         for flight in [*self.scheduler.admitted, *self.scheduler.waiting]:
             if flight.cancelled:
                 self._finish(flight, Delta("", (), "cancelled"))
+
+    def _end_late_prompts(self) -> None:
+        """What has been computed of them stays in their slots, so that the same prompt comes further next time. To warm up is
+        to compute the prompt, however long it takes.
+        """
+        now = time.monotonic()
+        for flight in self.scheduler.admitted:
+            sampling = flight.request.sampling
+            begun = flight.status is Status.PREFILLING and flight.begun_at
+            if begun and sampling.prompt_seconds and not sampling.warms_up and now - begun > sampling.prompt_seconds:
+                self._finish(flight, Delta("", (), "length"))
 
     def end_all(self, reason: str) -> None:
         """End every request with an error."""
@@ -161,6 +168,25 @@ class Stepper:
                 self.runner.clear(flight.slot)
             self.failures += 1
             self._finish(flight, Delta("", (), "error", reason), keep=False)
+
+
+def _read(flight: Flight, token: int) -> tuple[str, FinishReason | None, int | str | None]:
+    """The text that a new token makes certain, whether and how the answer ends with it, and the ``stop_reason``."""
+    sampling = flight.request.sampling
+    if token in flight.ends:  # asked before the length: what ends with its last token has ended
+        text, _ = flight.lines.take(flight.text.flush())
+        return text, "stop", token if token in sampling.stop_token_ids else None
+    new, stop = flight.text.push(token)
+    text, unindented = flight.lines.take(new)
+    if unindented:
+        return text, "length", None
+    if stop:
+        return text, "stop", stop
+    late = sampling.predict_seconds and time.monotonic() - flight.first_at > sampling.predict_seconds
+    if len(flight.output) < sampling.max_tokens and not (late and flight.lines.any_ended):
+        return text, None, None
+    rest, _ = flight.lines.take(flight.text.flush())
+    return text + rest, "length", None
 
 
 def _reason(error: Exception) -> str:

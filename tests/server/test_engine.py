@@ -41,7 +41,7 @@ def _plain(model: Any, prompt: Sequence[int], new: int) -> list[int]:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     end = model.generation_config.eos_token_id
-    return tokens[: tokens.index(end)] if end in tokens else tokens
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 def test_many_requests_with_different_modules_equal_plain_generate_one_by_one(
