@@ -89,7 +89,7 @@ def translate(error: Exception) -> ApiError:
         case UnknownModule():
             return ApiError(400, str(error), param="unbind.modules", code="unknown_module")
         case QueueFull():
-            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
         case PromptTooLong():
             return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
         case EngineStopped():

@@ -19,6 +19,7 @@ from fastapi import Request
 from server.encoding import Encoder
 from server.engine.engine import Engine, EngineStopped
 from server.engine.memory import plan_memory
+from server.engine.modules import Counts
 from server.ratelimit import RateLimiter
 from server.registry import retention
 from server.registry.access import SERVER_SCOPE, Access
@@ -32,7 +33,7 @@ from server.registry.tables import ModuleState, Origin
 from server.registry.trail import Abandoned
 from server.settings import Settings
 from server.telemetry import Figures, Telemetry
-from server.worker.process import Supervisor
+from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.files import write_whole
 from unbind_core.module import UnbindModule
@@ -41,6 +42,7 @@ from unbind_core.windows import fim_template, parse_fim_template
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0
 TRAIL_PAUSE_SECONDS = 0.01  # after each page of the audit trail
+COUNT_SECONDS = 0.1
 
 
 class Service:
@@ -86,6 +88,8 @@ class Service:
         self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
         self._unloadable: dict[str, str] = {}  # name -> why the engine could not take it
+        self._counts: Counts = {}
+        self._counting: asyncio.Future[Counts] | None = None
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -110,12 +114,41 @@ class Service:
         self.ready = True
 
     async def drain(self) -> None:
-        """End the worker, admit nothing more and give running requests ``drain_timeout`` seconds to end."""
+        """End the worker, admit nothing more and give running requests ``drain_timeout`` seconds to end; what remains then
+        ends with an error that its client hears.
+        """
         self.ready = False
         timeout = self.settings.drain_timeout
-        drained, _ = await asyncio.gather(asyncio.to_thread(self.engine.drain, timeout), self.supervisor.stop())
-        if not drained:
-            log.warning("requests still ran after %g s (drain_timeout); they are cut", timeout)
+
+        async def requests() -> None:
+            if await asyncio.to_thread(self.engine.drain, timeout):
+                return
+            left = self.engine.stats()
+            await asyncio.to_thread(self.engine.close)
+            if left.running + left.waiting:
+                log.warning(
+                    "%d requests that still ran and %d that waited after %g s (drain_timeout) were ended with an error",
+                    left.running, left.waiting, timeout,
+                )  # fmt: skip
+
+        await asyncio.gather(requests(), self.supervisor.stop(min(GRACE_SECONDS, timeout + 1)))
+
+    async def gate_counts(self) -> Counts:
+        """What the gates did, as new as can be had in ``COUNT_SECONDS``: the engine tells between two steps, and a scrape does not
+        wait for a long one.
+        """
+        if self._counting is None or self._counting.done():
+            try:
+                self._counting = asyncio.wrap_future(self.engine.gate_counts())
+            except EngineStopped:
+                return self._counts
+            self._counting.add_done_callback(self._counted)
+        await asyncio.wait({self._counting}, timeout=COUNT_SECONDS)
+        return self._counts
+
+    def _counted(self, counting: asyncio.Future[Counts]) -> None:
+        if not counting.cancelled() and counting.exception() is None:
+            self._counts = counting.result()
 
     async def stop(self) -> None:
         """Drain, then end the engine and the connections, in that order."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -55,8 +54,7 @@ async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metr
     """Prometheus text. Whoever may have reports sees the gates' counts as they are, others as they were read last."""
     telemetry = served.telemetry
     if caller.may("report") or caller.may("admin"):
-        counts = await asyncio.wrap_future(served.engine.gate_counts())
-        text = telemetry.exposition(counts)
+        text = telemetry.exposition(await served.gate_counts())
     else:
         text = telemetry.exposition()
     return Response(text, media_type=CONTENT_TYPE_LATEST)

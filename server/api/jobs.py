@@ -52,7 +52,7 @@ async def follow_job(job_id: str, served: Served) -> StreamingResponse:
             elif time.monotonic() - spoke > SILENCE_SECONDS:
                 spoke = time.monotonic()
                 yield ": still here\n\n"
-            if ended:
+            if ended or not served.ready:  # a server that ends has ended its worker: nothing more will come
                 return
             await asyncio.sleep(EVENT_SECONDS)
             try:

@@ -51,6 +51,10 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, with_id)
+        except asyncio.CancelledError:
+            if self._owner.state.service.ready:
+                raise
+            # the server ends, and the client has not taken its answer in time: nothing that a traceback would explain
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             seconds = time.perf_counter() - started

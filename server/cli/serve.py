@@ -39,7 +39,8 @@ class AnnouncingServer(uvicorn.Server):
 
     def __init__(self, application: FastAPI, settings: Settings, as_json: bool) -> None:
         super().__init__(
-            ServerConfig(application, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=10)
+            # one second for the last bytes: all requests have ended by then
+            ServerConfig(application, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
         )
         self._application, self._settings, self._as_json = application, settings, as_json
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,10 +65,14 @@ class AnnouncingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once."""
-        if self._loop is None or self._drain is not None:
+        if self._loop is None:
             super().handle_exit(sig, frame)
             return
         service: Service = self._application.state.service
+        if self._drain is not None:
+            self._loop.call_soon_threadsafe(asyncio.ensure_future, asyncio.to_thread(service.engine.close))
+            super().handle_exit(sig, frame)
+            return
 
         async def drain() -> None:
             await service.drain()

@@ -31,7 +31,7 @@ from server.engine.request import (
 )
 from server.engine.runner import Runner
 from server.engine.sampler import uniform_source
-from server.engine.scheduler import Scheduler
+from server.engine.scheduler import QueueFull, Scheduler
 from server.engine.step import Stepper, end_ids
 from server.engine.text import TextStream
 from unbind_core.bank import ModuleBank
@@ -78,7 +78,7 @@ class Engine:
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
         self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules)
         self._ends = end_ids(model, tokenizer)
-        self._wake = threading.Condition()
+        self._wake, self._closing = threading.Condition(), threading.Lock()
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
         self._outbox: dict[asyncio.AbstractEventLoop, dict[asyncio.Queue[Delta], list[Delta]]] = {}
@@ -100,17 +100,19 @@ class Engine:
         """Admit nothing more and wait until all that was admitted has ended; false where ``timeout`` seconds pass."""
         with self._wake:
             self._draining = True
-            return self._wake.wait_for(lambda: self._idle or not self._thread.is_alive(), timeout)
+            self._wake.wait_for(lambda: self._idle or self._stopping or not self._thread.is_alive(), timeout)
+            return self._idle
 
     def close(self) -> None:
         """Stop after the current step; requests still in flight end with an error."""
         with self._wake:
             self._stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-        self.lanes.close()
-        self.runner.close()
+            self._wake.notify_all()
+        with self._closing:
+            if self._thread.is_alive():
+                self._thread.join()
+            self.lanes.close()
+            self.runner.close()
 
     # What other threads call.
 
@@ -169,7 +171,12 @@ class Engine:
         with self._wake:
             if self._stopping or self._draining:
                 raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
-            self.scheduler.check_room(len(self._arrived))
+            try:
+                self.scheduler.check_room(len(self._arrived))
+            except QueueFull as full:
+                waiting = len(self._arrived) + len(self.scheduler.waiting)
+                full.retry_after = self.stepper.pace.seconds(waiting, time.monotonic())
+                raise
             self._arrived.append(flight)
         loop.call_soon(self._notify)  # not at once: what comes in one turn of the loop then begins in one step
         return flight, deltas

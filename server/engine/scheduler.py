@@ -20,7 +20,9 @@ LARGEST = 0.7  # of the prompt tokens in one pass: more, and all threads have do
 
 
 class QueueFull(Exception):
-    """No room in the admission queue; the caller should come back later."""
+    """No room in the admission queue; the caller should come back after ``retry_after`` seconds."""
+
+    retry_after = 1
 
 
 class PromptTooLong(Exception):

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from server.engine.lanes import Lanes
 from server.engine.modules import ModuleTable
+from server.engine.pace import Pace
 from server.engine.request import Delta, FinishReason, Flight, Status, TokenLogprob
 from server.engine.runner import Runner
 from server.engine.sampler import logprobs, sample
@@ -44,6 +45,7 @@ class Stepper:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, lanes: Lanes, modules: ModuleTable) -> None:
         self.scheduler, self.runner, self.lanes, self.modules = scheduler, runner, lanes, modules
+        self.pace = Pace(len(scheduler.slots))
         self.steps = self.failures = 0
 
     def step(self, post: Callable[[], None]) -> None:
@@ -53,6 +55,7 @@ class Stepper:
         plan = self.scheduler.schedule()
         for chunk in plan.prefill:
             chunk.flight.begun_at = chunk.flight.begun_at or time.monotonic()
+        self.pace.look(bool(self.scheduler.waiting), time.monotonic())
         plans = plan.passes(self.lanes.count)
         work = [partial(self._compute, plan) for plan in plans]
         with closing(self.lanes.run(work, together=side_by_side(plans))) as passes:
@@ -138,6 +141,8 @@ class Stepper:
             self._finish(flight, delta)
 
     def _finish(self, flight: Flight, delta: Delta, keep: bool = True) -> None:
+        if flight.slot >= 0:
+            self.pace.left(time.monotonic())
         self.scheduler.finish(flight, keep)
         flight.deliver(delta)
 

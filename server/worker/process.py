@@ -51,7 +51,7 @@ class Supervisor:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 30.0)
 
-    async def stop(self) -> None:
+    async def stop(self, grace: float = GRACE_SECONDS) -> None:
         """End the worker: ask, wait, insist."""
         if self._task is not None:
             self._task.cancel()
@@ -62,7 +62,7 @@ class Supervisor:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), GRACE_SECONDS)
+            await asyncio.wait_for(process.wait(), grace)
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -1,0 +1,99 @@
+"""What waits and what is cut: the end of a server at its limit, how long refused clients are sent away, scrapes of a busy one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from server.engine.pace import LEAST, MOST, Pace
+from tests.server.live import TIMEOUT, Live, live
+from tests.server.test_api_limits import wait_until
+
+ENDLESS = {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    """One slot, two places in the queue, a hundredth of a second a token and a twentieth to end."""
+    with live(checkpoint, tmp_path, max_model_len=512, max_slots=1, queue_limit=2, drain_timeout=0.05) as running:
+        publish = running.service.engine.stepper._publish
+        monkeypatch.setattr(running.service.engine.stepper, "_publish", lambda *a: (time.sleep(0.01), publish(*a))[1])
+        yield running
+
+
+def test_what_runs_at_the_limit_ends_with_the_error_and_done(slow: Live, caplog: pytest.LogCaptureFixture) -> None:
+    engine = slow.service.engine
+    with ThreadPoolExecutor(3) as pool, caplog.at_level(logging.WARNING, "unbind"):
+        stream = pool.submit(slow.complete, **ENDLESS, stream=True)
+        wait_until(lambda: engine.stats().running == 1)
+        waiting = pool.submit(slow.complete, **ENDLESS, stream=True, n=1)
+        whole = pool.submit(slow.complete, **ENDLESS)
+        wait_until(lambda: engine.stats().waiting == 2)
+        asyncio.run(slow.service.drain())
+        for one in (stream.result(TIMEOUT), waiting.result(TIMEOUT)):
+            assert one.events[-1] == "[DONE]" and one.events[-2]["error"]["code"] == "shutting_down"
+            assert one.events[-2]["error"]["type"] == "service_unavailable_error"
+        assert (whole.result(TIMEOUT).status, whole.result().error["code"]) == (503, "shutting_down")
+    assert "1 requests that still ran and 2 that waited after 0.05 s" in caplog.text
+    assert engine.stats().running == engine.stats().waiting == 0
+    assert slow.call("/metrics").status == 200 and slow.complete().status == 503
+
+
+def test_a_server_that_ends_with_nothing_to_do_says_nothing(slow: Live, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "unbind"):
+        asyncio.run(slow.service.drain())
+    assert "still ran" not in caplog.text
+
+
+def test_a_scrape_does_not_wait_for_the_step_that_runs(slow: Live) -> None:
+    slow.complete(unbind={"modules": ["one"]})
+    assert "unbind_gate_evaluations_total{" in slow.call("/metrics").raw.decode()
+    hold = threading.Event()
+    held = slow.service.engine.call(lambda: hold.wait(TIMEOUT))
+    try:
+        for _ in range(3):
+            scraped = slow.call("/metrics")
+            assert scraped.status == 200 and "unbind_gate_evaluations_total{" in scraped.raw.decode()
+        assert len(slow.service.engine._errands) <= 1  # scrapes do not pile up
+        assert not held.done()
+    finally:
+        hold.set()
+
+
+def test_a_full_queue_sends_clients_away_for_as_long_as_it_takes(slow: Live) -> None:
+    engine = slow.service.engine
+    engine.stepper.pace._gaps.extend([7.0] * 64)  # the latest requests left every seven seconds
+    with ThreadPoolExecutor(3) as pool:
+        hold = threading.Event()
+        try:
+            waiting = [pool.submit(slow.complete, max_tokens=2) for _ in range(3)]
+            engine.call(lambda: hold.wait(TIMEOUT))
+            wait_until(lambda: engine.stats().running + engine.stats().waiting == 3 or any(w.done() for w in waiting))
+            assert not any(one.done() for one in waiting)
+            refused = slow.complete()
+            assert (refused.status, refused.error["code"]) == (429, "queue_full")
+            assert 14 <= int(refused.headers["retry-after"]) <= 22
+        finally:
+            hold.set()
+
+
+def test_the_pace_is_that_of_a_queue_that_was_never_empty() -> None:
+    pace = Pace(slots=4)
+    assert pace.seconds(100, now=0.0) == LEAST
+    pace.look(True, now=0.0)
+    assert pace.seconds(100, now=2.0) == 50  # four run, and are taken to be about to end
+    for second in range(1, 11):
+        pace.left(now=2.0 * second)
+    assert pace.seconds(10, now=20.0) == 20 and pace.seconds(1000, now=20.0) == MOST
+    assert pace.seconds(10, now=40.0) == 40  # nothing has left for a while
+    pace.look(False, now=41.0)
+    pace.left(now=500.0)  # hours with little to do say nothing of how fast it can go
+    pace.look(True, now=600.0)
+    assert pace.seconds(10, now=600.0) == 20
