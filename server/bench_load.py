@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import random
 import statistics
 import tempfile
 import time
@@ -12,22 +11,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from server.bench_server import served
-from server.bench_systems import HttpSystem
+from server.bench_systems import HttpSystem, Prompts
 from unbind_core.progress import Progress, ProgressCallback
 
-CLIENTS, PROMPT, NEW = 200, 64, 192
 PROBED = ("/health", "/ready", "/metrics")
 PAUSE_SECONDS = 0.05
 
 
-def under_load(
-    settings: dict[str, object], vocabulary: int, progress: ProgressCallback, clients: int = CLIENTS, new: int = NEW
-) -> dict[str, Any]:
-    """Seconds to answer by path, median and worst, while ``clients`` streams run, all at once; and tokens a second of these."""
-    numbers = random.Random(0)
-    prompts = [[numbers.randint(5, vocabulary - 1) for _ in range(PROMPT)] for _ in range(clients)]
-    sizes = {"max_slots": clients, "max_model_len": PROMPT + new, "queue_limit": clients, "worker": False}
+def under_load(settings: dict[str, object], prompts: Prompts, new: int, progress: ProgressCallback) -> dict[str, Any]:
+    """Seconds to answer by path, median and worst, while a client streams for each prompt; and their tokens a second."""
+    clients = len(prompts)
+    sizes = {
+        "max_slots": clients,
+        "max_model_len": max(map(len, prompts)) + new,
+        "threads": torch.get_num_threads(),
+        "worker": False,
+    }
     waited: dict[str, list[float]] = {path: [] for path in PROBED}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -44,7 +46,6 @@ def under_load(
         streams.result()
         spent = time.perf_counter() - begun
     return {
-        "clients": clients,
         "tokens_per_second": clients * new / spent,
         "probes": len(waited["/health"]),
         "median_seconds": {path: statistics.median(seconds) for path, seconds in waited.items()},

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from server.bench_filter import NETWORKS, random_module
+from server.bench_load import under_load
 from server.bench_server import served
 from server.bench_systems import EngineSystem, HttpSystem, LibraryBatching, StaticBatch, System, vllm_system
 from server.engine.pinned import PinnedSet
@@ -33,6 +34,9 @@ MODULES = (0, 1, 8, 64, 512)
 MODULE_REPEATS = 5  # for one of the others: what modules cost is little beside what a machine's speed differs by
 KEYSTROKES, KEYSTROKE_TOKENS = 40, 1500
 PARTS = ("throughput", "library", "arrivals", "keystrokes", "modules", "http")
+LOAD = (
+    "load"  # only where it is named, as in --parts load --workloads "200x64->192": its figures are seconds, not ratios
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,10 @@ class Bench:
             "tokens_per_second": _speeds(seconds, load),
         }
 
+    def load(self, load: Workload, settings: dict[str, object]) -> dict[str, Any]:
+        """What probes and scrapes wait for while as many clients stream."""
+        return under_load(settings, self._prompts(load.requests, load.prompt), load.new, self._progress)
+
 
 def run(
     loaded: LoadedModel,
@@ -215,9 +223,10 @@ def run(
     ``vllm``: a Python that has vLLM, to be set against the engine too. Ratios above 1 mean that the engine is faster;
     slowdowns are shares (0.02 is 2 %).
     """
-    unknown = set(parts) - set(PARTS)
+    known = (*PARTS, LOAD)
+    unknown = set(parts) - set(known)
     if unknown or repeats < 1:
-        raise UnbindError(f"--parts: unknown {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}; --repeats from 1")
+        raise UnbindError(f"--parts: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}; --repeats from 1")
     bench = Bench(loaded, repeats, progress)
     loads = [Workload.parse(text) for text in workloads]
     figures: dict[str, Any] = {}
@@ -239,6 +248,8 @@ def run(
     if "http" in parts:
         through = bench.http(loads[0], settings)
         figures |= {"http_over_engine": through["ratio"], "http": through}
+    if LOAD in parts:
+        figures[LOAD] = {str(load): bench.load(load, settings) for load in loads}
     parameters = next(loaded.model.parameters())
     return figures | {
         "model": loaded.identity.name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.bench_serve import run
+from server.bench_serve import LOAD, PARTS, run
 from server.bench_systems import vllm_system
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import UnbindError
@@ -17,13 +17,15 @@ from unbind_core.progress import silent
 def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
     figures = run(
         load_model(checkpoint), workloads=("3x6->4",), repeats=1, module_counts=(1, 3), keystrokes=4, keystroke_tokens=40,
-        settings={"model": checkpoint}, progress=silent,
+        settings={"model": checkpoint}, progress=silent, parts=(*PARTS, LOAD),
     )  # fmt: skip
     assert set(figures["workloads"]["3x6->4"]["tokens_per_second"]) == {"engine", "static", "library"}
     assert figures["vs_static_generate"].keys() == figures["vs_library_batching"].keys() == {"3x6->4"}
     assert figures["module_slowdown"].keys() == figures["module_slowdown_networks"].keys() == {"1", "3"}
     assert all(value > 0 for value in (figures["keystroke_warm_over_cold"], figures["http_over_engine"]))
     assert "vs_vllm" not in figures
+    waited = figures["load"]["3x6->4"]["worst_seconds"]
+    assert set(waited) == {"/health", "/ready", "/metrics"} and min(waited.values()) > 0
 
 
 @pytest.mark.parametrize("workloads", ["3x6", "0x6->4", "3x6->4->5"])

@@ -286,19 +286,22 @@ def test_the_server_ends_in_good_order_and_takes_its_worker_along(checkpoint: Pa
 def test_streams_at_the_limit_are_ended_as_documented_and_the_process_is_gone_in_time(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 3900, "ignore_eos": True, "stream": True})
-    with serving(checkpoint, tmp_path, drain_timeout=1, max_model_len=4096, max_slots=8) as server:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True})
+    with serving(checkpoint, tmp_path, drain_timeout=1, max_slots=1) as server:
         streams = []
+        ended: list[list[bytes]] = []
         for _ in range(8):
             connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            streams.append(connection.getresponse())
+            streams.append((connection, connection.getresponse()))
         server.process.send_signal(signal.SIGTERM)
         begun = time.monotonic()
-        last = [stream.read().split(b"\n\n")[-3:] for stream in streams]
+        for connection, stream in streams:
+            ended.append(stream.read().split(b"\n\n")[-3:])
+            connection.close()
         server.process.wait(20)
         assert time.monotonic() - begun < 1 + 2
-        for error, done, rest in last:
+        for error, done, rest in ended:
             assert (done, rest) == (b"data: [DONE]", b"") and b'"code":"shutting_down"' in error
     log = "".join(server.log)
-    assert "8 requests that still ran" in log and "Traceback" not in log
+    assert "1 requests that still ran and" in log and "Traceback" not in log
