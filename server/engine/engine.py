@@ -10,16 +10,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.lanes import Lanes
+from server.engine.letters import Letters
 from server.engine.lines import Lines
 from server.engine.modules import Counts, ModuleTable
 from server.engine.request import (
@@ -82,6 +84,7 @@ class Engine:
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
         self._outbox: dict[asyncio.AbstractEventLoop, dict[asyncio.Queue[Delta], list[Delta]]] = {}
+        self._letters: WeakKeyDictionary[asyncio.AbstractEventLoop, Letters] = WeakKeyDictionary()
         self._posted, self._urgent = 0.0, False
         self._stopping = self._draining = False
         self._thread = threading.Thread(target=self._run, name="unbind-engine", daemon=True)
@@ -272,13 +275,7 @@ class Engine:
         outbox, self._outbox = self._outbox, {}
         for loop, letters in outbox.items():
             with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                loop.call_soon_threadsafe(_put_all, letters)
-
-
-def _put_all(letters: Mapping[asyncio.Queue[Delta], Sequence[Delta]]) -> None:
-    for queue, deltas in letters.items():
-        for delta in deltas:
-            queue.put_nowait(delta)
+                loop.call_soon_threadsafe(self._letters.setdefault(loop, Letters()).take, letters)
 
 
 __all__ = ["Engine", "EngineStats", "EngineStopped", "FinishReason", "Sampling"]

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from server.engine.letters import Letters
 from server.engine.pace import LEAST, MOST, Pace
+from server.engine.request import Delta
 from tests.server.live import TIMEOUT, Live, live
 from tests.server.test_api_limits import wait_until
 
@@ -82,6 +84,22 @@ def test_a_full_queue_sends_clients_away_for_as_long_as_it_takes(slow: Live) -> 
             assert 14 <= int(refused.headers["retry-after"]) <= 22
         finally:
             hold.set()
+
+
+def test_deltas_are_handed_over_a_few_streams_at_a_turn_and_in_order() -> None:
+    async def run() -> None:
+        letters, queues = Letters(), [asyncio.Queue[Delta]() for _ in range(100)]
+        for text in ("a", "b"):
+            letters.take(dict.fromkeys(queues, (Delta(text), Delta(text * 2))))
+        waiting = []
+        while queues[-1].qsize() != 4:
+            waiting.append(sum(queue.empty() for queue in queues))
+            await asyncio.sleep(0)  # whoever else the loop serves has a turn here
+        assert waiting[:3] == [92, 84, 76]
+        for queue in queues:
+            assert [queue.get_nowait().text for _ in range(4)] == ["a", "aa", "b", "bb"]
+
+    asyncio.run(run())
 
 
 def test_the_pace_is_that_of_a_queue_that_was_never_empty() -> None:
