@@ -325,7 +325,12 @@ def kept_admin_key(settings: Settings) -> str:
     return key
 
 
-def service(request: Request) -> Service:
-    """The service of the application that a request came to, for routes to depend on."""
+def service_of(request: Request) -> Service:
+    """The service of the application that a request came to."""
     found: Service = request.app.state.service
     return found
+
+
+async def service(request: Request) -> Service:
+    """The same for routes to depend on: a plain function would be run on a thread of its own, under load a long way round."""
+    return service_of(request)

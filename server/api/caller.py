@@ -17,7 +17,7 @@ from fastapi import Request
 from server.errors import ApiError
 from server.exposure import on_loopback
 from server.registry.access import SCOPES, Key, key_digest
-from server.service import Service, service
+from server.service import Service, service_of
 
 KEY_HEADERS = ("api-key", "x-api-key")
 CALLER_KEY = "unbind.caller"  # where the caller stands who was found before the body was read
@@ -50,7 +50,7 @@ def identify(request: Request, now: float) -> Caller | None:
     given = _given_key(request)
     if not given:
         return None
-    served = service(request)
+    served = service_of(request)
     if hmac.compare_digest(given.encode("utf-8", "surrogateescape"), served.admin_key.encode()):
         return ADMINISTRATOR
     key = served.access.current.keys.get(key_digest(given))
@@ -72,7 +72,7 @@ def admit(request: Request) -> Caller:
 
 
 def _admitted(request: Request) -> Caller:
-    served = service(request)
+    served = service_of(request)
     caller = identify(request, time.time())
     if caller is None:
         if keys_needed(served):
@@ -98,7 +98,7 @@ def onlooker(request: Request) -> Caller | None:
 
     It is once one was made, and always beyond loopback: ``insecure`` opens inference alone.
     """
-    served = service(request)
+    served = service_of(request)
     try:
         caller = identify(request, time.time())
     except ApiError:

@@ -6,12 +6,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from inspect import iscoroutinefunction
 from pathlib import Path
 
 import pytest
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 
+from server.api import chat, completions, health, infill
 from server.engine.letters import Letters
 from server.engine.pace import LEAST, MOST, Pace
 from server.engine.request import Delta
@@ -84,6 +88,17 @@ def test_a_full_queue_sends_clients_away_for_as_long_as_it_takes(slow: Live) -> 
             assert 14 <= int(refused.headers["retry-after"]) <= 22
         finally:
             hold.set()
+
+
+def test_a_probe_and_a_request_for_inference_take_no_thread_but_the_loop_s() -> None:
+    def calls(dependant: Dependant) -> list[Callable[..., object]]:
+        inner = [call for one in dependant.dependencies for call in calls(one)]
+        return [dependant.call, *inner] if dependant.call is not None else inner
+
+    for router in (health, completions, chat, infill):
+        for route in router.router.routes:
+            assert isinstance(route, APIRoute)
+            assert all(iscoroutinefunction(call) for call in calls(route.dependant)), route.path
 
 
 def test_deltas_are_handed_over_a_few_streams_at_a_turn_and_in_order() -> None:
