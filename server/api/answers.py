@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.api.generation import Generation, Result
-from server.errors import ApiError, error_body
+from server.errors import ApiError, error_body, response
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -47,12 +47,16 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends the connection frees the requests. ``done``: the last line, where there is one."""
+    """Server-sent events; whatever ends the connection frees the requests. ``done``: the last line, where there is one.
+
+    Nothing is sent before the first event is there: what fails until then is an error with its own status.
+    """
 
     def __init__(self, generation: Generation, events: AsyncIterator[dict[str, Any]], done: bytes = DONE) -> None:
         self._generation = generation
+        self._events, self._done = events, done
         headers = {**generation.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_encoded(events, done), media_type="text/event-stream", headers=headers)
+        super().__init__((), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, and put away."""
@@ -61,8 +65,21 @@ class EventStream(StreamingResponse):
         finally:
             self._generation.cancel()
 
+    async def stream_response(self, send: Send) -> None:
+        """The first event waited for, then all of them."""
+        try:
+            first = await anext(self._events)
+        except ApiError as error:
+            refusal = response(error)
+            await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
+            await send({"type": "http.response.body", "body": refusal.body})
+            return
+        self.body_iterator = _encoded(first, self._events, self._done)
+        await super().stream_response(send)
 
-async def _encoded(events: AsyncIterator[dict[str, Any]], done: bytes) -> AsyncIterator[bytes]:
+
+async def _encoded(first: dict[str, Any], events: AsyncIterator[dict[str, Any]], done: bytes) -> AsyncIterator[bytes]:
+    yield event_bytes(first)
     try:
         async for event in events:
             yield event_bytes(event)

@@ -67,10 +67,12 @@ async def _events(generation: Generation, body: ChatBody, frame: dict[str, Any])
         return {**frame, "choices": [{**choice, **more}], **generation.usage_so_far(body)}
 
     of_prompt = {"prompt_token_ids": list(generation.prompts[0].ids)} if body.return_token_ids else {}
-    for choice in generation.choices:
-        yield {**event(choice.index, {"role": "assistant", "content": ""}), **of_prompt}
-        of_prompt = {}
+    begun = set()
     async for choice, delta in generation.merged():
+        if choice.index not in begun:  # not before, so that what fails until then is an error with its own status
+            begun.add(choice.index)
+            yield {**event(choice.index, {"role": "assistant", "content": ""}), **of_prompt}
+            of_prompt = {}
         more: dict[str, Any] = {"logprobs": chat_logprobs(tokenizer, delta.logprobs)} if delta.logprobs else {}
         if body.return_token_ids and delta.tokens:
             more["token_ids"] = list(delta.tokens)

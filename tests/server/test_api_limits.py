@@ -26,16 +26,26 @@ def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_request_that_takes_too_long_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_request_that_takes_too_long_is_given_up(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with live(checkpoint, tmp_path, request_timeout=0.15, max_model_len=512) as running:
         endless = {"max_tokens": 480, "ignore_eos": True}
         hold = threading.Event()
         running.service.engine.call(lambda: hold.wait(2))  # the engine is busy, as behind a long prompt
-        whole = running.complete(**endless)
-        assert (whole.status, whole.error["code"]) == (504, "request_timeout")
-        assert whole.headers["x-should-retry"] == "false" and whole.headers["x-request-id"]
-        streamed = running.complete(**endless, stream=True)
+        for stream in (False, True):
+            late = running.complete(**endless, stream=stream)
+            assert (late.status, late.error["code"]) == (504, "request_timeout")
+            assert late.headers["x-should-retry"] == "false" and late.headers["x-request-id"]
         hold.set()
+        decode = running.service.engine.runner.decode
+
+        def slow(*arguments: object) -> object:
+            time.sleep(0.05)
+            return decode(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(running.service.engine.runner, "decode", slow)
+        streamed = running.complete(**endless, stream=True)
         assert streamed.status == 200 and streamed.events[-1] == "[DONE]"
         assert streamed.events[-2]["error"]["code"] == "request_timeout"
         wait_until(lambda: running.service.engine.stats().running == 0)
@@ -59,6 +69,20 @@ def test_an_engine_that_fails_in_mid_stream_ends_it_with_an_error_object(
     error = answer.events[-2]["error"]
     assert error["type"] == "server_error" and "RuntimeError" in error["message"] and "no more" not in error["message"]
     assert server.complete().status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/fim/completions", "/infill"])
+def test_a_stream_that_fails_before_its_first_token_is_an_error_with_its_status(
+    server: Live, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def failing(*_: object) -> object:
+        raise RuntimeError("no prompt today")
+
+    monkeypatch.setattr(server.service.engine.runner, "prefill", failing)
+    prompt = {"prompt": "def a(", "messages": [{"role": "user", "content": "hello"}], "input_prefix": "def a("}
+    answer = server.call(path, {**prompt, "stream": True})
+    assert (answer.status, answer.error["code"]) == (500, "engine_error")
+    assert answer.headers["x-should-retry"] == "false" and answer.headers["content-type"] == "application/json"
 
 
 def test_a_page_of_an_allowed_origin_may_ask(checkpoint: Path, tmp_path: Path, server: Live) -> None:
