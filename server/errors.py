@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import PydanticCustomError
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
@@ -50,6 +51,11 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400 naming the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def field_error(field: str, message: str, code: str = "invalid_value") -> PydanticCustomError:
+    """For a validator that looks at several fields, whose ValueError would name none of them."""
+    return PydanticCustomError(code, "{message}", {"message": message, "param": field})
 
 
 def disk_full() -> ApiError:
@@ -116,11 +122,14 @@ def _validation(error: RequestValidationError) -> ApiError:
     # a union reports an error for each of its branches, with the branch's name in the path: the deepest says most
     first = max(error.errors(), key=lambda found: len(found["loc"]))
     path = [str(part) for part in first["loc"][1:]]
+    if named := first.get("ctx", {}).get("param"):
+        path.append(named)
     field = ".".join(part for part in path if part not in _BRANCHES and "[" not in part) or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{field}: {message}" if field else message, param=field, code="invalid_value")
+    code = first["type"] if first["type"] == "unsupported_parameter" else "invalid_value"
+    return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
 
 
 def response(error: Exception) -> JSONResponse:
@@ -134,10 +143,20 @@ def response(error: Exception) -> JSONResponse:
     )
 
 
+def _unknown_route(request: Request, app: FastAPI) -> ApiError:
+    """What was asked for and what there is instead, so that nobody searches for the cause in a bare 404."""
+    paths = app.openapi()["paths"]
+    known = ", ".join(path for path in sorted(paths) if not path.startswith("/admin/"))
+    text = f"{request.method} {request.url.path[:200]} is not a route of this server; there are: {known}"
+    return ApiError(404, text, code="unknown_route")
+
+
 def install(app: FastAPI) -> None:
     """Every exception of every route goes through ``response``."""
 
-    async def handle(_: Request, error: Exception) -> JSONResponse:
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException) and error.status_code == 404:  # ours are ApiErrors: this is the router's
+            return response(_unknown_route(request, app))
         return response(error)
 
     for kind in (

@@ -18,15 +18,15 @@ from server.api.prompts import chat_prompt, size_of
 from server.api.report import Report
 from server.api.schemas import ChatBody
 
-router = APIRouter(prefix="/v1", tags=["chat"])
+router = APIRouter(tags=["chat"])
 
 
-@router.post("/chat/completions")
+@router.post("/v1/chat/completions")
+@router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""
-    messages = [message.plain for message in body.messages]
-    size = size_of([message["content"] for message in messages])
-    prompt = await call.served.encoder.run(size, chat_prompt, call.served, messages)
+    size = size_of([message.plain["content"] for message in body.messages])
+    prompt = await call.served.encoder.run(size, chat_prompt, call.served, body.messages, body)
     generation = call.submit(body, [prompt])
     tokenizer = call.served.loaded.tokenizer
     frame = {

@@ -17,6 +17,7 @@ router = APIRouter(tags=["health"])
 Served = Annotated[Service, Depends(service)]
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> dict[str, str]:
     """200 while the process answers."""

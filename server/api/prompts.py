@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
+from server.api.schemas import Message, TemplateOptions
 from server.errors import invalid
 from server.service import Service
 from unbind_core.windows import beginning, fim_ids
@@ -75,8 +76,13 @@ def gap(served: Service, prefix: list[int], suffix: list[int], field: str) -> li
     return fim_ids(served.loaded.tokenizer, served.fim, prefix, suffix)
 
 
-def chat_prompt(served: Service, messages: Sequence[Mapping[str, str]], most: int | None = None) -> Prompt:
-    """A conversation through the tokenizer's own chat template, of at most ``most`` tokens (None: a request's)."""
+def chat_prompt(
+    served: Service, messages: Sequence[Message], options: TemplateOptions, most: int | None = None
+) -> Prompt:
+    """A conversation through the tokenizer's own chat template, of at most ``most`` tokens (None: a request's).
+
+    Raises ApiError where there is no template or it refuses them.
+    """
     tokenizer = served.loaded.tokenizer
     if not tokenizer.chat_template:
         raise invalid(
@@ -84,10 +90,16 @@ def chat_prompt(served: Service, messages: Sequence[Mapping[str, str]], most: in
             param="messages",
             code="no_chat_template",
         )
+    going_on, begun = options.continue_final_message, options.add_generation_prompt
     try:
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [message.plain for message in messages],
+            tokenize=False,
+            add_generation_prompt=begun if begun is not None else not going_on,
+            continue_final_message=going_on,
+        )
     except (TemplateError, TypeError, ValueError) as error:
-        raise invalid(f"messages: the chat template refuses them: {error}", param="messages") from None
+        raise invalid(f"messages: the chat template refuses them: {str(error)[:300]}", param="messages") from None
     return Prompt(served.encoder.ids(str(text), "messages", most), str(text))
 
 

@@ -1,4 +1,4 @@
-"""Request bodies of the routes that generate. Unknown fields are ignored and logged once, wrong ones are named.
+"""Request bodies of the routes that generate. Wrong fields are named, unknown ones refused or ignored and logged once.
 
 Numbers out of range are refused rather than bent; null means "not given", as clients send it.
 """
@@ -21,7 +21,9 @@ from pydantic import (
     model_validator,
 )
 
+from server.api.unsupported import UNSUPPORTED, refuse_unsupported, unsupported
 from server.engine.request import Sampling
+from server.errors import field_error
 from server.rules import MAX_MODULES, MAX_STRENGTH
 
 log = logging.getLogger("unbind.http")
@@ -38,12 +40,14 @@ _noticed: set[tuple[str, str]] = set()
 
 
 def drop_nulls(cls: type[BaseModel], body: Any) -> Any:
-    """The body without its nulls; fields that nothing reads are logged, each once."""
+    """The body without its nulls. Fields that nothing reads are refused where they matter, else logged, each once."""
     if not isinstance(body, dict):
         return body
     aliases = (field.validation_alias for field in cls.model_fields.values())
     known = {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
-    for name in body.keys() - cls.model_fields.keys() - known:
+    known |= cls.model_fields.keys()
+    refuse_unsupported(body, known)
+    for name in body.keys() - known - UNSUPPORTED.keys():
         seen = (cls.__name__, str(name)[:64])
         if seen not in _noticed and len(_noticed) < 256:
             _noticed.add(seen)
@@ -82,10 +86,20 @@ class OllamaOptions(BaseModel):
     num_predict: Prediction | None = None
 
 
-class GenerationBody(BaseModel):
-    """What every body for generation has."""
+class LenientBody(BaseModel):
+    """A body whose unknown fields are ignored, unless they would change the answer."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, body: Any) -> Any:
+        return drop_nulls(cls, body)
+
+
+class GenerationBody(LenientBody):
+    """What every body for generation has."""
+
     model: Name | None = None
     max_tokens: TokenCount | None = None
     n_predict: Annotated[Prediction, Field(description="max_tokens by another name")] | None = None
@@ -117,10 +131,11 @@ class GenerationBody(BaseModel):
     stream_options: StreamOptions | None = None
     unbind: UnbindOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, body: Any) -> Any:
-        return drop_nulls(cls, body)
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "goes with stream; leave it out, or set stream to true")
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -206,9 +221,9 @@ class ScoredBody(GenerationBody):
     @model_validator(mode="after")
     def _agree_on_the_prompt(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs: do not come in streams; leave stream out")
+            raise field_error("prompt_logprobs", "do not come in streams; leave stream out")
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens: must be at least 1, or -1 for as many as fit")
+            raise field_error("truncate_prompt_tokens", "must be at least 1, or -1 for as many as fit")
         return self
 
     def sampling(self, max_tokens: int, choice: int, echo: bool) -> Sampling:
@@ -225,19 +240,10 @@ class ScoredBody(GenerationBody):
         return max(1, length - (self.wanted if self.wanted is not None and self.wanted >= 0 else DEFAULT_MAX_TOKENS))
 
 
-class CompletionBody(ScoredBody):
-    """``POST /v1/completions``."""
+class PromptBody(GenerationBody):
+    """A prompt in any of its forms."""
 
     prompt: Text | list[StrictInt] | list[Text] | list[list[StrictInt]]
-    suffix: Text | None = None
-    echo: StrictBool = False
-    best_of: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
-    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-
-    @property
-    def alternatives(self) -> int | None:
-        """``logprobs`` counts the alternatives."""
-        return self.logprobs
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -257,16 +263,30 @@ class CompletionBody(ScoredBody):
                 raise ValueError("must not hold more than 1024 prompts")
         return value
 
+
+class CompletionBody(PromptBody, ScoredBody):
+    """``POST /v1/completions``."""
+
+    suffix: Text | None = None
+    echo: StrictBool = False
+    best_of: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """``logprobs`` counts the alternatives."""
+        return self.logprobs
+
     @model_validator(mode="after")
     def _agree(self) -> CompletionBody:
         if self.suffix is not None and not isinstance(self.prompt, str):
-            raise ValueError("suffix: goes with one prompt given as a string")
+            raise field_error("suffix", "goes with one prompt given as a string")
         if self.suffix is not None and self.truncate_prompt_tokens is not None:
-            raise ValueError(
-                "truncate_prompt_tokens: would cut the mark of the gap off; send a shorter prompt with a suffix"
+            raise field_error(
+                "truncate_prompt_tokens", "would cut the mark of the gap off; send a shorter prompt with a suffix"
             )
         if self.best_of is not None and self.best_of != self.n:
-            raise ValueError("best_of: choosing among more answers than n is not offered; leave it out or give n")
+            raise field_error("best_of", "choosing among more answers than n is not offered; leave it out or give n")
         return self
 
 
@@ -282,35 +302,78 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | list[dict[str, Any]] | None = None
+    refusal: Text | None = None
+    tool_calls: Any = None
+    function_call: Any = None
 
     @field_validator("content")
     @classmethod
     def _text_only(cls, value: Any) -> Any:
         for part in value if isinstance(value, list) else ():
-            if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            if not isinstance(_text_of(part), str):
                 raise ValueError("parts must be of type text with their text; this server reads nothing else")
+        return value
+
+    @field_validator("tool_calls", "function_call")
+    @classmethod
+    def _no_calls(cls, value: Any) -> Any:
+        if value:
+            raise unsupported("")
         return value
 
     @property
     def plain(self) -> dict[str, str]:
         """Role and text as chat templates take them; ``developer`` is the newer name of ``system``."""
-        content = self.content
-        text = "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+        content = self.content if self.content is not None else self.refusal
+        text = "".join(_text_of(part) for part in content) if isinstance(content, list) else content or ""
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatBody(ScoredBody):
+def _text_of(part: dict[str, Any]) -> Any:
+    """A part's text, which for a refusal stands under its own name; None for parts of other types."""
+    match part.get("type"):
+        case "text" | "input_text":
+            return part.get("text")
+        case "refusal":
+            return part.get("refusal")
+    return None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
+
+
+class TemplateOptions(LenientBody):
+    """How the prompt that a chat template makes of messages ends."""
+
+    add_generation_prompt: Annotated[
+        StrictBool | None,
+        Field(description="end with the assistant's turn begun; true unless the last message goes on"),
+    ] = None
+    continue_final_message: Annotated[StrictBool, Field(description="leave the last message open, to go on in it")] = (
+        False
+    )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error("continue_final_message", "goes without add_generation_prompt; set one of them")
+        return self
+
+
+class ChatBody(ScoredBody, TemplateOptions):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Messages
+    add_special_tokens: Annotated[Literal[False], Field(description="the template writes them")] = False
     max_completion_tokens: TokenCount | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
     @property
     def wanted(self) -> int | None:
-        """``max_completion_tokens`` first: it is the name that clients have come to use."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else super().wanted
+        """``max_completion_tokens`` first: it is the name that clients have come to use. All that fits by default."""
+        wanted = self.max_completion_tokens if self.max_completion_tokens is not None else super().wanted
+        return -1 if wanted is None else wanted
 
     @property
     def alternatives(self) -> int | None:
@@ -320,5 +383,5 @@ class ChatBody(ScoredBody):
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: needs logprobs to be true")
+            raise field_error("top_logprobs", "needs logprobs to be true")
         return self

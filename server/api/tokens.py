@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from fastapi import APIRouter, Depends
 from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictInt, model_validator
@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse
 from server.api.caller import inference
 from server.api.logprobs import token_bytes
 from server.api.prompts import chat_prompt, check_ids, size_of
-from server.api.schemas import Message, Text
+from server.api.schemas import Messages, TemplateOptions, Text
+from server.errors import field_error
 from server.service import Service, service
 from unbind_core.windows import beginning
 
@@ -20,24 +21,25 @@ MOST_TOKENS = 65_536  # taken at once, where requests may not have as many
 Served = Annotated[Service, Depends(service)]
 
 
-class TokenizeBody(BaseModel):
-    """``content`` or ``prompt``, whichever the client says; or ``messages``, as the chat template writes them."""
+class TokenizeBody(TemplateOptions):
+    """``content``, a text alone; ``prompt``, as a request has it; or ``messages``, as the chat template writes them."""
 
-    content: Annotated[Text | None, Field(validation_alias=AliasChoices("content", "prompt"))] = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    content: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
     add_special: Annotated[
-        StrictBool,
+        StrictBool | None,
         Field(
             validation_alias=AliasChoices("add_special", "add_special_tokens"),
-            description="with the beginning-of-text token in front, where the tokenizer has one",
+            description="the beginning-of-text token in front, where the tokenizer has one; by default before a prompt",
         ),
-    ] = False
+    ] = None
     with_pieces: Annotated[StrictBool, Field(description="each token as {id, piece}")] = False
 
     @model_validator(mode="after")
-    def _one_source(self) -> TokenizeBody:
-        if (self.content is None) == (self.messages is None):
-            raise ValueError("content: give either content (or prompt) or messages")
+    def _one_source(self) -> Self:
+        if sum(source is not None for source in (self.content, self.prompt, self.messages)) != 1:
+            raise field_error("content", "give one of content, prompt and messages")
         return self
 
 
@@ -50,17 +52,21 @@ class DetokenizeBody(BaseModel):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, served: Served) -> JSONResponse:
     """Text -> token ids. A text may be longer than a request may, so that clients can ask by how much."""
-    size = size_of(body.content or "", *(message.plain["content"] for message in body.messages or ()))
+    size = size_of(
+        body.content or "", body.prompt or "", *(message.plain["content"] for message in body.messages or ())
+    )
     return await served.encoder.run(size, _tokenized, served, body)
 
 
 def _tokenized(served: Service, body: TokenizeBody) -> JSONResponse:
     tokenizer = served.loaded.tokenizer
     if body.messages is not None:
-        ids = list(chat_prompt(served, [message.plain for message in body.messages], _most(served)).ids)
+        ids = list(chat_prompt(served, body.messages, body, _most(served)).ids)
     else:
-        ids = served.encoder.ids(body.content or "", "content", _most(served))
-        ids = (beginning(tokenizer) if body.add_special else []) + ids
+        special = body.add_special if body.add_special is not None else body.prompt is not None
+        field = "content" if body.prompt is None else "prompt"
+        ids = served.encoder.ids(body.prompt or body.content or "", field, _most(served))
+        ids = (beginning(tokenizer) if special else []) + ids
     pieces = {token: _piece(token_bytes(tokenizer, token)) for token in set(ids)} if body.with_pieces else {}
     return JSONResponse(
         {

@@ -145,8 +145,9 @@ class Scheduler:
         """Raise PromptTooLong where prompt and answer together exceed a slot."""
         if prompt + max_tokens > self.max_length:
             raise PromptTooLong(
-                f"prompt of {prompt} tokens and max_tokens {max_tokens} exceed the context of {self.max_length} tokens "
-                f"by {prompt + max_tokens - self.max_length}; shorten the prompt or lower max_tokens"
+                f"This model's maximum context length is {self.max_length} tokens; the prompt of {prompt} tokens and "
+                f"max_tokens {max_tokens} exceed it by {prompt + max_tokens - self.max_length}; shorten the prompt or "
+                "lower max_tokens"
             )
 
     def check_room(self, arriving: int = 0) -> None:

@@ -180,7 +180,8 @@ def test_tokens_go_there_and_back(server: Live) -> None:
     messages = server.call("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).body["tokens"]
     assert messages == encode(server.service.loaded.tokenizer, "# user\nhi\n# assistant\n")
     for path, body, param in (
-        ("/tokenize", {}, None),
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": "a", "messages": [{"role": "user", "content": "hi"}]}, "content"),
         ("/tokenize", {"content": 5}, "content"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),

@@ -1,0 +1,85 @@
+"""Fields that would change what an answer means and that this server does not have: refused, never ignored.
+
+A body's own fields are looked up first, so a name here concerns only the bodies that lack it. Hints (``user``, ``metadata``,
+``reasoning_effort``, ``samplers``) are not here: an answer without them is still what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from server.errors import field_error
+
+# field -> the values that ask for nothing
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # tools
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # without tools both mean an answer in text
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "web_search_options": (),  # an empty object switches it on
+    # answers of a given form
+    "response_format": ({"type": "text"}, {}),
+    "structured_outputs": ({},),
+    "structural_tag": ("",),
+    "json_schema": ("",),  # an empty object asks for any JSON
+    "grammar": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "format": ("",),
+    "modalities": (["text"], []),
+    "audio": (),
+    "prediction": (),
+    # what the prompt is made of
+    "suffix": ("",),
+    "prompt_embeds": ([],),
+    "images": ([],),
+    "image_data": ([],),
+    "documents": ([],),
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "add_special_tokens": (True,),
+    # which tokens are chosen
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "n_cmpl": (1,),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "lora": ([],),
+    # what the answer holds
+    "echo": (False,),
+    "logprobs": (False,),
+    "n_probs": (0,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+}
+PREFIX = "guided_"  # guided_json, guided_regex, guided_choice, ...
+NOTHING: tuple[Any, ...] = ("", [], {}, False)
+
+
+def refuse_unsupported(body: Mapping[Any, Any], known: Collection[str]) -> None:
+    """Raise PydanticCustomError for the first field that asks for what this server does not have; null asks for nothing."""
+    guided = {name: NOTHING for name in body if isinstance(name, str) and name.startswith(PREFIX)}
+    for name, harmless in {**UNSUPPORTED, **guided}.items():
+        if name in body and name not in known and body[name] is not None and body[name] not in harmless:
+            raise unsupported(name[:64])
+
+
+def unsupported(name: str) -> Exception:
+    """The refusal, with its remedy."""
+    message = (
+        "this server does not have it here, and an answer that ignored it would not be the one asked for; leave it out"
+    )
+    return field_error(name, message, "unsupported_parameter")
