@@ -23,6 +23,7 @@ from server.api import (
     jobs,
     models,
     modules,
+    native,
     takedowns,
     tokens,
 )
@@ -59,7 +60,7 @@ def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI
         dependencies=[Depends(whole_characters)],
     )
     errors.install(app)
-    inference = (completions, chat, fim, infill, tokens, models)
+    inference = (completions, chat, fim, infill, native, tokens, models)
     administration = (takedowns, jobs, modules, access, audit, evidence)
     for part in (*inference, *administration, health, console):
         app.include_router(part.router)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -10,12 +11,14 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, Str
 from starlette.responses import Response
 
 from server.api.answers import EventStream, whole
-from server.api.call import Admitted
+from server.api.call import Admitted, Call
 from server.api.generation import Choice, Generation, Result, ended_by
 from server.api.prompts import infill_prompt, size_of
 from server.api.report import Report
 from server.api.schemas import DEFAULT_MAX_TOKENS, MAX_CHOICES, LlamaBody, Text
+from server.engine.request import Sampling
 
+OTHERS_TEMPERATURE = 0.8  # llama.cpp's own; its clients ask for several answers to show different ones
 router = APIRouter(tags=["completions"])
 
 
@@ -26,18 +29,37 @@ class ExtraFile(BaseModel):
     text: Text = ""
 
 
-class InfillBody(LlamaBody):
-    """``POST /infill``. Greedy where no temperature is given: an editor wants the likeliest text."""
+class NativeBody(LlamaBody):
+    """What llama.cpp's clients send. Greedy where no temperature is given: an editor wants the likeliest text."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, validate_by_name=True)
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Field(ge=0.01, le=10, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")),
+    ] = 1.0
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES, validation_alias=AliasChoices("n_cmpl", "n"))] = 1
+    cache_prompt: Annotated[StrictBool, Field(description="taken as true: prefixes are always kept")] = True
+    response_fields: Annotated[list[StrictStr], Field(max_length=256)] | None = None
+
+    def sampling(self, max_tokens: int, choice: int, echo: bool) -> Sampling:
+        """Of several greedy answers the first is, and the others are sampled; seed -1 is none."""
+        made = super().sampling(max_tokens, choice, echo)
+        others = choice % self.n > 0 and made.temperature == 0
+        return replace(
+            made,
+            temperature=OTHERS_TEMPERATURE if others else made.temperature,
+            seed=None if self.seed == -1 else made.seed,
+        )
+
+
+class InfillBody(NativeBody):
+    """``POST /infill``."""
+
     input_prefix: Text = ""
     input_suffix: Text = ""
     input_extra: Annotated[tuple[ExtraFile, ...], Field(max_length=1024)] = ()
     prompt: Annotated[Text, Field(description="what the answer begins with, after the gap's mark")] = ""
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES, validation_alias=AliasChoices("n_cmpl", "n"))] = 1
-    cache_prompt: Annotated[StrictBool, Field(description="taken as true: prefixes are always kept")] = True
-    response_fields: Annotated[list[StrictStr], Field(max_length=256)] | None = None
 
 
 @router.post("/infill")
@@ -49,7 +71,11 @@ async def infill(body: InfillBody, call: Admitted) -> Response:
     prompt = await call.served.encoder.run(
         size, infill_prompt, call.served, body.input_prefix, body.input_suffix, extra, body.prompt, new
     )
-    generation = call.submit(body, [prompt])
+    return await native_answer(call, call.submit(body, [prompt]), body)
+
+
+async def native_answer(call: Call, generation: Generation, body: NativeBody) -> Response:
+    """The answer in llama.cpp's shape: an object, or an array of them where there are several."""
     if body.stream:
         return EventStream(generation, _events(generation, body), done=b"")
 
@@ -58,12 +84,12 @@ async def infill(body: InfillBody, call: Admitted) -> Response:
             _fields(_final(generation, choice, result.text, result.reason, result.tokens, result.ended_by), body)
             for choice, result in zip(generation.choices, results, strict=True)
         ]
-        return answers if body.n > 1 else answers[0]
+        return answers if len(answers) > 1 else answers[0]
 
     return await whole(call.request, generation, shape)
 
 
-async def _events(generation: Generation, body: InfillBody) -> AsyncIterator[dict[str, Any]]:
+async def _events(generation: Generation, body: NativeBody) -> AsyncIterator[dict[str, Any]]:
     async for choice, delta in generation.merged():
         if delta.finish_reason:
             if delta.text:
@@ -127,7 +153,7 @@ def _timings(generation: Generation, choice: Choice, cached: int) -> dict[str, f
     return made
 
 
-def _fields(answer: dict[str, Any], body: InfillBody) -> dict[str, Any]:
+def _fields(answer: dict[str, Any], body: NativeBody) -> dict[str, Any]:
     """Only the fields that were asked for; a path like ``timings/prompt_n`` is a key of its own, with slashes."""
     if not body.response_fields:
         return answer

@@ -11,7 +11,7 @@ from server.api.profiles import profile_names
 from server.errors import ApiError
 from server.service import Service, service
 
-router = APIRouter(prefix="/v1", tags=["models"], dependencies=[Depends(inference)])
+router = APIRouter(tags=["models"], dependencies=[Depends(inference)])
 Served = Annotated[Service, Depends(service)]
 SEPARATOR = "~"
 
@@ -49,14 +49,15 @@ def _card(served: Service, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/models")
+@router.get("/v1/models")
+@router.get("/models", include_in_schema=False)
 async def list_models(served: Served) -> dict[str, Any]:
     """The list the official client reads."""
     names = [served.settings.served_name, *_aliases(served)]
     return {"object": "list", "data": [_card(served, name) for name in names]}
 
 
-@router.get("/models/{name:path}")
+@router.get("/v1/models/{name:path}")
 async def show_model(name: str, served: Served) -> dict[str, Any]:
     """One model or alias. 404 for any other name."""
     check_model(served, name)

@@ -23,7 +23,7 @@ SECONDS = 20.0  # a single answer may take this long; all are over in a fraction
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "tiny", "prompt": "def a(", "suffix": "\n", "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5,
-        "min_p": 0.1, "n": 1, "best_of": 1, "seed": 1, "stop": ["x"], "stream": False, "echo": False, "logprobs": 2,
+        "min_p": 0.1, "n": 1, "best_of": 1, "seed": 1, "stop": ["x"], "stream": True, "echo": False, "logprobs": 2,
         "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
         "stream_options": {"include_usage": True}, "unbind": {"modules": ["one"], "report": True}, "ignore_eos": False,
         "n_predict": 2, "options": {"num_predict": 2},
@@ -31,12 +31,15 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2,
         "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 1, "stream": True, "unbind": {"modules": {"one": 1}},
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "continue_final_message": True,
     },
     "/v1/fim/completions": {"prompt": "a", "suffix": "b", "max_tokens": 2, "stream": False},
     "/infill": {
         "input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "x", "text": "y"}], "prompt": "c",
         "n_predict": 2, "n_cmpl": 1, "response_fields": ["content", "timings/prompt_n"], "cache_prompt": True,
     },
+    "/completion": {"prompt": "a", "n_predict": 2, "n_cmpl": 1, "n_probs": 0, "repeat_penalty": 1.1, "seed": -1},
+    "/apply-template": {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False},
     "/tokenize": {"content": "a", "add_special": True, "with_pieces": True},
     "/detokenize": {"tokens": [5, 6]},
     "/admin/v1/keys": {"name": "a", "scopes": ["report"], "enforced": {"one": 1}, "allowed": ["one"], "burst": 1},

@@ -14,6 +14,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1},
     "/v1/fim/completions": {"prompt": "def a(", "suffix": "\n", "max_tokens": 1},
     "/infill": {"input_prefix": "def a(", "n_predict": 1},
+    "/completion": {"prompt": "def a(", "n_predict": 1},
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 ASKED: list[tuple[str, Any]] = [
@@ -55,6 +56,7 @@ def test_what_one_route_has_another_refuses(server: Live) -> None:
         refused = server.call("/v1/chat/completions", {**BODIES["/v1/chat/completions"], name: value})
         assert (refused.error["code"], refused.error["param"]) == ("unsupported_parameter", name)
     assert server.complete(echo=True, suffix="x").status == 200
+    assert server.call("/completion", {**BODIES["/completion"], "repeat_penalty": 1.5}).status == 200
 
 
 def test_every_refused_field_has_a_value_that_passes_everywhere(server: Live) -> None:
