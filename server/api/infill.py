@@ -26,7 +26,7 @@ class ExtraFile(BaseModel):
     """A file beside the one that is edited."""
 
     filename: StrictStr = ""
-    text: Text = ""
+    text: Text
 
 
 class NativeBody(LlamaBody):

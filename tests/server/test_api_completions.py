@@ -127,6 +127,8 @@ def test_infill_answers_as_its_clients_read(server: Live) -> None:
     assert word["stop_type"] == "word" and word["content"] == whole["content"][: whole["content"].index(stop)]
     started = server.call("/infill", {**fields, "prompt": whole["content"][:1]}).body
     assert started["tokens_evaluated"] > whole["tokens_evaluated"]
+    nothing = server.call("/infill", {**fields, "input_extra": [{"filename": "lib.py"}]})
+    assert (nothing.status, nothing.error["param"]) == (400, "input_extra.0.text")
 
 
 def test_a_long_file_is_cut_around_the_gap(server: Live) -> None:
