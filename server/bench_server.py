@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from server.settings import PREFIX
+from server.worker.process import python
 from unbind_core.errors import UnbindError
 
 END_SECONDS = 30.0
@@ -22,7 +22,7 @@ def served(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
     given = {"port": 0, "data_dir": folder, "log_level": "error", **settings}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "server", "serve", "--json"], stdout=subprocess.PIPE, text=True,
+        python("server", "serve", "--json"), stdout=subprocess.PIPE, text=True,
         env=environment | {PREFIX + name.upper(): str(value) for name, value in given.items()},
     )  # fmt: skip
     assert process.stdout is not None

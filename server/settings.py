@@ -131,6 +131,10 @@ class Settings(BaseModel):
     lease_seconds: Annotated[
         float, Field(gt=0, description="a job whose worker is silent this long is taken up again")
     ] = 15.0
+    hang_seconds: Annotated[
+        float,
+        Field(gt=0, description="a worker, or its process for a job, that gives no sign of life this long is killed"),
+    ] = 60.0
     max_attempts: Annotated[int, Field(ge=1, description="workers that may die on a job before it is failed")] = 3
     database_url: Annotated[
         str,

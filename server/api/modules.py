@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse
 from server.api.admin import Acting, IfMatch, Served, admin_router, refusals
 from server.errors import ApiError
 from server.registry.files import has_forget
-from server.registry.lifecycle import Action, follow
-from server.registry.modules import check_revision
-from server.registry.tables import JobKind, ModuleState
+from server.registry.lifecycle import Action
+from server.registry.refusals import JointOutdated
+from server.registry.tables import JobKind
 from server.service import Service
 
 router = admin_router()
@@ -61,25 +61,23 @@ async def activate(
 ) -> JSONResponse:
     """Make a version available, and enforce it in its scope; the one before it is superseded.
 
-    Beside other active modules their joint cost is measured first: then the answer is 202 with the job that does it and, where
+    Beside other modules in force their joint cost is measured first: then the answer is 202 with the job that does it and, where
     the budgets hold, activates. ``override`` activates at once.
     """
+    modules, beside = served.registry.modules, None if override else ()
     with refusals():
-        record = await asyncio.to_thread(served.registry.modules.get, reference)
-        others = [
-            other
-            for other in await asyncio.to_thread(served.registry.modules.live, record["fingerprint"])
-            if other["state"] == ModuleState.ACTIVE and other["name"] != record["name"]
-        ]
-        if others and not override:
-            check_revision(record, if_match)
-            follow(ModuleState(record["state"]), Action.ACTIVATE)
+        try:
+            changed = await asyncio.to_thread(
+                modules.act, reference, Action.ACTIVATE, if_match, actor, time.time(), beside
+            )
+        except JointOutdated:
+            record = await asyncio.to_thread(modules.get, reference)
             create = served.registry.jobs.create
             job = await asyncio.to_thread(create, JobKind.ACTIVATE, record, {"etag": if_match}, actor, time.time())
             return JSONResponse(
                 {"job_id": job["id"], "module": record}, 202, {"Location": f"/admin/v1/jobs/{job['id']}"}
             )
-    return await _change(served, reference, Action.ACTIVATE, if_match, actor)
+        return await _changed(served, changed)
 
 
 @router.post("/modules/{reference}/rollback")

@@ -57,7 +57,7 @@ def download(section: str, folder: Path) -> list[Path]:
         pattern = f"{re.sub(r'[-.]', '_', name)}-{facts['version']}-*.whl".lower()
         wheel = next((path for path in folder.iterdir() if Path(path.name.lower()).match(pattern)), None)
         if wheel is None:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
             subprocess.run([*command, "--dest", str(folder), f"{name}=={facts['version']}"], check=True)
             wheel = next(path for path in folder.iterdir() if Path(path.name.lower()).match(pattern))
         found.append(wheel)

@@ -5,8 +5,7 @@ The admin API cancels and retries; a worker claims, reports and finishes under i
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from server.registry.estimate import PastJob, expected_seconds, remaining_second
 from server.registry.lifecycle import Action
 from server.registry.modules import NewModule, add, apply, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere
-from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown
+from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
 from server.registry.transactions import Transactions
 
 REMEMBERED = 50  # past jobs that estimates look at
@@ -172,21 +171,24 @@ class Jobs:
     def finish(
         self, claim: Claim, state: JobState, now: float, *, result: Mapping[str, Any] | None = None,
         error: str | None = None, module: NewModule | None = None, activate: bool = False,
+        beside: Collection[str] | None = None,
     ) -> None:  # fmt: skip
         """End the job; ``module``, whose file is in the store, gets its record and state in the same transaction.
 
-        ``activate`` changes the state of the module that the job was about. Raises LeaseLost, NotAllowed.
+        ``activate`` changes the state of the module that the job was about. ``beside``: digests of the modules in force that its
+        joint cost was measured with, None where it is activated whatever that is. Raises LeaseLost, NotAllowed, JointOutdated.
         """
         with self._transactions.change() as session:
             job = _held(session, claim)
             actor = Actor(claim.owner, "worker")
             ending = dict(result) if result is not None else None
             if module is not None:
-                row = add(session, module, module.activation, actor, now)
+                row = add(session, module, module.activation, actor, now, beside)
                 job.module_id = row.id
                 ending = {**(ending or {}), "outcome": str(row.state), "module_id": row.id, **_made(row)}
             if activate and claim.module_id:
-                row = apply(session, claim.module_id, Action.ACTIVATE, claim.options.get("etag"), actor, now)
+                etag = claim.options.get("etag")
+                row = apply(session, claim.module_id, Action.ACTIVATE, etag, actor, now, beside)
                 ending = {**(ending or {}), **_made(row)}
             job.result = ending
             _end(session, job, state, actor, now, error=error)
@@ -201,15 +203,6 @@ class Jobs:
             job.state, job.lease_owner, job.lease_expires = JobState.QUEUED, None, now
             job.stage_started_at = None
             job.attempt -= 0 if died else 1
-
-
-def new_job(kind: JobKind, takedown_id: str | None, module: str, now: float, **fields: Any) -> Job:
-    """A job that waits to be claimed, not yet in any session."""
-    return Job(
-        id=f"job_{uuid.uuid4().hex[:16]}", kind=kind, takedown_id=takedown_id, module=module, state=JobState.QUEUED,
-        created_at=now, stages={}, stage="", stage_progress=0.0, progress=0.0, message="", attempt=0, fence=0,
-        lease_expires=0.0, cancel_requested=False, **{"request_digest": "", "options": {}, **fields},
-    )  # fmt: skip
 
 
 def _find(session: Session, job_id: str) -> Job:

@@ -6,18 +6,18 @@ Every change is conditional on the revision that its caller saw, obeys ``lifecyc
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
 from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
-from server.registry.refusals import NotAllowed, NotThere, Stale, Unconditional
-from server.registry.tables import ModuleRow, ModuleState, Origin
+from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
+from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Origin, Takedown, new_job
 from server.registry.transactions import Transactions
 
 CLOCK = Actor("clock", "registry")
@@ -97,13 +97,20 @@ class Modules:
         with self._transactions.look() as session:
             return module_view(_find(session, reference))
 
-    def act(self, reference: str, action: Action, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
-        """Change a module's state. Raises NotThere, Unconditional, Stale, NotAllowed."""
+    def in_force(self) -> list[dict[str, Any]]:
+        """The active modules that promise something together: a new one's cost is measured beside those of its model."""
+        with self._transactions.look() as session:
+            return [module_view(row) for row in session.scalars(_in_force().order_by(ModuleRow.name))]
+
+    def act(
+        self, reference: str, action: Action, expected: str | None, actor: Actor, now: float,
+        beside: Collection[str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Change a module's state. Raises NotThere, Unconditional, Stale, NotAllowed; JointOutdated where it is activated
+        and the modules in force are not those of the digests ``beside`` (None: whichever they are).
+        """
         with self._transactions.change() as session:
-            row = _find(session, reference)
-            check_revision(module_view(row), expected)
-            _move(session, row, action, actor, now)
-            return module_view(row)
+            return module_view(apply(session, reference, action, expected, actor, now, beside))
 
     def rollback(self, name: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
         """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
@@ -152,7 +159,10 @@ class Modules:
             return known is None and _of_takedown(session, name) is not None
 
     def pass_time(self, now: float) -> None:
-        """Activate what is due, retire what has expired, and supersede files whose name has become a takedown's."""
+        """Activate what is due, retire what has expired, and supersede files whose name has become a takedown's.
+
+        What is due is measured first, by a job, where its cost was not measured beside the modules that are in force by now.
+        """
         due = (ModuleRow.state == ModuleState.CALIBRATED) & (ModuleRow.effective_at <= now)
         over = ModuleRow.state.in_(LIVE) & (ModuleRow.expires_at <= now)
         query = select(ModuleRow.id).where(due | over)
@@ -161,9 +171,15 @@ class Modules:
         for identifier in waiting:
             with self._transactions.change() as session:
                 row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, due | over).with_for_update())
-                if row is not None:
-                    expired = row.expires_at is not None and row.expires_at <= now
-                    _move(session, row, Action.RETIRE if expired else Action.ACTIVATE, CLOCK, now)
+                if row is None:
+                    continue
+                if row.expires_at is not None and row.expires_at <= now:
+                    _move(session, row, Action.RETIRE, CLOCK, now)
+                    continue
+                try:
+                    _move(session, row, Action.ACTIVATE, CLOCK, now, _measured_beside(session, row))
+                except JointOutdated:
+                    _measure_first(session, row, now)
         self._supersede_files(now)
 
     def _supersede_files(self, now: float) -> None:
@@ -179,8 +195,13 @@ class Modules:
                     _set(session, row, ModuleState.SUPERSEDED, "module.superseded", CLOCK, now, by=holder)
 
 
-def add(session: Session, new: NewModule, activation: str, actor: Actor, now: float) -> ModuleRow:
-    """A record for the next version of the name, in the state that ``activation`` asks for, within a transaction."""
+def add(
+    session: Session, new: NewModule, activation: str, actor: Actor, now: float, beside: Collection[str] | None = None
+) -> ModuleRow:
+    """A record for the next version of the name, in the state that ``activation`` asks for, within a transaction.
+
+    Raises JointOutdated as ``act``.
+    """
     mine = (ModuleRow.name == new.name) & (ModuleRow.fingerprint == new.fingerprint)
     version = session.scalar(select(func.max(ModuleRow.version)).where(mine)) or 0
     later = activation == "auto" and new.effective_at is not None and new.effective_at > now
@@ -195,17 +216,18 @@ def add(session: Session, new: NewModule, activation: str, actor: Actor, now: fl
     append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=_record(row))
     shadowed = activation == "shadow" and _live(session, new.name, new.fingerprint) is None
     if shadowed or (activation == "auto" and not later):
-        _move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now)
+        _move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now, beside)
     return row
 
 
 def apply(
-    session: Session, module_id: str, action: Action, expected: str | None, actor: Actor, now: float
-) -> ModuleRow:
+    session: Session, reference: str, action: Action, expected: str | None, actor: Actor, now: float,
+    beside: Collection[str] | None = None,
+) -> ModuleRow:  # fmt: skip
     """Change a module's state within a transaction. Raises as ``act``."""
-    row = _find(session, module_id)
+    row = _find(session, reference)
     check_revision(module_view(row), expected)
-    _move(session, row, action, actor, now)
+    _move(session, row, action, actor, now, beside)
     return row
 
 
@@ -243,7 +265,39 @@ def _of_takedown(session: Session, name: str) -> str | None:
     return session.scalar(select(ModuleRow.id).where(mine).order_by(ModuleRow.version.desc()).limit(1))
 
 
-def _move(session: Session, row: ModuleRow, action: Action, actor: Actor, now: float, **detail: Any) -> None:
+def _in_force() -> Select[ModuleRow]:
+    """Files that were only put into the folder apply where a request names them, and promise nothing together."""
+    promised = ModuleRow.takedown_id.is_not(None) | (ModuleRow.scope != "")
+    return select(ModuleRow).where(ModuleRow.state == ModuleState.ACTIVE, promised)
+
+
+def _measured_beside(session: Session, row: ModuleRow) -> Collection[str] | None:
+    """The digests beside which a module's joint cost was measured when it was made; None where that decides nothing."""
+    takedown = session.get(Takedown, row.takedown_id) if row.takedown_id else None
+    if takedown is None or takedown.options.get("override"):
+        return None
+    job = session.get(Job, row.job_id) if row.job_id else None
+    joint = ((job.result if job else None) or {}).get("joint") or {}
+    return joint.get("beside") or ()
+
+
+def _measure_first(session: Session, row: ModuleRow, now: float) -> None:
+    """Queue the job that measures what a module costs beside those in force and then activates it; once the name is free."""
+    if session.scalar(select(Job.id).where(Job.module == row.name, Job.state.in_((JobState.QUEUED, JobState.RUNNING)))):
+        return
+    _set(session, row, ModuleState(row.state), "module.due", CLOCK, now)
+    job = new_job(
+        JobKind.ACTIVATE, row.takedown_id, row.name, now, module_id=row.id, options={"etag": etag(row)}
+    )  # fmt: skip
+    session.add(job)
+    session.flush()
+    append(session, now, CLOCK, f"job.{job.kind}", job.id, {"module": row.id})
+
+
+def _move(
+    session: Session, row: ModuleRow, action: Action, actor: Actor, now: float, beside: Collection[str] | None = None,
+    **detail: Any,
+) -> None:  # fmt: skip
     """Change the state; what stood in its place is superseded in the same transaction."""
     state = follow(ModuleState(row.state), action)
     if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := _of_takedown(session, row.name)) is not None:
@@ -251,6 +305,13 @@ def _move(session: Session, row: ModuleRow, action: Action, actor: Actor, now: f
             f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
             "in for it; activate the takedown's module, or bring the file under another name"
         )
+    if state == ModuleState.ACTIVE and beside is not None:
+        others = session.scalars(
+            _in_force().where(ModuleRow.fingerprint == row.fingerprint, ModuleRow.name != row.name)
+        ).all()
+        if {other.digest for other in others} != set(beside):
+            names = ", ".join(sorted(other.name for other in others)) or "none"
+            raise JointOutdated(f"beside module '{row.name}' these are in force by now: {names}")
     other = _live(session, row.name, row.fingerprint) if state in LIVE else None
     if other is not None and other is not row:
         if state == ModuleState.SHADOW:

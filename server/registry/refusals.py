@@ -38,6 +38,10 @@ class Unconditional(Refusal):
     """A change that does not say which revision it is meant for."""
 
 
+class JointOutdated(Exception):
+    """The modules in force are not those that a module's joint cost was measured beside: measure it again."""
+
+
 class LeaseLost(Exception):
     """Another worker has the job, or nobody: whatever this one still does must not be written."""
 

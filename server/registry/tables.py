@@ -5,6 +5,7 @@ What is declared here and what the migrations build is the same: a test compares
 
 from __future__ import annotations
 
+import uuid
 from enum import StrEnum
 from typing import Any
 
@@ -166,6 +167,15 @@ class AuditRow(Base):
     after: Mapped[str]
     previous: Mapped[str]
     digest: Mapped[str]
+
+
+def new_job(kind: JobKind, takedown_id: str | None, module: str, now: float, **fields: Any) -> Job:
+    """A job that waits to be claimed, not yet in any session."""
+    return Job(
+        id=f"job_{uuid.uuid4().hex[:16]}", kind=kind, takedown_id=takedown_id, module=module, state=JobState.QUEUED,
+        created_at=now, stages={}, stage="", stage_progress=0.0, progress=0.0, message="", attempt=0, fence=0,
+        lease_expires=0.0, cancel_requested=False, **{"request_digest": "", "options": {}, **fields},
+    )  # fmt: skip
 
 
 _LIVE = text("state IN ('active', 'shadow')")

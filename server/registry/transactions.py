@@ -9,7 +9,7 @@ from pathlib import Path
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from server.registry.audit import appended
+from server.registry.audit import appended, one_at_a_time
 from server.registry.trail import Trail
 
 
@@ -23,12 +23,15 @@ class Transactions:
 
     @contextmanager
     def change(self, *, accept_head: bool = False) -> Iterator[Session]:
-        """Everything within happens, or nothing of it. On SQLite the writer's lock is taken first.
+        """Everything within happens, or nothing of it, and no other change meanwhile.
 
+        The writer's lock is taken before anything is read: what a change decides by still holds when it is committed, and
+        of two that change the same rows in another order neither waits for the other.
         ``accept_head`` has the trail's head name the newest entry whatever it named before.
         """
         with Session(self.engine, expire_on_commit=False) as session:
             with session.begin():
+                one_at_a_time(session)
                 yield session
             first = appended(session)
         if first:

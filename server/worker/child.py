@@ -1,7 +1,8 @@
 """The process that runs a job's stages: one child a job, which the worker may kill at any instant.
 
 It is started ahead, so that its imports are over when a job comes. It reads one task from standard input, leaves a checkpoint
-after each stage, and tells of progress by lines of JSON on the pipe that was its standard output. It never touches the database.
+after each stage, and tells of progress by lines of JSON on the pipe that was its standard output; empty lines in between say
+that it lives. It never touches the database.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +29,8 @@ from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress
 
 SAY_SECONDS = 0.25
+BEAT_SECONDS = 0.5
+ALIVE = "\n"
 _PR_SET_PDEATHSIG = 1
 # What these say of themselves is about machines and files; other errors might quote a row, and are named by place alone.
 _SPEAKING = (UnbindError, OSError, MemoryError, RuntimeError)
@@ -49,11 +54,35 @@ class Voice:
     within: float = 0.0
     part: float = 0.0
     steps: set[str] = field(default_factory=set)
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
     def say(self, **message: Any) -> None:
         """One line."""
-        self.out.write(json.dumps(message) + "\n")
-        self.out.flush()
+        self._write(json.dumps(message) + "\n")
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Say all the time that this process lives: a stage may compute for long without a word."""
+        over = threading.Event()
+
+        def run() -> None:
+            with suppress(OSError):  # nobody listens any more
+                while not over.is_set():
+                    self._write(ALIVE)
+                    over.wait(BEAT_SECONDS)
+
+        thread = threading.Thread(target=run, name="unbind-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _write(self, line: str) -> None:
+        with self.turn:
+            self.out.write(line)
+            self.out.flush()
 
     def begin(self, stage: str) -> None:
         """A stage starts."""
@@ -83,12 +112,13 @@ def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
     # Libraries print what they like: standard output goes where the log goes, and the pipe stays ours.
     voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
-    keep_freed_memory()
-    stages = load_stages()
-    line = sys.stdin.readline()
-    if line:
-        given = json.loads(line)
-        run(Task(**{**given, "kind": JobKind(given["kind"])}), stages, voice)
+    with voice.beating():
+        keep_freed_memory()
+        stages = load_stages()
+        line = sys.stdin.readline()
+        if line:
+            given = json.loads(line)
+            run(Task(**{**given, "kind": JobKind(given["kind"])}), stages, voice)
 
 
 def run(task: Task, stages: Mapping[str, Stage], voice: Voice) -> None:

@@ -14,16 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from server.worker.child import ALIVE
 from server.worker.plan import Task
 
 log = logging.getLogger("unbind.worker")
 
 
 class Child:
-    """One child process. ``messages`` holds what it said; None after it has ended."""
+    """One child process. ``messages`` holds what it said; None after it has ended. ``signs`` counts its signs of life."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.signs = 0
         self._process = subprocess.Popen(
             [*command, str(os.getpid())], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, start_new_session=True,
@@ -66,6 +68,9 @@ class Child:
         assert self._process.stdout is not None
         with contextlib.suppress(ValueError):  # closed while it was read
             for line in self._process.stdout:
+                self.signs += 1
+                if line == ALIVE:
+                    continue
                 try:
                     self.messages.put(json.loads(line))
                 except json.JSONDecodeError:  # killed in the middle of a line

@@ -19,10 +19,13 @@ PLANS: Mapping[JobKind, Mapping[str, float]] = {
     JobKind.PREPARE: {"prepare": 1.0},
 }
 
+PATIENCE_SECONDS = 60.0  # how long a job waits for a module store that does not answer
+
 NOTHING_TO_REMOVE = "nothing_to_remove"
 CALIBRATED = "calibrated"
 SHORT = "short"
 OVER_BUDGET = "over_joint_budget"
+UNSETTLED = "joint_unsettled"  # the modules in force changed whenever the joint cost was measured
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,17 @@ class Task:
     folder: str
     done: dict[str, dict[str, Any]]
     module: dict[str, Any] | None = None  # the record of the module the job is about
-    others: list[dict[str, Any]] = field(default_factory=list)  # the records of the modules that are active
+    others: list[dict[str, Any]] = field(default_factory=list)  # the records of the modules in force
+
+    def beside(self, fingerprint: str) -> list[dict[str, Any]]:
+        """Of ``others`` those that the module's cost is measured with: of the same model, and not versions of the same name."""
+        return [other for other in self.others if other["name"] != self.name and other["fingerprint"] == fingerprint]
+
+    @property
+    def measures_jointly(self) -> bool:
+        """Whether the joint cost decides on the activation."""
+        asked = self.options.get("activation", "auto") == "auto" and not self.options.get("override")
+        return self.kind == JobKind.ACTIVATE or asked
 
     @property
     def todo(self) -> list[str]:

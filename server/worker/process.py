@@ -1,6 +1,6 @@
 """The worker as a process: its start beside the server, its supervision, and what it does when either side dies.
 
-``spawn`` and ``Supervisor`` run in the server; ``main`` runs in the worker.
+``Supervisor`` runs in the server; ``main`` runs in the worker.
 """
 
 from __future__ import annotations
@@ -13,19 +13,35 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from server.settings import PREFIX, Settings
 from server.worker.child import die_with_parent
+from unbind_core.errors import UnbindError
 
 log = logging.getLogger("unbind.worker")
 GRACE_SECONDS = 5.0
+START_SECONDS = 300.0  # until a worker's first sign of life: its imports, and the database that it may have to upgrade
+LOOKS = 5  # silences in a row before a worker counts as hung: one alone may be this process's own
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of ours in a Python of its own.
+
+    ``-P``: what lies in the current directory is somebody's project, and its ``server/`` or ``json.py`` is not ours.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+WORKER = python("server.worker")
+STAGES = python("server.worker.child")
 
 
 class Supervisor:
-    """Keeps one worker process running for as long as the server runs."""
+    """Keeps one worker process running for as long as the server runs; ends one that gives no sign of life."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, command: Sequence[str] = WORKER) -> None:
+        self._settings, self._command = settings, command
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -43,13 +59,36 @@ class Supervisor:
         pause = 0.5
         while True:
             started = time.monotonic()
-            self._process = await spawn(self._settings)
+            # It dies with this process, and what it writes to standard output are signs of life.
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, str(os.getpid()), env=environment_of(self._settings),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            await self._watch(self._process)
             code = await self._process.wait()
             if time.monotonic() - started > 30:
                 pause = 0.5
             log.error("the worker ended with code %s; starting another in %.1f s", code, pause)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 30.0)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Until its standard output ends, which it does with the process; kills a process that is silent for too long.
+
+        A stopped or stuck worker would keep its device from every other worker of this host.
+        """
+        assert process.stdout is not None
+        limit, silences = START_SECONDS, 0
+        while silences < LOOKS:
+            try:
+                if not await asyncio.wait_for(process.stdout.read(4096), limit / LOOKS):
+                    return
+            except TimeoutError:
+                silences += 1
+            else:
+                limit, silences = self._settings.hang_seconds, 0
+        log.error("the worker gave no sign of life for %.0f s (hang_seconds); it is killed", limit)
+        process.kill()
 
     async def stop(self, grace: float = GRACE_SECONDS) -> None:
         """End the worker: ask, wait, insist."""
@@ -76,16 +115,25 @@ def environment_of(settings: Settings) -> dict[str, str]:
     return environment | settings.to_environment() | threads
 
 
-async def spawn(settings: Settings) -> asyncio.subprocess.Process:
-    """Start a worker with these settings that ends when this process does."""
-    command = [sys.executable, "-m", "server.worker", str(os.getpid())]
-    return await asyncio.create_subprocess_exec(
-        *command, env=environment_of(settings), stdin=asyncio.subprocess.DEVNULL
-    )
+class Heart:
+    """Signs of life to the supervisor that holds the other end of standard output; what is printed goes to the log."""
+
+    def __init__(self) -> None:
+        self._pipe = os.dup(1)
+        os.set_blocking(self._pipe, False)
+        os.dup2(2, 1)
+
+    def beat(self) -> None:
+        """Give one. Where nobody reads, nothing waits."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, b".")
 
 
-def main(settings: Settings, parent: int | None) -> None:
-    """Run a worker in this process until SIGTERM, SIGINT or, with ``parent``, until that process is gone."""
+def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES) -> None:
+    """Run a worker in this process until SIGTERM, SIGINT or, with ``parent``, until that process is gone.
+
+    ``stages`` is the command of its child processes. Ends with status 1 where the registry cannot be opened.
+    """
     from server.worker.worker import Worker
 
     stop = threading.Event()
@@ -94,4 +142,9 @@ def main(settings: Settings, parent: int | None) -> None:
     if parent is not None:
         die_with_parent(signal.SIGTERM, parent)
     os.nice(settings.worker_nice)
-    Worker(settings, stop).run()
+    try:
+        worker = Worker(settings, stop, stages, Heart().beat if parent is not None else None)
+    except UnbindError as error:  # one line: while a database is away every start ends so
+        log.error("the worker cannot start: %s", error)
+        sys.exit(1)
+    worker.run()

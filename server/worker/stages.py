@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 
 from server.registry.files import load_forget, save_json
-from server.registry.objects import ObjectStore
-from server.registry.tables import JobKind, Origin
+from server.registry.objects import DamagedObject, ObjectStore
+from server.registry.tables import Origin
 from server.settings import Settings, load_settings
-from server.worker.plan import Task
+from server.worker.plan import PATIENCE_SECONDS, Task
 from server.worker.share import Share
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.drafts import Drafts
@@ -36,6 +37,7 @@ from unbind_core.rows import ForgetRow, RetainRow, parse_retain
 from unbind_core.windows import available_forms, pad_id
 
 MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
+PATIENCE_STEP = 1.0  # seconds between two looks at a store that does not answer
 ProgressCall = Callable[[Progress], None]
 
 
@@ -87,11 +89,23 @@ class Context:
         return self.stored(self.task.module)
 
     def stored(self, record: Mapping[str, Any]) -> UnbindModule:
-        """The module of a record."""
+        """The module of a record. Raises DataError where the store does not give it for PATIENCE_SECONDS."""
         if record["origin"] == Origin.SHIPPED:
             return UnbindModule.load(record["file"], self.loaded.identity)
-        data = ObjectStore(self.settings.published_store).get(record["file"], record["digest"])
-        return UnbindModule.from_bytes(data, record["file"])
+        store, patient_until = ObjectStore(self.settings.published_store), time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return UnbindModule.from_bytes(store.get(record["file"], record["digest"]), record["file"])
+            except DamagedObject as error:
+                raise DataError(f"module '{record['name']}': {error}, then retry the job") from None
+            except OSError as error:
+                reason = f"module '{record['name']}' could not be read from the module store ({error})"
+                if time.monotonic() > patient_until:
+                    raise DataError(
+                        f"{reason}; bring the store back, or retire that module, and retry the job"
+                    ) from None
+            self.progress(Progress("waiting for the module store", 0, 1, reason))
+            time.sleep(PATIENCE_STEP)
 
 
 @cache
@@ -159,22 +173,22 @@ def verify_module(context: Context) -> dict[str, Any]:
 
 
 def joint(context: Context) -> dict[str, Any]:
-    """What all active modules together cost on retain rows, held against the budgets of one."""
+    """What the modules in force cost together with this one on retain rows, held against the budgets of one.
+
+    ``beside`` in the result: their digests, None where the cost decides nothing. The module is activated beside these alone.
+    """
     from server.worker.joint import measure_together
 
     task, settings = context.task, context.settings
-    others = [
-        record
-        for record in task.others
-        if record["name"] != task.name and record["fingerprint"] == context.loaded.identity.fingerprint
-    ]
-    asked = task.kind == JobKind.ACTIVATE
-    wanted = asked or (task.options.get("activation", "auto") == "auto" and not task.options.get("override"))
-    if not others or not wanted:
-        return {"measured": False, "within": True}
+    if not task.measures_jointly:
+        return {"measured": False, "within": True, "beside": None}
+    others = task.beside(context.loaded.identity.fingerprint)
+    beside = sorted(str(record["digest"]) for record in others)
+    if not others:
+        return {"measured": False, "within": True, "beside": beside}
     rows = retain_rows(settings.retain_calibration or settings.retain)
     modules = [context.module(), *(context.stored(record) for record in others)]
-    return measure_together(context.loaded, modules, rows, context.progress)
+    return {**measure_together(context.loaded, modules, rows, context.progress), "beside": beside}
 
 
 def publish(context: Context) -> dict[str, Any]:

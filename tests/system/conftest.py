@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from server.worker.process import python
 from tests.core.conftest import CORPUS, save_checkpoint
 from tests.system.disks import Disk, small_disk
 
@@ -117,7 +117,7 @@ def serving(model: Path, folder: Path, **settings: Any) -> Iterator[ServerProces
         "max_model_len": 512,
         **settings,
     }
-    command = [sys.executable, "-m", "server", "serve", "--json"]
+    command = python("server", "serve", "--json")
     for key, value in flags.items():
         option = key.replace("_", "-")
         command += (

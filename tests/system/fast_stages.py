@@ -1,13 +1,12 @@
 """Stages that take milliseconds and leave what real ones leave: the worker, its child process and the paths are the real ones.
 
-``python -m tests.system.fast_stages`` is the child; ``python -m tests.system.fast_stages worker`` a worker that uses it.
+``python -m tests.system.fast_stages`` is the child; ``python -m tests.system.fast_stages worker [PARENT]`` a worker that uses it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,9 @@ def _stage(name: str) -> child.Stage:
             os._exit(9)
         if task.options.get("breaks") == name:
             raise KeyError("a row of protected code")
+        if task.options.get("waits") == name:  # until a test lets it go on
+            while not (Path(task.folder).parent / "go").exists():
+                time.sleep(0.02)
         folder = Path(task.folder)
         if name == "check":
             return {"memorised": not task.options.get("unknown")}
@@ -46,7 +48,7 @@ def _stage(name: str) -> child.Stage:
             write_whole(folder / "module.safetensors", lambda path: path.write_bytes(os.urandom(4096)))
             return {"outcome": task.options.get("fit", "calibrated"), "attempt": folder.name}
         if name == "joint":
-            return {"measured": False, "within": True}
+            return _joint(task)
         if name == "publish":
             made = folder.parent / task.done["fit"]["folder"] / "module.safetensors"
             write_whole(folder / "final.safetensors", lambda path: path.write_bytes(made.read_bytes()))
@@ -54,6 +56,23 @@ def _stage(name: str) -> child.Stage:
         return {"before": {}, "after": {}}
 
     return run
+
+
+def _joint(task: Task) -> dict[str, Any]:
+    """``option dear``: any two modules together are over the budget."""
+    if not task.measures_jointly:
+        return {"measured": False, "within": True, "beside": None}
+    others = task.beside("model")
+    beside = sorted(other["digest"] for other in others)
+    if not others or not task.options.get("dear"):
+        return {"measured": bool(others), "within": True, "beside": beside}
+    cost = {"kl": 0.5, "nll_increase": 0.5}
+    pairs = [{"modules": [task.name, other["name"]], **cost} for other in others]
+    modules = [task.name, *(other["name"] for other in others)]
+    return {
+        "measured": True, "within": False, "beside": beside, "modules": modules, **cost, "pairs": pairs,
+        "budgets": {"kl": 0.01, "nll": 0.01},
+    }  # fmt: skip
 
 
 def child_digest(path: Path) -> str:
@@ -69,13 +88,11 @@ STAGES = {name: _stage(name) for name in ("check", "fit", "verify", "joint", "pu
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
         import logging
-        import signal
 
-        from server.worker.worker import Worker
+        from server.worker.process import main, python
 
         logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        Worker(load_settings(environment=os.environ), stop, (sys.executable, "-m", "tests.system.fast_stages")).run()
+        parent = int(sys.argv[2]) if len(sys.argv) > 2 else None
+        main(load_settings(environment=os.environ), parent, python("tests.system.fast_stages"))
     else:
         child.main(lambda: STAGES)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from server.registry.audit import Actor
 from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
+from server.worker.process import python
 from tests.system.conftest import ROOT
 from tests.system.disks import Disk
 
@@ -33,7 +33,7 @@ class Workshop:
     """A registry, and workers with fast stages on it."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        given = {"lease_seconds": LEASE, "max_attempts": 10_000, "prepare": False, **settings}
+        given = {"lease_seconds": LEASE, "max_attempts": 10_000, "prepare": False, "worker_nice": 0, **settings}
         self.settings = Settings(data_dir=folder / "data", **given)
         self.registry: Registry = open_registry(self.settings)
         self.workers: list[subprocess.Popen[str]] = []
@@ -43,7 +43,7 @@ class Workshop:
         """A worker process."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.system.fast_stages", "worker"], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            python("tests.system.fast_stages", "worker"), cwd=ROOT, stderr=subprocess.PIPE, text=True,
             env={**inherited, **self.settings.to_environment(), "PYTHONPATH": str(ROOT), **environment},
         )  # fmt: skip
         threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True).start()

@@ -1,0 +1,108 @@
+"""A worker's dealings with the registry and the store, which may be away for a while: asked again, and told of once.
+
+Meanwhile the lease is kept where it can be, and whoever watches over the worker sees that it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+
+from server.registry.jobs import Claim
+from server.registry.objects import ObjectStore
+from server.registry.registry import Registry
+from server.settings import Settings
+from server.worker.plan import PATIENCE_SECONDS
+
+log = logging.getLogger("unbind.worker")
+AWAY = (OperationalError, InterfaceError)  # how a database says that it is not there, or full
+POLL_SECONDS = 0.5
+REPORT_SECONDS = 1.0
+T = TypeVar("T")
+
+
+class Stopping(Exception):
+    """The worker itself is asked to leave."""
+
+
+class StageFailed(Exception):
+    """Why a job cannot go on."""
+
+
+class Patience:
+    """One worker's; ``beat`` is called all the time."""
+
+    def __init__(self, settings: Settings, registry: Registry, stop: threading.Event, beat: Callable[[], None]) -> None:
+        self._settings, self._registry, self._stop, self._beat = settings, registry, stop, beat
+        self._objects = ObjectStore(settings.published_store)
+        self._away = False  # whether the registry did not answer when it was last asked
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Say once that the registry does not answer, and once that it does again, however often it is asked."""
+        try:
+            yield
+        except AWAY as error:
+            if not self._away:
+                reason = str(error.orig).strip().partition("\n")[0]
+                log.warning("the registry does not answer (%s); it is asked again, and work goes on meanwhile", reason)
+            self._away = True
+            raise
+        if self._away:
+            log.info("the registry answers again")
+        self._away = False
+
+    def report(self, claim: Claim, changes: dict[str, Any]) -> None:
+        """Renew the lease and tell of progress, if the registry answers. Raises LeaseLost, CancelRequested."""
+        with suppress(*AWAY), self.asking():
+            self._registry.jobs.report(claim, time.time(), self._settings.lease_seconds, **changes)
+
+    def insist(self, ask: Callable[[], T]) -> T:
+        """What the registry answers, however long it does not. Raises Stopping, and whatever else ``ask`` raises."""
+        while True:
+            self._beat()
+            with suppress(*AWAY), self.asking():
+                return ask()
+            if self._stop.wait(POLL_SECONDS):
+                raise Stopping
+
+    def put(self, data: bytes, claim: Claim) -> str:
+        """Keep a module in the store; its key. Raises StageFailed where the store is away for PATIENCE_SECONDS."""
+        patient_until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self._meanwhile(claim, lambda: self._objects.put(data))
+            except OSError as error:
+                if time.monotonic() > patient_until:
+                    raise StageFailed(
+                        f"the module could not be put into the store ({error}); mend it and retry the job"
+                    ) from None
+                log.warning("job %s: %s; trying again", claim.job_id, error)
+            if self._stop.wait(REPORT_SECONDS):
+                raise Stopping
+            self.report(claim, {"message": "waiting for the module store"})
+
+    def _meanwhile(self, claim: Claim, work: Callable[[], T]) -> T:
+        """The result of what may block for long."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="unbind-store", daemon=True).start()
+        while not wait([result], REPORT_SECONDS).done:
+            self._beat()
+            if self._stop.is_set():
+                raise Stopping
+            self.report(claim, {})
+        return result.result()
