@@ -21,11 +21,12 @@ from hypothesis.stateful import (
 
 from server.registry.audit import Actor
 from server.registry.database import open_database
+from server.registry.jobs import Claim
 from server.registry.lifecycle import ALLOWED, LEADS_TO, LIVE, Action
 from server.registry.modules import NewModule
-from server.registry.refusals import NotAllowed, NotThere, Stale, Unconditional
+from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
 from server.registry.registry import Registry
-from server.registry.tables import JobState, ModuleState, Origin
+from server.registry.tables import JobKind, JobState, ModuleState, Origin
 from tests.server.test_registry import claim, made_by, submit
 
 ADMIN = Actor("admin", "test")
@@ -252,3 +253,88 @@ def test_the_lifecycle_holds_under_many_sequences_of_operators() -> None:
             max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def ready(registry: Registry, name: str, **options: Any) -> Claim:
+    """A job whose module is made and not yet published."""
+    submit(registry, name, options={"replace": True, **options})
+    return claim(registry)
+
+
+def finish(
+    registry: Registry, held: Claim, beside: list[str] | None, now: float = 1.0, **fields: Any
+) -> dict[str, Any]:
+    module = made_by(held, **fields)
+    result = {"joint": {"beside": beside}}
+    registry.jobs.finish(held, JobState.SUCCEEDED, now, result=result, module=module, beside=beside)
+    return next(record for record in registry.modules.versions() if record["digest"] == module.digest)
+
+
+def test_a_module_is_activated_only_beside_what_its_joint_cost_was_measured_with(registry: Registry) -> None:
+    one, two = ready(registry, "one"), ready(registry, "two")
+    first = finish(registry, one, [])
+    trail = len(registry.audit(limit=1000))
+    with pytest.raises(JointOutdated, match="beside module 'two' these are in force by now: one"):
+        finish(registry, two, [])
+    assert len(registry.audit(limit=1000)) == trail and len(registry.modules.versions()) == 1
+    assert finish(registry, two, [first["digest"]])["state"] == "active"
+    three = ready(registry, "three")
+    act(registry, registry.modules.get("one"), Action.SUSPEND)
+    with pytest.raises(JointOutdated, match="by now: two"):  # fewer than were measured are others than were measured
+        finish(registry, three, [first["digest"], registry.modules.get("two")["digest"]])
+    assert finish(registry, three, [], activation="manual")["state"] == "calibrated"  # nothing is promised
+    assert finish(registry, ready(registry, "four"), None)["state"] == "active"  # whatever it costs
+    assert finish(registry, ready(registry, "five"), [], fingerprint="another model")["state"] == "active"
+    again = ready(registry, "five")  # a next version is measured without the one that it replaces
+    assert finish(registry, again, [], fingerprint="another model")["state"] == "active"
+
+
+def test_of_takedowns_that_end_together_each_sees_those_before(registry: Registry) -> None:
+    jobs = [ready(registry, f"m{number}") for number in range(6)]
+
+    def publish(held: Claim) -> str:
+        try:
+            return str(finish(registry, held, [])["state"])
+        except JointOutdated:
+            return "measure again"
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(publish, jobs))
+    assert sorted(results) == ["active"] + ["measure again"] * 5
+
+
+def test_modules_activated_by_hand_at_once_do_not_overlook_each_other(registry: Registry) -> None:
+    records = [finish(registry, ready(registry, f"m{number}"), None, activation="manual") for number in range(6)]
+
+    def activate(record: dict[str, Any]) -> str:
+        try:
+            done = registry.modules.act(record["id"], Action.ACTIVATE, record["etag"], ADMIN, 2.0, beside=())
+            return str(done["state"])
+        except JointOutdated:
+            return "measure first"
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(activate, records))
+    assert sorted(results) == ["active"] + ["measure first"] * 5
+
+
+def test_what_becomes_due_beside_others_than_measured_is_measured_first(registry: Registry) -> None:
+    calm, late = ready(registry, "calm"), ready(registry, "late")
+    finish(registry, calm, [], effective_at=50.0, fingerprint="another model")
+    due = finish(registry, late, [], effective_at=50.0)
+    assert due["state"] == "calibrated"
+    other = finish(registry, ready(registry, "other"), [])
+    for _ in range(2):
+        registry.modules.pass_time(60.0)
+    assert registry.modules.get("calm")["state"] == "active"
+    assert registry.modules.get("late")["state"] == "calibrated"
+    held = claim(registry, now=60.0)
+    assert (held.kind, held.module_id) == (JobKind.ACTIVATE, due["id"])
+    assert registry.jobs.claim("w2", 60.0, 10.0, 3) is None  # asked for once
+    with pytest.raises(JointOutdated):
+        registry.jobs.finish(held, JobState.SUCCEEDED, 61.0, activate=True, beside=[])
+    registry.jobs.finish(held, JobState.SUCCEEDED, 61.0, result={}, activate=True, beside=[other["digest"]])
+    assert registry.modules.get("late")["state"] == "active"
+    finish(registry, ready(registry, "any", override=True), None, now=62.0, effective_at=70.0)
+    registry.modules.pass_time(80.0)
+    assert registry.modules.get("any")["state"] == "active"  # whatever it costs

@@ -1,0 +1,43 @@
+"""Takedowns that overlap: what is in force when a module is published decides, not what was when its cost was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.test_worker import Workshop, workshop
+
+DEVICES = ("cpu:0", "cpu:1")  # one job at a time on each, so these two workers overlap
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Workshop]:
+    with workshop(tmp_path) as made:
+        yield made
+
+
+def let_go(shop: Workshop, job_id: str) -> None:
+    """A job that waits goes on."""
+    (shop.settings.data_dir / "jobs" / job_id / "go").touch()
+
+
+@pytest.mark.parametrize("dear", [False, True])
+def test_of_two_takedowns_that_overlap_the_second_is_measured_beside_the_first(shop: Workshop, dear: bool) -> None:
+    late = shop.submit("late", waits="publish", dear=dear)
+    for device in DEVICES:
+        shop.start(UNBIND_DEVICE=device)
+    shop.wait(lambda: shop.job(late)["stage"] == "publish")  # its joint cost is measured: nothing was in force
+    (first,) = shop.ended(shop.submit("first"))
+    assert first["outcome"] == "active"
+    let_go(shop, late)
+    (second,) = shop.ended(late)
+    joint = second["result"]["joint"]
+    assert joint["measured"] and joint["beside"] == [first["result"]["digest"]]
+    assert second["outcome"] == ("calibrated" if dear else "active") and second["progress"] == 1.0
+    if dear:
+        assert "late and first together" in second["result"]["joint_verdict"]
+    active = [record["name"] for record in shop.registry.modules.in_force()]
+    assert active == (["first"] if dear else ["first", "late"])
+    shop.check_what_is_left([first["id"], late])
