@@ -7,6 +7,7 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
+from sqlalchemy.exc import OperationalError
 from starlette.responses import JSONResponse
 
 from server.api.admin import Acting, IfMatch, Served, admin_router, refusals
@@ -18,6 +19,10 @@ from server.registry.tables import JobKind
 from server.service import Service
 
 router = admin_router()
+WITHHELD = (
+    "suspended in this server process only: the registry cannot be written now. It is written as soon as it can be; make room "
+    "in the data folder. Until then other servers go on with the module, and so does this one after a restart."
+)
 
 
 @router.get("/modules")
@@ -117,14 +122,22 @@ async def change(
 
 
 async def _change(served: Service, reference: str, action: Action, if_match: str | None, actor: Any) -> JSONResponse:
+    modules = served.registry.modules
     with refusals():
-        act = served.registry.modules.act
-        return await _changed(served, await asyncio.to_thread(act, reference, action, if_match, actor, time.time()))
+        try:
+            changed = await asyncio.to_thread(modules.act, reference, action, if_match, actor, time.time())
+        except (OperationalError, OSError):
+            if action != Action.SUSPEND:
+                raise
+            # A module that does harm goes even where no change can be written, as on a full disk.
+            changed = await asyncio.to_thread(modules.withhold, reference, if_match, actor, time.time())
+        return await _changed(served, changed)
 
 
 async def _changed(served: Service, record: dict[str, Any]) -> JSONResponse:
     await served.refresh_modules()  # the answer comes once it is so
-    return JSONResponse(_described(served, record), headers={"ETag": record["etag"]})
+    described = _described(served, record)
+    return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 
 
 def _described(served: Service, record: dict[str, Any]) -> dict[str, Any]:
@@ -133,4 +146,8 @@ def _described(served: Service, record: dict[str, Any]) -> dict[str, Any]:
     current = served.engine.modules.current.get(record["name"])
     if loaded and current is not None and current.digest == record["digest"]:
         return {**served.engine.modules.describe(record["name"]), **record, "loaded": True}
-    return {**record, "loaded": False}
+    return {
+        **record,
+        "loaded": False,
+        **({"withheld": WITHHELD} if record["id"] in served.registry.modules.withheld else {}),
+    }

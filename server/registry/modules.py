@@ -5,13 +5,14 @@ Every change is conditional on the revision that its caller saw, obeys ``lifecyc
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Select, func, select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
@@ -20,6 +21,7 @@ from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale,
 from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Origin, Takedown, new_job
 from server.registry.transactions import Transactions
 
+log = logging.getLogger("unbind.modules")
 CLOCK = Actor("clock", "registry")
 
 
@@ -79,6 +81,8 @@ class Modules:
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
+        # Suspensions that could not be written, by module id: by whom and when. They hold in this process alone.
+        self.withheld: dict[str, tuple[Actor, float]] = {}
 
     def versions(self, name: str | None = None) -> list[dict[str, Any]]:
         """Every version, by name and age."""
@@ -90,7 +94,8 @@ class Modules:
         """The versions that servers of this model load: active or in shadow."""
         query = select(ModuleRow).where(ModuleRow.state.in_(LIVE), ModuleRow.fingerprint == fingerprint)
         with self._transactions.look() as session:
-            return [module_view(row) for row in session.scalars(query.order_by(ModuleRow.name))]
+            rows = session.scalars(query.order_by(ModuleRow.name))
+            return [module_view(row) for row in rows if row.id not in self.withheld]
 
     def get(self, reference: str) -> dict[str, Any]:
         """The module with this id; of a name, the version that is loaded, else the newest. Raises NotThere."""
@@ -111,6 +116,29 @@ class Modules:
         """
         with self._transactions.change() as session:
             return module_view(apply(session, reference, action, expected, actor, now, beside))
+
+    def withhold(self, reference: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
+        """Suspend a module where nothing can be written: in this process, at once; ``pass_time`` writes it as soon as it can.
+
+        Returns the record as it is written now. Raises as ``act``.
+        """
+        with self._transactions.look() as session:
+            row = _find(session, reference)
+            if row.state != ModuleState.SUSPENDED:  # else it was written, and the failure came after
+                check_revision(module_view(row), expected)
+                follow(ModuleState(row.state), Action.SUSPEND)
+                self.withheld[row.id] = (actor, now)
+                log.warning("module '%s' is suspended in this process; it is written once it can be", row.name)
+            return module_view(row)
+
+    def _write_withheld(self, now: float) -> None:
+        for identifier, (actor, asked) in list(self.withheld.items()):
+            with self._transactions.change() as session:
+                row = session.get(ModuleRow, identifier)
+                if row is not None and row.state in LIVE:
+                    _move(session, row, Action.SUSPEND, actor, now, asked_at=asked)
+            del self.withheld[identifier]
+            log.info("the suspension of module %s is written", identifier)
 
     def rollback(self, name: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
         """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
@@ -166,6 +194,11 @@ class Modules:
         due = (ModuleRow.state == ModuleState.CALIBRATED) & (ModuleRow.effective_at <= now)
         over = ModuleRow.state.in_(LIVE) & (ModuleRow.expires_at <= now)
         query = select(ModuleRow.id).where(due | over)
+        if self.withheld:
+            try:
+                self._write_withheld(now)
+            except (OperationalError, OSError):
+                return  # what is due cannot be written either
         with self._transactions.look() as session:
             waiting = list(session.scalars(query))
         for identifier in waiting:

@@ -235,6 +235,42 @@ def test_a_full_disk_refuses_changes_with_the_reason_and_goes_on_serving(
         assert len(server.admin("/takedowns")[1]["data"]) == 1
 
 
+def test_a_module_is_suspended_on_a_full_disk_and_stays_so_once_there_is_room(
+    checkpoint: Path, tmp_path: Path, disk: Disk
+) -> None:
+    named: dict[str, Any] = {"prompt": "a", "max_tokens": 1, "unbind": {"modules": ["one"]}}
+    (tmp_path / "modules").mkdir()
+    for name in ("one", "two"):
+        build_module(load_model(checkpoint).identity, name).save(tmp_path / "modules" / f"{name}.safetensors")
+    with serving(checkpoint, tmp_path, data_dir=disk.folder / "data", worker=False, enforced="two") as server:
+        one, two = server.admin("/modules/one")[1], server.admin("/modules/two")[1]
+        assert server.call("/v1/completions", named)[0] == 200
+        disk.fill([server.process.pid])
+        assert act(server, "two", "retire", two["etag"])[0] in (503, 507)  # what is no emergency is refused
+        assert act(server, "one", "suspend", None)[0] == 428
+        assert act(server, "one", "suspend", '"other"')[0] == 412
+        status, answer = act(server, "one", "suspend", one["etag"])
+        assert (status, answer["loaded"]) == (202, False) and "this server process only" in answer["withheld"], answer
+        assert "withheld" in server.admin("/modules/one")[1]
+        status, refused, _ = server.call("/v1/completions", named)
+        assert (status, refused["error"]["code"]) == (400, "unknown_module")
+        assert server.call("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert act(server, "two", "suspend", two["etag"])[0] == 202
+        assert (
+            server.call("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 503
+        )  # a policy names it: never without
+        disk.free([server.process.pid])
+        deadline = time.monotonic() + 30
+        while server.admin("/modules/one")[1]["state"] != "suspended":
+            assert time.monotonic() < deadline, server.log[-20:]
+            time.sleep(0.2)
+        written = [row for row in server.admin("/audit")[1]["data"] if row["action"] == "module.suspend"]
+        assert (
+            written[0]["subject"] == one["id"] and written[0]["actor"] == "admin" and written[0]["detail"]["asked_at"]
+        )
+        assert "withheld" not in server.admin("/modules/one")[1] and server.admin("/audit/verify")[1]["whole"]
+
+
 @pytest.mark.slow
 def test_a_database_held_up_for_ten_seconds_leaves_serving_alone(server: ServerProcess) -> None:
     with closing(sqlite3.connect(server.data_dir / "unbind.sqlite", isolation_level=None)) as other:
