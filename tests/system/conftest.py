@@ -102,8 +102,8 @@ def pytest_report_header() -> str:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, **settings: Any) -> Iterator[ServerProcess]:
-    """``unbind serve`` with its own data folder; ended, worker included, on leaving."""
+def serving(model: Path, folder: Path, *, cwd: Path = ROOT, **settings: Any) -> Iterator[ServerProcess]:
+    """``unbind serve`` with its own data folder, in the folder ``cwd``; ended, worker included, on leaving."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("UNBIND_")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UNBIND_ADMIN_KEY": ADMIN_KEY}
     (folder / "modules").mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def serving(model: Path, folder: Path, **settings: Any) -> Iterator[ServerProces
             [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
         )
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     log: list[str] = []
     assert process.stdout is not None and process.stderr is not None
