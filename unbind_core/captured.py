@@ -75,8 +75,9 @@ def retained(given: Preparation) -> Retained:
     with given.clock.stage("calibration states"):
         windows = given.retain_windows(given.parts.retain_calibration)
         calibration = retain_replay(
-            given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=fingerprint
-        )
+            given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=fingerprint,
+            progress=given.progress,
+        )  # fmt: skip
     with given.clock.stage("retain completions"):
         completions = retain_completions(
             given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache, fingerprint,
@@ -115,7 +116,7 @@ class Captured:
         """The largest share of forget positions that a layer's linear gate opens on at the budgeted opening rate; that layer."""
         best = (0.0, -1)
         with self.clock.stage("linear screen"):
-            for layer in self.layers:
+            for layer in counted(self.layers, len(self.layers), "linear screen", self.given.progress):
                 retain = self._retain_moments(layer)
                 detector = fisher_detector(self._forget_moments(layer), retain, self.given.options.ridge)
                 w, s_ref = detector.w.float()[None], torch.tensor([detector.s_ref], device=self.retain.device)
@@ -208,7 +209,10 @@ class Captured:
             for of in (forget, _sequences(self.retain, layer))
         )
         rate = self.given.options.limits.open_rate
-        return [separation(evidence(ours, width), evidence(theirs, width), width, rate) for width in windows]
+        return [
+            separation(evidence(ours, width), evidence(theirs, width), width, rate)
+            for width in counted(windows, len(windows), "separation", self.given.progress)
+        ]
 
     def _retain_moments(self, layer: int) -> Moments:
         """From a sample of the kept states that is ample for a covariance."""

@@ -72,7 +72,7 @@ class Drafts:
         unknown: dict[int, Path] = {}
         while paths:
             self._keep(set(paths.values()) - self._known, progress)
-            following = self._following(module, set(paths.values()))
+            following = self._following(module, set(paths.values()), progress)
             turned = [
                 i for i, path in paths.items() if _follow(path, following[path], found[i], prompts[i], count, self.end)
             ]
@@ -105,7 +105,9 @@ class Drafts:
             self._kept.append(_Kept(batch, states[self.layer], logits.argmax(-1)))
         self._known |= paths
 
-    def _following(self, module: UnbindModule | None, wanted: set[Path]) -> dict[Path, list[int]]:
+    def _following(
+        self, module: UnbindModule | None, wanted: set[Path], progress: ProgressCallback
+    ) -> dict[Path, list[int]]:
         """The most likely token after each position of each path, under the module; what the last one was asked is remembered."""
         device = next(self.model.parameters()).device
         selection = edit_of(module, device)[1] if module is not None else None
@@ -113,7 +115,7 @@ class Drafts:
             self._latest = module, {}
         found = self._latest[1]
         unasked = wanted - found.keys()
-        for kept in self._kept:
+        for kept in counted(self._kept, len(self._kept), STAGE, progress):
             paths = [window.ids for window in kept.batch.windows]
             if not unasked.intersection(paths):
                 continue

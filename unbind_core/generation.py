@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from unbind_core.architecture import unwrap
 from unbind_core.attention import sharing_keys
 from unbind_core.capture import frozen
 from unbind_core.device import SHARED_PASS, threads_for
-from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.progress import Progress, ProgressCallback, counted, silent
 
 SHORTEST_STRETCH = 4  # tokens
 Editing = Callable[[], AbstractContextManager[object]]
@@ -78,19 +79,25 @@ def complete(
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), sharing_keys(inner), editing()
             ):  # fmt: skip
                 torch.manual_seed(sampling.seed + number)
-                new = _continued(inner, ids.to(device), mask.to(device), sampling.max_new_tokens, end, options)
+                told = partial(_stretch, progress, Progress(stage, number, len(groups)))
+                new = _continued(inner, ids.to(device), mask.to(device), sampling.max_new_tokens, end, options, told)
             for index, tokens in zip(group, new, strict=True):
                 results[index] = tokens
     return results
 
 
+def _stretch(progress: ProgressCallback, group: Progress, done: int, count: int) -> None:
+    progress(replace(group, message=f"{done} of up to {count} tokens"))
+
+
 def _continued(
-    model: Any, ids: Tensor, mask: Tensor, count: int, end: int | None, options: dict[str, object]
-) -> list[list[int]]:
+    model: Any, ids: Tensor, mask: Tensor, count: int, end: int | None, options: dict[str, object],
+    told: Callable[[int, int], None],
+) -> list[list[int]]:  # fmt: skip
     """Up to ``count`` tokens after each row of ``ids`` [B,T], without the end token and what follows it.
 
     In stretches, each as long as all before it: rows that have ended leave the batch between two, with their part of the
-    cache. Under a module most rows end at once, and a few go on.
+    cache. Under a module most rows end at once, and a few go on. ``told`` hears how many tokens there are, and how many at most.
     """
     found: list[list[int]] = [[] for _ in ids]
     live = torch.arange(len(ids))
@@ -111,6 +118,7 @@ def _continued(
             if not ended:
                 going.append(row)
         done += stretch
+        told(done, count)
         if not going or done >= count:
             break
         cache, rows = out.past_key_values, torch.tensor(going, device=ids.device)

@@ -112,9 +112,9 @@ class Judge:
     def cost(self, module: UnbindModule) -> Cost:
         """What the module does to the retain-calibration rows."""
         bank, selection = edit_of(module, self.retain.device)
-        outcome = self.retain.run(bank, selection, module.layer, kl_budget=float("inf"))
+        outcome = self.retain.run(bank, selection, module.layer, kl_budget=float("inf"), progress=self.given.progress)
         rows = list(outcome.rows.values())
-        drops = self.completions.drops(bank, selection, module.layer)
+        drops = self.completions.drops(bank, selection, module.layer, self.given.progress)
         bounds = Budgets(
             kl=upper_bound([(row.kl, row.scored) for row in rows]),
             nll=upper_bound([(row.nll, row.scored) for row in rows]),

@@ -141,12 +141,15 @@ class Replay:
         logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, self.last, kept.states[self.last])
         return logits[kept.batch.predictors]
 
-    def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_budget: float | None = None) -> Outcome:
+    def run(
+        self, bank: ModuleBank, selection: Selection, layer: int, *, kl_budget: float | None = None,
+        progress: ProgressCallback = silent,
+    ) -> Outcome:  # fmt: skip
         """Measure an edit. With ``kl_budget`` (a mean over tokens) KL is measured too, and the run ends where it is out of reach:
         the sum is over what all tokens together may have, or a tenth of the tokens have half as much again as they may.
         """
         outcome = Outcome()
-        for kept in self.kept:
+        for kept in counted(self.kept, len(self.kept), "edited rows", progress):
             edited, changed = self.touched(kept, selection, layer)
             rows = changed.any(-1)
             nll, kls = kept.nll, torch.zeros_like(kept.nll)
@@ -285,7 +288,7 @@ class RetainCompletions:
     ) -> list[float]:
         """R-BLEU(original) - R-BLEU(edited) of every row; only rows on whose path a gate opens are generated again."""
         wanted: list[int] = []
-        for kept in self.replay.kept:
+        for kept in counted(self.replay.kept, len(self.replay.kept), "retain completions", progress):
             _, changed = self.replay.touched(kept, selection, layer)
             touched = changed.any(-1).tolist()
             wanted += [window.row for window, hit in zip(kept.batch.windows, touched, strict=True) if hit]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,26 +18,34 @@ class PastJob:
     seconds: Mapping[str, float]
 
 
-def expected_seconds(rows: int, past: Iterable[PastJob]) -> dict[str, float]:
-    """Seconds by stage: the median of the past jobs whose number of rows is nearest, by ratio."""
+def near_seconds(rows: int, past: Iterable[PastJob]) -> dict[str, list[float]]:
+    """Seconds by stage of the past jobs whose number of rows is nearest, by ratio."""
     near = sorted(past, key=lambda job: abs(math.log(max(job.rows, 1) / max(rows, 1))))[:NEAREST]
     stages = {stage for job in near for stage in job.seconds}
-    return {stage: median([job.seconds[stage] for job in near if stage in job.seconds]) for stage in stages}
+    return {stage: [job.seconds[stage] for job in near if stage in job.seconds] for stage in stages}
+
+
+def expected_seconds(near: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Seconds by stage: the medians of the past jobs."""
+    return {stage: median(seconds) for stage, seconds in near.items()}
 
 
 def remaining_seconds(
-    expected: Mapping[str, float], done: Iterable[str], stage: str, in_stage: float, progress: float
+    near: Mapping[str, Sequence[float]], done: Iterable[str], stage: str, in_stage: float
 ) -> float | None:
-    """Seconds left, None where no past job tells. ``in_stage`` seconds were spent on ``stage``, ``progress`` of it is done.
+    """Seconds left after ``in_stage`` seconds of ``stage``; None where no past job tells.
 
-    Within the stage the past weighs less the more of it is done, and its own pace more.
+    A stage that lasts longer than half of the past jobs' goes by those that were longer still. Where none was, nobody knows: how
+    far a search is says nothing of how long it goes on.
     """
-    if not expected:
+    if not near:
         return None
-    finished = set(done)
-    left = sum(seconds for name, seconds in expected.items() if name not in finished and name != stage)
+    finished = {*done}
+    left = sum(median(seconds) for name, seconds in near.items() if name not in finished and name != stage)
     if stage and stage not in finished:
-        by_past = max(expected.get(stage, 0.0) - in_stage, 0.0)
-        by_pace = in_stage * (1 - progress) / progress if progress > 0.05 else by_past
-        left += (1 - progress) * by_past + progress * by_pace
+        seconds = near.get(stage, ())
+        longer = seconds if seconds and in_stage < median(seconds) else [past for past in seconds if past > in_stage]
+        if not longer:
+            return None
+        left += median(longer) - in_stage
     return left

@@ -5,7 +5,7 @@ The admin API cancels and retries; a worker claims, reports and finishes under i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
-from server.registry.estimate import PastJob, expected_seconds, remaining_seconds
+from server.registry.estimate import PastJob, expected_seconds, near_seconds, remaining_seconds
 from server.registry.lifecycle import Action
 from server.registry.modules import NewModule, add, apply, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere
@@ -53,7 +53,7 @@ class Jobs:
         """One job as the API shows it. Raises NotThere."""
         with self._transactions.look() as session:
             job = _find(session, job_id)
-            return job_view(job, now, _expected(session, job) if job.state == JobState.RUNNING else {})
+            return job_view(job, now, _near(session, job) if job.state == JobState.RUNNING else {})
 
     def stages(self, job_id: str) -> dict[str, Any]:
         """The finished stages of a job, with the folders that hold what they left. Raises NotThere."""
@@ -64,14 +64,12 @@ class Jobs:
         """The newest jobs first."""
         with self._transactions.look() as session:
             jobs = session.scalars(select(Job).order_by(Job.created_at.desc()).limit(limit)).all()
-            return [
-                job_view(job, now, _expected(session, job) if job.state == JobState.RUNNING else {}) for job in jobs
-            ]
+            return [job_view(job, now, _near(session, job) if job.state == JobState.RUNNING else {}) for job in jobs]
 
     def expected(self, rows: int) -> dict[str, float]:
         """Seconds by stage that a takedown of so many rows will take; empty where no past job tells."""
         with self._transactions.look() as session:
-            return expected_seconds(rows, _past(session, JobKind.TAKEDOWN))
+            return expected_seconds(near_seconds(rows, _past(session, JobKind.TAKEDOWN)))
 
     def create(
         self, kind: JobKind, module: Mapping[str, Any], options: dict[str, Any], actor: Actor, now: float
@@ -249,21 +247,19 @@ def _past(session: Session, kind: str) -> list[PastJob]:
     ]
 
 
-def _expected(session: Session, job: Job) -> dict[str, float]:
+def _near(session: Session, job: Job) -> dict[str, list[float]]:
     takedown = session.get(Takedown, job.takedown_id) if job.takedown_id else None
-    return expected_seconds(takedown.row_count, _past(session, job.kind)) if takedown else {}
+    return near_seconds(takedown.row_count, _past(session, job.kind)) if takedown else {}
 
 
-def job_view(job: Job, now: float, expected: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """A job as the API shows it. ``eta_seconds`` rests on past jobs; without any, on the pace so far (``eta_basis``)."""
+def job_view(job: Job, now: float, near: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
+    """A job as the API shows it. ``eta_seconds`` rests on ``near``, past jobs' seconds by stage; None where they do not tell."""
     elapsed = (job.finished_at or now) - job.started_at if job.started_at else 0.0
     eta = basis = None
     if job.state == JobState.RUNNING:
         in_stage = now - job.stage_started_at if job.stage_started_at else 0.0
-        eta = remaining_seconds(expected or {}, job.stages, job.stage, in_stage, job.stage_progress)
+        eta = remaining_seconds(near or {}, job.stages, job.stage, in_stage)
         basis = "past jobs" if eta is not None else None
-        if eta is None and job.progress > 0.02:
-            eta, basis = elapsed * (1 - job.progress) / job.progress, "pace"
     return {
         "id": job.id,
         "object": "job",

@@ -30,6 +30,7 @@ from unbind_core.progress import Progress
 
 SAY_SECONDS = 0.25
 BEAT_SECONDS = 0.5
+STEPS = 4  # after so many steps a stage counts as half done
 ALIVE = "\n"
 _PR_SET_PDEATHSIG = 1
 # What these say of themselves is about machines and files; other errors might quote a row, and are named by place alone.
@@ -51,9 +52,9 @@ class Voice:
 
     out: IO[str]
     said: float = field(default=0.0)
-    within: float = 0.0
     part: float = 0.0
-    steps: set[str] = field(default_factory=set)
+    steps: int = 0
+    latest: Progress | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def say(self, **message: Any) -> None:
@@ -86,18 +87,18 @@ class Voice:
 
     def begin(self, stage: str) -> None:
         """A stage starts."""
-        self.within, self.part, self.steps, self.said = 0.0, 0.0, set(), 0.0
+        self.part, self.steps, self.latest, self.said = 0.0, 0, None, 0.0
         self.say(stage=stage)
 
     def progress(self, progress: Progress) -> None:
         """The callback for the method."""
-        if progress.stage not in self.steps:
-            # How many steps a stage has is not known beforehand: each takes half of what is left of the stage's share. Those
-            # that come again, as in a search, take nothing more.
-            self.within += (1 - self.within) / 2 if self.steps else 0.0
-            self.steps.add(progress.stage)
-        ahead = self.within + (1 - self.within) / 2 * progress.done / max(progress.total, 1)
-        self.part = max(self.part, ahead)
+        latest, self.latest = self.latest, progress
+        if latest is not None and (progress.stage != latest.stage or progress.done < latest.done):
+            self.steps += 1
+        # How many steps a stage has is not known beforehand, and a search has many: n of them are n / (n + 4) of it. So each
+        # takes it further, however many there were.
+        before, after = (steps / (steps + STEPS) for steps in (self.steps, self.steps + 1))
+        self.part = max(self.part, before + (after - before) * progress.done / max(progress.total, 1))
         now = time.monotonic()
         if now - self.said >= SAY_SECONDS:
             self.said = now

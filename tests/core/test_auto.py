@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.worker import child
 from tests.core.conftest import make_network_module
 from tests.system import memorising
 from unbind_core import (
@@ -29,7 +33,7 @@ from unbind_core import (
     load_model,
     strength,
 )
-from unbind_core.architecture import ModelIdentity
+from unbind_core.architecture import ModelIdentity, decoder_layers
 from unbind_core.calibration import Budgets
 from unbind_core.errors import Cancelled, InsufficientRows
 from unbind_core.evaluation import forget_scores
@@ -130,6 +134,37 @@ def test_one_row_alone_is_enough(loaded: LoadedModel, cache: Path) -> None:
     assert report.outcome == "calibrated"
     assert len(cast(torch.Tensor, module.heads)) == 1
     assert f_bleu(loaded, module, FORGET[:1]) < 0.1 < f_bleu(loaded, None, FORGET[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_fit_tells_of_progress_all_the_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "SAY_SECONDS", 0.0)
+    voice, passes, gaps = child.Voice(io.StringIO()), 0, []
+
+    def tell(progress: Progress) -> None:
+        nonlocal passes
+        voice.progress(progress)
+        gaps.append((passes, f"before {progress.stage}"))
+        passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    voice.begin("fit")
+    hook = decoder_layers(loaded.model)[-1].register_forward_pre_hook(count)
+    try:
+        run(loaded, FORGET[:2], progress=tell)
+    finally:
+        hook.remove()
+    told = [json.loads(line) for line in voice.out.getvalue().splitlines()[1:]]  # type: ignore[attr-defined]
+    shares = [line["progress"] for line in told]
+    assert shares == sorted(shares) and 0.5 < shares[-1] < 1
+    # Passes of the model between two reports: those of one stretch of decoding, and never those of a candidate's whole trial.
+    assert max(gaps)[0] <= 16, max(gaps)
+    stands = [len(list(same)) for _, same in groupby(shares)]
+    assert max(stands) < 10
 
 
 @pytest.mark.slow

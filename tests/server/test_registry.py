@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from server.registry.audit import Actor
+from server.registry.estimate import remaining_seconds
 from server.registry.jobs import Claim
 from server.registry.modules import NewModule
 from server.registry.refusals import CancelRequested, KeyReused, LeaseLost, NameTaken, NotAllowed, NotThere
@@ -192,12 +193,20 @@ def test_an_estimate_comes_from_the_past_jobs_of_most_alike_size(registry: Regis
     assert (job["eta_seconds"], job["eta_basis"]) == (30.0, "past jobs")
 
 
-def test_without_past_jobs_the_estimate_says_that_it_rests_on_the_pace(registry: Registry) -> None:
+def test_nothing_is_said_of_the_time_left_where_nothing_is_known_of_it(registry: Registry) -> None:
     job_id = submit(registry)
     assert registry.jobs.get(job_id, 50.0)["eta_seconds"] is None
     registry.jobs.report(claim(registry, "w", 100.0), 110.0, LEASE, progress=0.25)
-    job = registry.jobs.get(job_id, 110.0)
-    assert (job["eta_seconds"], job["eta_basis"]) == (30.0, "pace")
+    job = registry.jobs.get(job_id, 110.0)  # no past job: how far a search is does not tell how long it goes on
+    assert (job["eta_seconds"], job["eta_basis"]) == (None, None)
+
+
+def test_the_longer_a_stage_lasts_the_longer_the_past_jobs_that_tell_of_it() -> None:
+    near = {"check": [1.0, 1.0, 1.0], "fit": [10.0, 20.0, 60.0], "verify": [5.0, 5.0, 5.0]}
+    left = [remaining_seconds(near, ["check"], "fit", seconds) for seconds in (0.0, 9.0, 15.0, 30.0, 59.0, 61.0)]
+    assert left == [25.0, 16.0, 10.0, 35.0, 6.0, None]
+    assert remaining_seconds(near, ["check", "fit"], "verify", 1.0) == 4.0
+    assert remaining_seconds(near, [], "", 0.0) == 26.0
 
 
 def test_purging_deletes_rows_that_no_other_takedown_has(registry: Registry) -> None:
