@@ -15,6 +15,7 @@ from typing import Any
 from server.settings import load_settings
 from server.worker import child
 from server.worker.plan import Task
+from tests.system import markers
 from unbind_core.errors import DataError
 from unbind_core.files import write_whole
 from unbind_core.progress import Progress
@@ -51,7 +52,9 @@ def _stage(name: str) -> child.Stage:
             return _joint(task)
         if name == "publish":
             made = folder.parent / task.done["fit"]["folder"] / "module.safetensors"
+            markers.here(markers.CHILD[0])
             write_whole(folder / "final.safetensors", lambda path: path.write_bytes(made.read_bytes()))
+            markers.here(markers.CHILD[1])
             return {"digest": child_digest(made), "file": "final.safetensors", "fingerprint": "model"}
         return {"before": {}, "after": {}}
 
@@ -59,11 +62,13 @@ def _stage(name: str) -> child.Stage:
 
 
 def _joint(task: Task) -> dict[str, Any]:
-    """``option dear``: any two modules together are over the budget."""
+    """Options: ``dear``, any two modules together are over the budget; ``stale``, others are in force whenever it has measured."""
     if not task.measures_jointly:
         return {"measured": False, "within": True, "beside": None}
     others = task.beside("model")
     beside = sorted(other["digest"] for other in others)
+    if task.options.get("stale"):
+        return {"measured": True, "within": True, "beside": ["0" * 64]}
     if not others or not task.options.get("dear"):
         return {"measured": bool(others), "within": True, "beside": beside}
     cost = {"kl": 0.5, "nll_increase": 0.5}
@@ -91,8 +96,17 @@ if __name__ == "__main__":
 
         from server.worker.process import main, python
 
+        markers.mark_worker()
         logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
         parent = int(sys.argv[2]) if len(sys.argv) > 2 else None
         main(load_settings(environment=os.environ), parent, python("tests.system.fast_stages"))
     else:
+        saved = child.save_json
+
+        def save(path: Path, value: Any) -> None:
+            saved(path, value)
+            if path.name == "publish.json":
+                markers.here(markers.CHILD[2])
+
+        child.save_json = save
         child.main(lambda: STAGES)

@@ -41,3 +41,14 @@ def test_of_two_takedowns_that_overlap_the_second_is_measured_beside_the_first(s
     active = [record["name"] for record in shop.registry.modules.in_force()]
     assert active == (["first"] if dear else ["first", "late"])
     shop.check_what_is_left([first["id"], late])
+
+
+def test_a_joint_cost_that_never_settles_leaves_the_module_out_of_force_with_the_reason(shop: Workshop) -> None:
+    job_id = shop.submit("m", stale=True)
+    shop.start()
+    (job,) = shop.ended(job_id)
+    assert (job["state"], job["outcome"]) == ("succeeded", "calibrated")
+    assert "measured 4 times; activate it" in job["result"]["joint_verdict"]
+    assert sum("these are in force by now: none" in line for line in shop.log) == 4
+    assert shop.registry.modules.in_force() == []
+    shop.check_what_is_left([job_id])

@@ -1,0 +1,115 @@
+"""What a worker and its stages do while the registry or the module store is away: ask again, say so once, name the remedy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from server.registry.objects import ObjectStore
+from server.registry.registry import open_registry
+from server.registry.tables import JobKind, Origin
+from server.settings import Settings
+from server.worker import stages
+from server.worker.patience import Patience, Stopping
+from server.worker.plan import Task
+from server.worker.stages import Context
+from tests.server.conftest import MakeModule
+from unbind_core.errors import DataError
+from unbind_core.progress import Progress
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data")
+
+
+def test_a_database_that_goes_and_comes_back_is_told_of_in_two_lines(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = open_registry(settings)
+    file = settings.data_dir / "unbind.sqlite"
+    beats: list[None] = []
+    patience = Patience(settings, registry, threading.Event(), lambda: beats.append(None))
+    away = file.rename(file.with_name("elsewhere"))
+    registry.engine.dispose()
+    file.mkdir()  # nothing that could be opened
+
+    def back() -> None:
+        time.sleep(1.2)
+        file.rmdir()
+        away.rename(file)
+
+    with caplog.at_level(logging.INFO, "unbind.worker"):
+        for _ in range(5):
+            with pytest.raises(OperationalError), patience.asking():
+                registry.jobs.newest(0.0)
+        thread = threading.Thread(target=back)
+        thread.start()
+        assert patience.insist(lambda: registry.jobs.newest(0.0)) == []
+        thread.join()
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in told] == ["the registry does not answer", "the registry answers again"]
+    assert len(beats) > 1 and not any("\n" in line for line in told)
+    registry.close()
+
+
+def test_a_worker_that_is_asked_to_leave_waits_for_no_database(settings: Settings) -> None:
+    registry = open_registry(settings)
+    stop = threading.Event()
+    stop.set()
+
+    def never() -> None:
+        raise OperationalError("SELECT", {}, Exception("gone"))
+
+    with pytest.raises(Stopping):
+        Patience(settings, registry, stop, lambda: None).insist(never)
+    registry.close()
+
+
+def stage_context(settings: Settings, told: list[Progress]) -> Context:
+    return Context(settings, Task("job", JobKind.ACTIVATE, "new", "", {}, "", {}), told.append)
+
+
+def kept(settings: Settings, make_module: MakeModule) -> tuple[dict[str, Any], Path]:
+    module = make_module("other")
+    key = ObjectStore(settings.published_store).put(module.to_bytes())
+    record = {"name": "other", "origin": Origin.TAKEDOWN, "file": key, "digest": module.digest}
+    return record, Path(settings.published_store) / key
+
+
+def test_a_stage_waits_for_a_store_that_is_away(
+    settings: Settings, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "PATIENCE_STEP", 0.02)
+    record, file = kept(settings, make_module)
+    away = file.rename(file.with_name("elsewhere"))
+    told: list[Progress] = []
+    context = stage_context(settings, told)
+    thread = threading.Timer(0.3, lambda: away.rename(file))
+    thread.start()
+    assert context.stored(record).digest == record["digest"]
+    thread.join()
+    assert told and {one.stage for one in told} == {"waiting for the module store"} and "'other'" in told[0].message
+
+
+def test_a_stage_that_waited_in_vain_names_module_reason_and_remedy(
+    settings: Settings, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "PATIENCE_STEP", 0.02)
+    monkeypatch.setattr(stages, "PATIENCE_SECONDS", 0.1)
+    record, file = kept(settings, make_module)
+    context = stage_context(settings, [])
+    file.rename(file.with_name("elsewhere"))
+    with pytest.raises(
+        DataError, match=r"module 'other' could not be read .*No such file.*; bring the store back, or retire"
+    ):
+        context.stored(record)
+    file.write_bytes(b"not what it says")
+    with pytest.raises(DataError, match=r"module 'other': .*damaged.*restore it from a backup, then retry the job"):
+        context.stored(record)
