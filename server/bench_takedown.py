@@ -1,7 +1,7 @@
 """How long a takedown takes on a running service, and what that costs the streams it serves meanwhile.
 
 A real server on loopback with the demo model. A first takedown, posted as soon as it answers, leaves the retain statistics in the
-cache; then the streams are measured alone, and again from the POST of the second takedown until its module is in force.
+cache; then the streams are measured alone, and again from the POST of the second takedown until its module is active.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def measure_takedown(
     rows: list[dict[str, str]], first: list[dict[str, str]], prompts: list[str], streams: int, quiet: float,
     tell: Callable[[str], None], settings: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Seconds from POST to a module in force, by stage: of the first takedown, cold and alone; of the second, beside streams,
+    """Seconds from POST to an active module, by stage: of the first takedown, cold and alone; of the second, beside streams,
     with the mean time between their tokens before and during it.
     """
     with TemporaryDirectory() as name:

@@ -86,7 +86,7 @@ async def _look(served: Service, job_id: str) -> dict[str, Any]:
 
 
 async def _offer_published(served: Service, jobs: list[dict[str, Any]]) -> None:
-    """Load what finished jobs put in force before telling that they finished."""
+    """Load what finished jobs made active before telling that they finished."""
     fresh = {
         job["id"]
         for job in jobs

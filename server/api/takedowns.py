@@ -273,7 +273,7 @@ def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any
             param="options.effective_at",
         )  # fmt: skip
     if plain.get("expires_at", float("inf")) <= max(time.time(), plain.get("effective_at", 0.0)):
-        raise ApiError(400, "options.expires_at: lies before the module would be in force", param="options.expires_at")
+        raise ApiError(400, "options.expires_at: lies before the module would be active", param="options.expires_at")
     return plain
 
 

@@ -1,4 +1,4 @@
-"""``unbind bench takedown``: from the POST of a forget set to a module in force, and what it costs the streams meanwhile."""
+"""``unbind bench takedown``: from the POST of a forget set to an active module, and what it costs the streams meanwhile."""
 
 from __future__ import annotations
 
