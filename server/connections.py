@@ -29,9 +29,14 @@ class ServerConfig(uvicorn.Config):
 
     def __init__(self, application: Any, settings: Settings, **more: Any) -> None:
         super().__init__(
-            application, http=BoundedProtocol, ws="none", log_config=None, access_log=False,
-            timeout_keep_alive=settings.keep_alive_timeout, **more,
-        )  # fmt: skip
+            application,
+            http=BoundedProtocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=settings.keep_alive_timeout,
+            **more,
+        )
         self.limits = settings
 
 
@@ -173,9 +178,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_large(self) -> ApiError:
         most, count = self._limits.max_header_bytes, self._limits.max_headers
         return ApiError(
-            431, f"the request's head is larger than {most} bytes (max_header_bytes) or {count} headers (max_headers)",
+            431,
+            f"the request's head is larger than {most} bytes (max_header_bytes) or {count} headers (max_headers)",
             code="headers_too_large",
-        )  # fmt: skip
+        )
 
     def _raise(self, refusal: ApiError) -> None:
         self._refusal = refusal
@@ -231,7 +237,9 @@ class BoundedProtocol(HttpToolsProtocol):
 async def _full(scope: Scope, receive: Receive, send: Send) -> None:
     """503 for a client that is one too many."""
     error = ApiError(
-        503, "the server has as many connections as it takes (max_connections); try again", code="too_many_connections",
+        503,
+        "the server has as many connections as it takes (max_connections); try again",
+        code="too_many_connections",
         headers={"Retry-After": "2", "Connection": "close"},
-    )  # fmt: skip
+    )
     await response(error)(scope, receive, send)

@@ -29,8 +29,18 @@ class KeyBody(BaseModel):
     profile: ProfileName | None = None
     expires_at: Annotated[float, Field(gt=0, lt=1e11, description="seconds since the epoch, UTC")] | None = None
     expires_in: Annotated[float, Field(gt=0, lt=1e10, description="seconds from now")] | None = None
-    requests_per_minute: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    requests_per_minute: (
+        Annotated[float, Field(gt=0, le=1_000_000, description="each prompt of a call, times its answers, is one")]
+        | None
+    ) = None
     burst: Annotated[StrictInt, Field(ge=1, le=1_000_000, description="requests at once")] | None = None
+    tokens_per_minute: (
+        Annotated[
+            float,
+            Field(gt=0, le=1e12, description="of prompts and answers; what a call used is taken off when it is known"),
+        ]
+        | None
+    ) = None
 
 
 @router.post("/keys", status_code=201)
@@ -46,7 +56,7 @@ def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
         key, text = served.access.create_key(
             body.name, actor, now, scopes=tuple(dict.fromkeys(body.scopes)), rules=rules, profile=body.profile,
             expires_at=now + body.expires_in if body.expires_in is not None else body.expires_at,
-            per_minute=body.requests_per_minute, burst=body.burst,
+            per_minute=body.requests_per_minute, burst=body.burst, tokens_per_minute=body.tokens_per_minute,
         )  # fmt: skip
     return {**key_view(key, rules), "key": text}
 
@@ -81,6 +91,7 @@ def key_view(key: Key, rules: Rules) -> dict[str, Any]:
         **rules.model_dump(include={"enforced", "allowed", "shadow"}),
         "requests_per_minute": key.per_minute,
         "burst": key.burst if key.per_minute is not None else None,
+        "tokens_per_minute": key.tokens_per_minute,
         "created_at": key.created_at,
         "expires_at": key.expires_at,
         "revoked_at": key.revoked_at,

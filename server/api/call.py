@@ -6,11 +6,12 @@ What every route that generates shares, before the prompt is looked at.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from server.api.caller import Caller, inference
+from server.api.caller import Caller, charge_answers, charge_tokens, inference
 from server.api.generation import Generation
 from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
@@ -43,8 +44,10 @@ class Call:
             )  # fmt: skip
         if isinstance(body, ScoredBody) and (kept := body.kept(self.served.settings.max_model_len)) is not None:
             prompts = [truncated(self.served, prompt, kept) for prompt in prompts]
+        charge_answers(self.served, self.caller, len(prompts) * body.n)
         pinned = self.modules(body.model, options.modules if options else None)
-        generation = Generation(self.served, prompts, pinned, report=report, echo=echo)
+        charge = partial(charge_tokens, self.served, self.caller)
+        generation = Generation(self.served, prompts, pinned, charge, report=report, echo=echo)
         generation.submit(body)
         return generation
 

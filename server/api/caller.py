@@ -80,15 +80,13 @@ def _admitted(request: Request) -> Caller:
         return ANYBODY
     if not caller.may("inference"):
         raise _forbidden("inference")
-    key = caller.key
-    if key is not None and key.per_minute is not None:
-        wait = served.limiter.take(key.id, key.per_minute, key.burst, time.monotonic())
-        if wait > 0:
-            raise ApiError(
-                429,
-                f"the key '{key.name}' may ask {key.per_minute:g} times a minute; the next request may come in {wait:.1f} s",
-                code="rate_limited",
-                headers={"Retry-After": str(math.ceil(wait))},
+    if (key := caller.key) is not None:
+        now = time.monotonic()
+        if key.tokens_per_minute is not None:
+            _refuse_until(served.limiter.wait(*_tokens_of(key), now), key, f"use {key.tokens_per_minute:g} tokens")
+        if key.per_minute is not None:
+            _refuse_until(
+                served.limiter.take(key.id, key.per_minute, key.burst, now), key, f"ask {key.per_minute:g} times"
             )
     return caller
 
@@ -119,6 +117,48 @@ def holder(*scopes: str) -> Callable[[Request], Awaitable[Caller]]:
         return caller
 
     return check
+
+
+def charge_answers(served: Service, caller: Caller, count: int) -> None:
+    """Take the answers of a call off the key's rate; the call itself counted for one when it came. Raises ApiError 400, 429."""
+    key = caller.key
+    if key is None or key.per_minute is None or count <= 1:
+        return
+    if count > key.burst:
+        raise ApiError(
+            400,
+            f"prompt: {count} answers in one call, and the key '{key.name}' may ask for {key.burst} at once; send fewer",
+            param="prompt",
+            code="batch_too_large",
+        )
+    now = time.monotonic()
+    if served.limiter.take(key.id, key.per_minute, key.burst, now, count - 1) > 0:
+        # it will be counted for one again when it comes back
+        _refuse_until(
+            served.limiter.wait(key.id, key.per_minute, key.burst, now, count), key, f"ask {key.per_minute:g} times"
+        )
+
+
+def charge_tokens(served: Service, caller: Caller, count: int) -> None:
+    """Take tokens off the key's rate. They are used, so it may owe some: then it waits before its next call."""
+    if caller.key is not None and caller.key.tokens_per_minute is not None:
+        served.limiter.spend(*_tokens_of(caller.key), time.monotonic(), count)
+
+
+def _tokens_of(key: Key) -> tuple[str, float, float]:
+    """Name, rate and size of the bucket of a key's tokens: what a minute brings can be used at once."""
+    rate = key.tokens_per_minute or 1.0
+    return f"{key.id} tokens", rate, max(1.0, rate)
+
+
+def _refuse_until(wait: float, key: Key, what: str) -> None:
+    if wait > 0:
+        raise ApiError(
+            429,
+            f"the key '{key.name}' may {what} a minute; the next request may come in {wait:.1f} s",
+            code="rate_limited",
+            headers={"Retry-After": str(math.ceil(wait))},
+        )
 
 
 def identified_administrator(request: Request) -> Caller:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,12 +57,20 @@ class Generation:
     """The choices of one call."""
 
     def __init__(
-        self, served: Service, prompts: Sequence[Prompt], pinned: PinnedSet, *, report: bool = False, echo: bool = False
+        self,
+        served: Service,
+        prompts: Sequence[Prompt],
+        pinned: PinnedSet,
+        charge: Callable[[int], None],
+        *,
+        report: bool = False,
+        echo: bool = False,
     ) -> None:
         self.served, self.prompts, self.pinned = served, prompts, pinned
         self.choices: list[Choice] = []
         self.started = time.perf_counter()
         self._report, self._echo = report, echo
+        self._charge = charge  # told of every token used
 
     def submit(self, body: GenerationBody) -> None:
         """Submit ``body.n`` requests for each prompt, or none at all where one is refused."""
@@ -85,7 +93,9 @@ class Generation:
             for entry in self.pinned.entries:
                 if self.pinned.strengths[entry.key] > OFF:
                     self.served.telemetry.module_requests.labels(entry.module.name).inc()
-        self.served.telemetry.prompt_tokens.inc(sum(len(prompt.ids) for prompt in self.prompts))
+        taken = sum(len(prompt.ids) for prompt in self.prompts)
+        self.served.telemetry.prompt_tokens.inc(taken)
+        self._charge(taken)
 
     def _submit_one(self, body: GenerationBody, prompt: Prompt) -> None:
         index = len(self.choices)
@@ -126,6 +136,7 @@ class Generation:
                     self.served.telemetry.first_token.observe(choice.first_at - self.started)
             choice.tokens += len(delta.tokens)
             self.served.telemetry.generated_tokens.inc(len(delta.tokens))
+            self._charge(len(delta.tokens))
             if choice.report is not None:
                 choice.report.add(delta)
             yield replace(delta, text=lead + delta.text) if lead else delta

@@ -43,8 +43,13 @@ def create(
     ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="the profile it always runs under")] = None,
     days: Annotated[float | None, typer.Option("--days", min=0.0, help="days until it expires")] = None,
-    per_minute: Annotated[float | None, typer.Option("--per-minute", min=0.001, help="requests a minute")] = None,
+    per_minute: Annotated[
+        float | None, typer.Option("--per-minute", min=0.001, help="requests a minute; each prompt of a call is one")
+    ] = None,
     burst: Annotated[int | None, typer.Option("--burst", min=1, help="requests at once")] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option("--tokens-per-minute", min=0.001, help="tokens of prompts and answers a minute")
+    ] = None,
     config: Config = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -63,6 +68,7 @@ def create(
         key, text = _access(config, data_dir).create_key(
             name, OPERATOR, now, scopes=tuple(scopes), rules=rules, profile=profile,
             expires_at=now + days * 86_400 if days is not None else None, per_minute=per_minute, burst=burst,
+            tokens_per_minute=tokens_per_minute,
         )  # fmt: skip
     if as_json:
         write_json({**_view(key), "key": text})
@@ -78,13 +84,22 @@ def list_keys(config: Config = None, data_dir: DataDir = None, as_json: AsJson =
     if as_json:
         write_json([_view(key) for key in keys])
         return
-    table = Table(Column("id", no_wrap=True), "name", "scopes", "profile", "a minute", "expires", "state")
+    table = Table(
+        Column("id", no_wrap=True),
+        "name",
+        "scopes",
+        "profile",
+        "requests a minute",
+        "tokens a minute",
+        "expires",
+        "state",
+    )
     now = time.time()
     for key in keys:
         state = "revoked" if key.revoked_at is not None else "usable" if key.usable(now) else "expired"
         expires = datetime.fromtimestamp(key.expires_at, UTC).isoformat(timespec="minutes") if key.expires_at else ""
-        rate = f"{key.per_minute:g}" if key.per_minute is not None else ""
-        table.add_row(key.id, key.name, ", ".join(sorted(key.scopes)), key.profile or "", rate, expires, state)
+        rates = ("" if rate is None else f"{rate:g}" for rate in (key.per_minute, key.tokens_per_minute))
+        table.add_row(key.id, key.name, ", ".join(sorted(key.scopes)), key.profile or "", *rates, expires, state)
     screen.print(table)
 
 
@@ -106,7 +121,8 @@ def revoke(
 def _view(key: Key) -> dict[str, Any]:
     return {
         "id": key.id, "name": key.name, "scopes": sorted(key.scopes), "profile": key.profile,
-        "requests_per_minute": key.per_minute, "expires_at": key.expires_at, "revoked_at": key.revoked_at,
+        "requests_per_minute": key.per_minute, "tokens_per_minute": key.tokens_per_minute,
+        "expires_at": key.expires_at, "revoked_at": key.revoked_at,
     }  # fmt: skip
 
 

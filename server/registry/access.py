@@ -42,6 +42,7 @@ class Key:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+    tokens_per_minute: float | None = None
 
     def usable(self, now: float) -> bool:
         """Neither revoked nor expired."""
@@ -88,13 +89,14 @@ class Access:
     def create_key(
         self, name: str, actor: Actor, now: float, *, scopes: tuple[Scope, ...] = ("inference",),
         rules: Rules = NO_RULES, profile: str | None = None, expires_at: float | None = None,
-        per_minute: float | None = None, burst: int | None = None,
+        per_minute: float | None = None, burst: int | None = None, tokens_per_minute: float | None = None,
     ) -> tuple[Key, str]:  # fmt: skip
         """A new key, and its text, which is not kept anywhere."""
         text = f"ubk_{secrets.token_urlsafe(24)}"
         row = KeyRow(
             id=f"key_{uuid.uuid4().hex[:16]}", name=name, digest=key_digest(text), scopes=list(scopes), profile=profile,
             per_minute=per_minute, burst=burst or max(1, int(per_minute or 1)), created_at=now, expires_at=expires_at,
+            tokens_per_minute=tokens_per_minute,
         )  # fmt: skip
         with self._transactions.change() as session:
             session.add(row)
@@ -155,5 +157,5 @@ def _record(key: Key) -> dict[str, Any]:
 def _key(row: KeyRow) -> Key:
     return Key(
         row.id, row.name, frozenset(row.scopes), row.profile, row.per_minute, row.burst, row.created_at,
-        row.expires_at, row.revoked_at,
+        row.expires_at, row.revoked_at, row.tokens_per_minute,
     )  # fmt: skip

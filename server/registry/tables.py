@@ -138,6 +138,7 @@ class KeyRow(Base):
     profile: Mapped[str | None] = mapped_column(default=None)
     per_minute: Mapped[float | None] = mapped_column(default=None)
     burst: Mapped[int] = mapped_column(default=1)
+    tokens_per_minute: Mapped[float | None] = mapped_column(default=None)
     created_at: Mapped[float]
     expires_at: Mapped[float | None] = mapped_column(default=None)
     revoked_at: Mapped[float | None] = mapped_column(default=None)

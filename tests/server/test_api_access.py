@@ -106,6 +106,41 @@ def test_a_key_may_ask_only_so_often(guarded: Live) -> None:
     assert 0 < int(refused.headers["retry-after"]) <= 10 and "x-should-retry" not in refused.headers
 
 
+def test_every_answer_of_a_call_counts(guarded: Live) -> None:
+    _, text = make(guarded, requests_per_minute=6, burst=6)
+    batch = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "key": text}
+    assert guarded.complete(**batch).status == 200  # four of six
+    refused = guarded.complete(**batch)  # which itself counted for one
+    assert refusal(refused) == (429, "rate_limited") and 20 < int(refused.headers["retry-after"]) <= 30
+    assert guarded.complete(max_tokens=1, key=text).status == 200
+    assert refusal(guarded.complete(max_tokens=1, key=text)) == (429, "rate_limited")
+    _, other = make(guarded, requests_per_minute=6, burst=6)
+    never = guarded.complete(prompt=["a"] * 7, max_tokens=1, key=other)
+    assert refusal(never) == (400, "batch_too_large") and "6 at once" in never.error["message"]
+    _, free = make(guarded)
+    assert guarded.complete(prompt=["a"] * 7, max_tokens=1, key=free).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_prompts_and_answers_count_and_what_is_owed_is_waited_for(guarded: Live, stream: bool) -> None:
+    key_id, text = make(guarded, tokens_per_minute=60)
+    shown = next(key for key in guarded.admin("/keys").body["data"] if key["id"] == key_id)
+    assert shown["tokens_per_minute"] == 60 and shown["requests_per_minute"] is None
+    ask = {"key": text, "ignore_eos": True, "stream": stream}
+    assert guarded.complete(prompt=[9] * 40, max_tokens=2, **ask).status == 200
+    assert guarded.complete(prompt=[9] * 8, max_tokens=50, **ask).status == 200  # there were some left
+    refused = guarded.complete(prompt=[9], max_tokens=1, **ask)
+    assert refusal(refused) == (429, "rate_limited") and "tokens a minute" in refused.error["message"]
+    assert 30 < int(refused.headers["retry-after"]) <= 41  # 40 are owed, and one a second comes
+
+
+def test_a_bucket_owes_what_was_spent_beyond_it() -> None:
+    limiter = RateLimiter()
+    limiter.spend("k", 60, 10, 0.0, 25)
+    assert limiter.wait("k", 60, 10, 0.0) == 16 and limiter.wait("k", 60, 10, 16.0) == 0
+    assert limiter.take("k", 60, 10, 20.0, 6) == 1 and limiter.take("k", 60, 10, 20.0, 5) == 0
+
+
 def test_a_bucket_refills_with_time() -> None:
     limiter = RateLimiter()
     assert [limiter.take("k", 60, 2, 0.0) for _ in range(3)] == [0, 0, 1]

@@ -15,6 +15,7 @@ from alembic import command
 from sqlalchemy import text
 
 from server.registry import database
+from server.registry.access import Access
 from server.registry.refusals import DatabaseRefused
 from server.registry.registry import Registry
 from tests.server.test_registry import ADMIN, submit
@@ -152,3 +153,16 @@ def test_server_and_worker_may_open_a_new_database_at_the_same_moment(tmp_path: 
     registry.jobs.request_cancel(submit(registry), ADMIN, 1.0)
     for engine in engines:
         engine.dispose()
+
+
+def test_keys_from_before_token_rates_keep_their_rules(database_url: str) -> None:
+    at_revision(database_url, "0003")
+    engine = database.connect(database_url)
+    with engine.begin() as connection:
+        old = "INSERT INTO api_keys VALUES ('key_1', 'old', 'd', '[\"inference\"]', NULL, 6.0, 2, 1.0, NULL, NULL)"
+        connection.execute(text(old))
+    database.upgrade(engine)
+    registry = Registry(engine)
+    (key,) = Access(registry.transactions).current.keys.values()
+    assert (key.name, key.per_minute, key.burst, key.tokens_per_minute) == ("old", 6.0, 2, None)
+    registry.close()
