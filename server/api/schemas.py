@@ -254,6 +254,8 @@ class PromptBody(GenerationBody):
         if not isinstance(value, (str, list)):
             raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
         if isinstance(value, list):
+            if len(value) > MAX_TOKENS:
+                raise ValueError(f"must not hold more than {MAX_TOKENS} token ids")
             kinds = {type(item) for item in value}
             if len(kinds) != 1 or not kinds <= {str, int, list}:
                 raise ValueError("must be all strings, all token ids or all lists of token ids")

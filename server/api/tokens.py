@@ -60,13 +60,14 @@ async def tokenize(body: TokenizeBody, served: Served) -> JSONResponse:
 
 def _tokenized(served: Service, body: TokenizeBody) -> JSONResponse:
     tokenizer = served.loaded.tokenizer
+    field = "messages" if body.messages is not None else "content" if body.prompt is None else "prompt"
     if body.messages is not None:
         ids = list(chat_prompt(served, body.messages, body, _most(served)).ids)
     else:
         special = body.add_special if body.add_special is not None else body.prompt is not None
-        field = "content" if body.prompt is None else "prompt"
         ids = served.encoder.ids(body.prompt or body.content or "", field, _most(served))
         ids = (beginning(tokenizer) if special else []) + ids
+    served.encoder.check(ids, field, _most(served))
     pieces = {token: _piece(token_bytes(tokenizer, token)) for token in set(ids)} if body.with_pieces else {}
     return JSONResponse(
         {
