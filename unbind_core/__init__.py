@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unbind_core.applying.bank import ModuleBank, Selection
+    from unbind_core.applying.hooks import Intervention, attach
     from unbind_core.architecture import LoadedModel, ModelIdentity, decoder_layers, identify, load_model
-    from unbind_core.bank import ModuleBank, Selection
     from unbind_core.errors import UnbindError
-    from unbind_core.evaluation import extractable, verify
-    from unbind_core.fitting import fit
-    from unbind_core.hooks import Intervention, attach
+    from unbind_core.evaluation.scores import extractable, verify
+    from unbind_core.fitting.fit import fit
     from unbind_core.module import UnbindModule
     from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 
@@ -26,16 +26,16 @@ _HOME = {
     "decoder_layers": "architecture",
     "identify": "architecture",
     "load_model": "architecture",
-    "ModuleBank": "bank",
-    "Selection": "bank",
+    "ModuleBank": "applying.bank",
+    "Selection": "applying.bank",
     "UnbindError": "errors",
-    "extractable": "evaluation",
-    "verify": "evaluation",
-    "FitOptions": "options",
-    "FitReport": "options",
-    "fit": "fitting",
-    "Intervention": "hooks",
-    "attach": "hooks",
+    "extractable": "evaluation.scores",
+    "verify": "evaluation.scores",
+    "FitOptions": "fitting.options",
+    "FitReport": "fitting.options",
+    "fit": "fitting.fit",
+    "Intervention": "applying.hooks",
+    "attach": "applying.hooks",
     "UnbindModule": "module",
     "ForgetRow": "rows",
     "RetainRow": "rows",

@@ -44,7 +44,7 @@ class UnbindModule:
     ``detector`` "fisher" (paper section 4): w [d]; a = relu(w'h - s_ref); where a >= tau, h becomes h - kappa a v.
     "network": w [h,d], b [h], heads [K,h], heads_b [K]; f(h) = heads relu(w h + b) + heads_b; where the largest head's mean
     of f over the last ``window`` positions is tau above s_ref the gate opens, where it is less than tau_close above it
-    closes (``tau_close`` None: tau), and while it is open h becomes h - kappa v (``unbind_core/gates.py``).
+    closes (``tau_close`` None: tau), and while it is open h becomes h - kappa v (``unbind_core/applying/gates.py``).
     Tensors are FP32 on the CPU, ``v`` [d] of unit length. ``layer`` counts from 0 and acts on that decoder layer's output.
     ``partitions`` are row indices; the remaining mappings are JSON and say how the module came to be. Raises
     ModuleFileError, naming the field, where a value makes no sense. Modules are equal if their files are.

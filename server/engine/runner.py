@@ -18,12 +18,12 @@ from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache, placed
 from server.engine.threads import ThreadChoice
+from unbind_core.applying.bank import ModuleBank, Record, Selection
+from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.hooks import Intervention
 from unbind_core.architecture import decoder_layers
-from unbind_core.bank import ModuleBank, Record, Selection
 from unbind_core.errors import UnsupportedArchitecture
-from unbind_core.hooks import Intervention
-from unbind_core.linears import PackedLinears
-from unbind_core.memory import GateMemory, Places
+from unbind_core.running.linears import PackedLinears
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gates import NetworkGates
+from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel
-from unbind_core.bank import ModuleBank
-from unbind_core.capture import capture_states
-from unbind_core.gates import NetworkGates
-from unbind_core.generation import Sampling, complete
-from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.running.capture import capture_states
+from unbind_core.running.generation import Sampling, complete
 from unbind_core.windows import Window, batches, forget_prompt, forget_windows, pad_id, retain_windows
 
 BINS = 40

@@ -9,9 +9,9 @@ import torch
 
 from server.worker.exhibits import BINS, exhibits
 from tests.server.conftest import MakeModule
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel
-from unbind_core.bank import ModuleBank
-from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import batches, forget_windows, pad_id, retain_windows

@@ -1,0 +1,83 @@
+"""The least strength at which a gate makes the model forget enough, within the budgets.
+
+What is left of the rows falls with the strength and what it costs rises, so both are found by bisection; a few rows say where
+to look, all of them decide.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from unbind_core.fitting.calibration import Budgets
+from unbind_core.fitting.judge import Cost, Forgot, Judge
+from unbind_core.fitting.options import Clock, Target
+from unbind_core.module import UnbindModule
+from unbind_core.rows import spread
+
+STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
+PROBED_ROWS = 8
+
+
+@dataclass
+class Search:
+    """What every search of one fit goes by: ``every`` forget row, the ``budgets`` and the ``target``."""
+
+    judge: Judge
+    budgets: Budgets
+    target: Target
+    clock: Clock
+    every: Sequence[int]
+
+    def least(
+        self, at: Callable[[float], UnbindModule], level: dict[str, Any]
+    ) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
+        """The module at the least strength that reaches the target on all rows, if that is within the budgets; or else at the
+        largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; None where none is
+        within the budgets. ``at`` makes the module for a strength; ``level`` is told what was found.
+        """
+        probed, everything = spread(self.every, PROBED_ROWS), range(len(STRENGTHS))
+
+        @cache
+        def cost(index: int) -> Cost:
+            return self.judge.cost(at(STRENGTHS[index]))
+
+        @cache
+        def probe(index: int) -> Forgot:
+            return self.judge.forgot(at(STRENGTHS[index]), probed)
+
+        @cache
+        def whole(index: int) -> Forgot:
+            return self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
+
+        def reaches(index: int) -> bool:
+            return probe(index).reaches(self.target)
+
+        def affordable() -> int:
+            if cost(everything[-1]).within(self.budgets):  # as it is for most
+                return len(everything)
+            return bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
+
+        def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
+            level.update(strength=STRENGTHS[index], cost=asdict(cost(index)), verdict=verdict)
+            if forgot is not None:
+                level["forgot"] = asdict(forgot)
+            return at(STRENGTHS[index]), forgot, level
+
+        with self.clock.stage("strength"):
+            strongest = everything[-1]  # asked first: where it is not enough, nothing is
+            least = bisect_left(everything[:strongest], True, key=reaches) if reaches(strongest) else len(everything)
+            for index in everything[least:]:  # more than one where the probe was kinder than all rows are
+                if not cost(index).within(self.budgets):
+                    if index + 1 >= affordable():
+                        break
+                elif whole(index).reaches(self.target):
+                    return told(index, whole(index), "chosen")
+                elif index == least + 1 and not whole(max(index, affordable() - 1)).reaches(self.target):
+                    break  # asking all rows is slow: two strengths on the way are enough
+            if (best := affordable() - 1) < 0:
+                return told(0, None, "no strength within the budgets")
+            return told(best, whole(best) if best >= least else probe(best), "misses the target")
