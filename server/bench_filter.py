@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unbind_core.applying.bank import ModuleBank, Selection
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, Places
 from unbind_core.applying.hooks import Intervention
-from unbind_core.architecture import LoadedModel, ModelIdentity
+from unbind_core.applying.selection import Selection
+from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnbindError
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
 MODULES = (1, 8, 64, 512)

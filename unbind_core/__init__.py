@@ -10,32 +10,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unbind_core.applying.bank import ModuleBank, Selection
-    from unbind_core.applying.hooks import Intervention, attach
-    from unbind_core.architecture import LoadedModel, ModelIdentity, decoder_layers, identify, load_model
+    from unbind_core.applying.attach import attach
+    from unbind_core.applying.bank import ModuleBank
+    from unbind_core.applying.hooks import Intervention
+    from unbind_core.applying.selection import Selection
+    from unbind_core.architecture import LoadedModel, decoder_layers, identify, load_model
     from unbind_core.errors import UnbindError
-    from unbind_core.evaluation.scores import extractable, verify
+    from unbind_core.evaluation.scores import extractable
+    from unbind_core.evaluation.verify import verify
     from unbind_core.fitting.fit import fit
+    from unbind_core.fitting.options import FitOptions, FitReport
+    from unbind_core.identity import ModelIdentity
     from unbind_core.module import UnbindModule
     from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 
 # Loaded on first use: whoever only reads a module file does not pay for what fitting needs.
 _HOME = {
     "LoadedModel": "architecture",
-    "ModelIdentity": "architecture",
+    "ModelIdentity": "identity",
     "decoder_layers": "architecture",
     "identify": "architecture",
     "load_model": "architecture",
     "ModuleBank": "applying.bank",
-    "Selection": "applying.bank",
+    "Selection": "applying.selection",
     "UnbindError": "errors",
     "extractable": "evaluation.scores",
-    "verify": "evaluation.scores",
+    "verify": "evaluation.verify",
     "FitOptions": "fitting.options",
     "FitReport": "fitting.options",
     "fit": "fitting.fit",
     "Intervention": "applying.hooks",
-    "attach": "applying.hooks",
+    "attach": "applying.attach",
     "UnbindModule": "module",
     "ForgetRow": "rows",
     "RetainRow": "rows",

@@ -8,7 +8,6 @@ pickle.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,20 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.files import write_whole
+from unbind_core.identity import ModelIdentity
+from unbind_core.module_file import DETECTORS, FORMAT, TENSORS, read, written
 
-FORMAT = 1
-KEY = "unbind"
 PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
-TENSORS = ("w", "v", "b", "heads", "heads_b")
-DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
 MAX_WINDOW = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
@@ -106,16 +99,12 @@ class UnbindModule:
 
     def to_bytes(self) -> bytes:
         """The module file as bytes; the same module gives the same bytes."""
-        tensors = self.tensors
         try:
-            described = self.describe()
-            described["checksum"] = _checksum(tensors, described)
-            text = _canonical(described)
+            return written(self.tensors, self.describe())
         except (TypeError, ValueError) as error:
             raise ModuleFileError(
                 f"module '{self.name}': its metadata is not JSON ({error}); use plain finite values"
             ) from error
-        return save_tensors(tensors, metadata={KEY: text})
 
     def save(self, path: str | Path) -> str:
         """Write the file whole or not at all (temporary file, fsync, rename); returns the digest. OSError passes."""
@@ -147,7 +136,7 @@ class UnbindModule:
     @classmethod
     def from_bytes(cls, data: bytes, origin: str = "module file") -> UnbindModule:
         """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does."""
-        tensors, described = _read(data, origin)
+        tensors, described = read(data, origin)
         try:
             identity = ModelIdentity(**described.pop("model"))
             partitions = {key: tuple(described["partitions"][key]) for key in PARTITIONS}
@@ -188,61 +177,6 @@ class UnbindModule:
         for key in ("budgets", "measured", "versions", "settings"):
             described[key] = dict(described[key])
         return described | {"format": FORMAT}
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
-    """SHA-256 over the tensors and the canonical JSON without the checksum itself: damage and hand edits show."""
-    digest = hashlib.sha256()
-    for key in TENSORS:
-        if key in tensors:
-            digest.update(tensors[key].numpy().tobytes())
-    digest.update(_canonical(described).encode())
-    return digest.hexdigest()
-
-
-def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and metadata of a whole, unaltered file of this format."""
-    try:
-        tensors = load_tensors(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ModuleFileError(f"{origin}: truncated, or not a safetensors file ({error}); copy it again") from error
-    metadata = header.get("__metadata__") or {}
-    text = metadata.get(KEY)
-    if text is None or len(metadata) != 1:
-        raise ModuleFileError(
-            f"{origin}: a safetensors file, but not a module ('{KEY}' must be its one metadata key); give a module file"
-        )
-    try:
-        described = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModuleFileError(f"{origin}: its metadata is not JSON ({error}); restore the original file") from error
-    if not isinstance(described, dict):
-        raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")
-    version = described.get("format")
-    if version != FORMAT:
-        newer = isinstance(version, int) and version > FORMAT
-        remedy = "upgrade this software" if newer else "fit it again"
-        raise ModuleFileError(f"{origin}: format {version!r} is not the one this version reads ({FORMAT}); {remedy}")
-    kind = described.get("detector")
-    if set(tensors) not in ([DETECTORS[kind]] if kind in DETECTORS else DETECTORS.values()):
-        raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)}, not those of a module; give a module file")
-    claimed = described.pop("checksum", None)
-    try:
-        actual = _checksum(tensors, described)
-        canonical = _canonical(described | {"checksum": claimed})
-    except (TypeError, ValueError) as error:
-        raise ModuleFileError(f"{origin}: a value is not finite or of a wrong type ({error}); fit it again") from error
-    if claimed != actual or canonical != text:
-        raise ModuleFileError(
-            f"{origin}: altered after it was written (the checksum differs); restore the original file"
-        )
-    described.pop("format")
-    return tensors, described
 
 
 def _check(module: UnbindModule) -> None:

@@ -12,7 +12,7 @@ from server.api.logprobs import token_bytes
 from server.api.prompts import chat_prompt, check_ids
 from server.api.schemas import Message, Text
 from server.service import Service, service
-from unbind_core.windows import beginning, encode
+from unbind_core.encoding import beginning, encode
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(inference)])
 Served = Annotated[Service, Depends(service)]

@@ -24,7 +24,7 @@ from server.cli.console import (
 )
 from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
-from unbind_core.evaluation.scores import measure, verify
+from unbind_core.evaluation.verify import measure, verify
 from unbind_core.files import write_whole
 from unbind_core.fitting.calibration import QUANTILES, Budgets
 from unbind_core.fitting.options import BUDGETS

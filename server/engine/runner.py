@@ -18,9 +18,10 @@ from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache, placed
 from server.engine.threads import ThreadChoice
-from unbind_core.applying.bank import ModuleBank, Record, Selection
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, Places
 from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.selection import Record, Selection
 from unbind_core.architecture import decoder_layers
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.running.linears import PackedLinears

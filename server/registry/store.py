@@ -18,8 +18,8 @@ from server.registry.lifecycle import LIVE
 from server.registry.modules import Modules, NewModule
 from server.registry.objects import DamagedObject, ObjectStore, StoreUnreachable, quarantine
 from server.registry.tables import ModuleState, Origin
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModuleFileError
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import NetworkGates
-from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel
+from unbind_core.encoding import pad_id
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import Window, batches, forget_prompt, forget_windows, pad_id, retain_windows
+from unbind_core.windows import Window, batches, forget_prompt, forget_windows, retain_windows
 
 BINS = 40
 ROWS = 12  # of each kind, for the histograms: some thousand positions

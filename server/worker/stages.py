@@ -24,16 +24,17 @@ from server.settings import Settings, load_settings
 from server.worker.plan import Task
 from server.worker.share import Share
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
 from unbind_core.evaluation.drafts import Drafts
-from unbind_core.evaluation.scores import RowScore, extractable, forget_scores, verify
-from unbind_core.fitting.fit import FitOptions, fit, prepare_retained
-from unbind_core.fitting.options import BUDGETS
+from unbind_core.evaluation.scores import RowScore, extractable, forget_scores
+from unbind_core.evaluation.verify import verify
+from unbind_core.fitting.fit import fit, prepare_retained
+from unbind_core.fitting.options import BUDGETS, FitOptions
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
 from unbind_core.running.linears import packed_linears
-from unbind_core.windows import available_forms, pad_id
 
 MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
 ProgressCall = Callable[[Progress], None]

@@ -31,13 +31,15 @@ from transformers import (
     Starcoder2Config,
 )
 
-from unbind_core.applying.bank import ModuleBank, Selection
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import network_scores, windowed
-from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
-from unbind_core.fitting.retained import retain_prompts, unedited_completions
+from unbind_core.applying.selection import Selection
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.evaluation.completions import retain_prompts, unedited_completions
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.rows import RetainRow
-from unbind_core.running.capture import frozen, recording
+from unbind_core.running.recording import frozen, recording
 
 LAYER = 1
 ROWS = [

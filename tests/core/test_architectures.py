@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from tests.core.conftest import FAMILIES, TinyCheckpoint, build_tokenizer, make_module, save_checkpoint
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel, decoder_layers, identify, load_model, unwrap
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.module import UnbindModule

@@ -16,9 +16,10 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from tests.core.conftest import make_module, make_network_module
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModelMismatch, ModuleFileError
-from unbind_core.module import MAX_WINDOW, PARTITIONS, TENSORS, UnbindModule
+from unbind_core.identity import ModelIdentity
+from unbind_core.module import MAX_WINDOW, PARTITIONS, UnbindModule
+from unbind_core.module_file import TENSORS
 
 MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)
 

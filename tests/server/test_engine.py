@@ -16,8 +16,8 @@ from server.engine.request import Delta, GenerationRequest, Sampling
 from server.engine.scheduler import PromptTooLong, QueueFull
 from tests.core.conftest import FAMILIES, save_checkpoint
 from tests.server.conftest import MakeModule
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import UnknownModule
 

@@ -14,8 +14,8 @@ from server.engine.request import GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
 from tests.server.test_engine import _collect, _plain, _prompts, _tokens
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule

@@ -10,11 +10,13 @@ import torch
 
 from server.worker.joint import measure_together
 from tests.core.conftest import LAYER, ROWS, make_module, opening_on_some, save_checkpoint
+from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.evaluation.replay import Replay, edit_of
+from unbind_core.encoding import pad_id
+from unbind_core.evaluation.replay import Replay
 from unbind_core.progress import silent
 from unbind_core.rows import retain_digest
-from unbind_core.windows import pad_id, retain_windows
+from unbind_core.windows import retain_windows
 
 
 @pytest.fixture(scope="module")

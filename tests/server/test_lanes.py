@@ -18,8 +18,8 @@ from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
 from tests.server.test_engine import _plain
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel
 
 pytestmark = pytest.mark.usefixtures("two_lanes")

@@ -15,13 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from unbind_core.applying.hooks import attach
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import decoder_layers
-from unbind_core.evaluation.replay import Replay, changed_by, edit_of
+from unbind_core.evaluation.replay import Replay, changed_by
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.running.capture import frozen, recording
 from unbind_core.running.generation import Sampling, complete
+from unbind_core.running.recording import frozen, recording
 from unbind_core.running.upper_layers import logits_above
 from unbind_core.windows import MAX_WINDOW, Batch, Window, batches
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.evaluation.replay import edit_of
-from unbind_core.fitting.retained import retain_completions, retain_replay
+from unbind_core.applying.bank import edit_of
+from unbind_core.encoding import available_forms, pad_id
+from unbind_core.evaluation.completions import retain_completions
+from unbind_core.evaluation.replay import retain_replay
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import RetainRow
-from unbind_core.windows import available_forms, pad_id, retain_windows
+from unbind_core.windows import retain_windows
 
 
 class HeldOut:

@@ -7,6 +7,8 @@ trial starts from the layer's kept output, and only rows on which a gate opens a
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from unbind_core.applying.bank import ModuleBank, Selection
-from unbind_core.applying.hooks import attach
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_layers
-from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.files import write_whole
-from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.running.capture import frozen, recording, target_nll
-from unbind_core.running.generation import Sampling, complete
+from unbind_core.running.capture import target_nll
+from unbind_core.running.recording import frozen, recording
 from unbind_core.running.upper_layers import logits_above
 from unbind_core.windows import Batch, Window, batches, make_batch
 
@@ -240,75 +240,26 @@ def _by_row(rows: dict[int, RowOutcome], kept: _Kept, changed: Tensor, nll: Tens
         row.opened, row.positions = row.opened + opened, row.positions + len(window.ids)
 
 
-class RetainCompletions:
-    """Greedy completions of retain rows before any edit, to hold a candidate's BLEU against (paper B.3).
-
-    ``prompts`` and ``references`` are token ids; ``outputs`` the unedited completions.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        prompts: Sequence[Sequence[int]],
-        references: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        layers: Sequence[int],
-        *,
-        pad: int,
-        end: int | None,
-        cache: Path | None = None,
-        progress: ProgressCallback = silent,
-    ) -> None:
-        self.model, self.pad, self.end = model, pad, end
-        self.prompts, self.references = prompts, references
-        self.left_out: frozenset[int] = frozenset()
-        self.scores = [sentence_bleu(r, o) for r, o in zip(references, outputs, strict=True)]
-        # Greedy decoding leaves the unedited path only where a gate opens on that path, be it the prompt alone.
-        paths = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))]
-        self.replay = Replay(
-            model, paths, layers, pad=pad, cache=cache, stage="retain completions' states", progress=progress
-        )
-
-    def without(self, outside: Collection[int]) -> RetainCompletions:
-        """The same without the rows at some places of ``prompts``."""
-        other = copy.copy(self)
-        other.left_out, other.replay = frozenset(outside), self.replay.without(outside)
-        return other
-
-    def drop(self, bank: ModuleBank, selection: Selection, layer: int) -> float:
-        """R-BLEU(original) - R-BLEU(edited), mean over rows."""
-        drops = self.drops(bank, selection, layer)
-        return sum(drops) / max(len(drops), 1)
-
-    def drops(
-        self, bank: ModuleBank, selection: Selection, layer: int, progress: ProgressCallback = silent
-    ) -> list[float]:
-        """R-BLEU(original) - R-BLEU(edited) of every row; only rows on whose path a gate opens are generated again."""
-        wanted: list[int] = []
-        for kept in self.replay.kept:
-            _, changed = self.replay.touched(kept, selection, layer)
-            touched = changed.any(-1).tolist()
-            wanted += [window.row for window, hit in zip(kept.batch.windows, touched, strict=True) if hit]
-        outputs = complete(
-            self.model,
-            [self.prompts[i] for i in wanted],
-            Sampling(BLEU_NEW_TOKENS),
-            pad=self.pad,
-            end=self.end,
-            editing=lambda: attach(self.model, bank),
-            stage="retain completions",
-            progress=progress,
-        )
-        lost = [0.0] * len(self.prompts)
-        for i, output in zip(wanted, outputs, strict=True):
-            lost[i] = self.scores[i] - sentence_bleu(self.references[i], output)
-        return [drop for i, drop in enumerate(lost) if i not in self.left_out]
+def cache_key(*parts: object) -> str:
+    """The part of a cache file's name that says what its content depends on."""
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
-def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:
-    """A bank with this module alone, and its selection for every row."""
-    bank = ModuleBank(device)
-    bank.add(module)
-    selection = bank.select([{module.name: 1.0}])
-    assert selection is not None
-    return bank, selection
+def retain_replay(
+    model: nn.Module,
+    windows: Sequence[Window],
+    layers: Sequence[int],
+    *,
+    pad: int,
+    cache: Path | None,
+    fingerprint: str,
+    stage: str = "calibration states",
+    progress: ProgressCallback = silent,
+) -> Replay:
+    """Windows of retain rows with their states at some layers, from ``cache`` where they are known."""
+    dtype = next(model.parameters()).dtype
+    key = cache_key(fingerprint, dtype, [(w.ids, w.first_target) for w in windows], layers)
+    return Replay(
+        model, windows, layers, pad=pad, cache=cache and cache / f"calibration-{key}.safetensors", stage=stage,
+        progress=progress,
+    )  # fmt: skip

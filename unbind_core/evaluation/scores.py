@@ -1,31 +1,21 @@
-"""What a model gives back of protected code, and how well it does on everything else, before and after a module.
-
-The before/after table of ``unbind verify`` and of a takedown's evidence; metrics as in the paper's appendices A.3 and D.
-"""
+"""What a model gives back of protected code, asked in six ways; metrics as in the paper's appendices A.3 and D."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.applying.hooks import attach
-from unbind_core.evaluation.held_out import HeldOut
+from unbind_core.encoding import available_forms, encode_prompt, pad_id
 from unbind_core.evaluation.metrics import longest_span, sentence_bleu
-from unbind_core.evaluation.replay import edit_of
-from unbind_core.module import UnbindModule
-from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.rows import ForgetRow, RetainRow, forget_digest
-from unbind_core.running.capture import frozen, target_nll
+from unbind_core.progress import ProgressCallback, silent
+from unbind_core.rows import ForgetRow
 from unbind_core.running.generation import Editing, Sampling, complete
-from unbind_core.windows import Window, available_forms, batches, encode_prompt, forget_prompt, pad_id
+from unbind_core.windows import forget_prompt
 
 BLEU_NEW_TOKENS = 128
 ACCESS_NEW_TOKENS = 256
@@ -122,7 +112,7 @@ def forget_scores(
     return scores
 
 
-def _summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
+def summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
     """Means over rows in the form ``verify`` reports; ``mean_recovery`` in per cent (paper D.2)."""
 
     def mean(values: Sequence[float]) -> float | None:
@@ -136,102 +126,6 @@ def _summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
         "spans_100": sum(s.span >= 100 for s in scores),
         "mean_recovery": mean([100.0 * s.recovery for s in scores]),
     }
-
-
-def perplexity(
-    model: nn.Module,
-    windows: Sequence[Window],
-    pad: int,
-    *,
-    editing: Editing = nullcontext,
-    progress: ProgressCallback = silent,
-) -> float:
-    """exp(total target NLL / number of targets) over windows (paper A.3)."""
-    device = next(model.parameters()).device
-    total, count = 0.0, 0
-    every = list(batches(windows, pad, device=device))
-    with torch.no_grad(), frozen(model), editing():
-        for batch in counted(every, len(every), "retain perplexity", progress):
-            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            nll = target_nll(logits, batch)
-            total, count = total + float(nll.double().sum()), count + len(nll)
-    return math.exp(total / max(count, 1))
-
-
-def measure(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    forget: Sequence[ForgetRow],
-    retain: Sequence[RetainRow],
-    *,
-    attempts: int = 1,
-    progress: ProgressCallback = silent,
-) -> dict[str, Any]:
-    """One column of the before/after table for a model without modules: ``all`` and, with retain rows, ``retain``."""
-    scores = forget_scores(
-        model, tokenizer, forget, forms=available_forms(tokenizer), attempts=attempts, progress=progress
-    )
-    table: dict[str, Any] = {"all": _summary(scores)}
-    if retain:
-        table["retain"] = HeldOut(model, tokenizer, retain, progress=progress).measures()
-    return table
-
-
-def verify(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    module: UnbindModule,
-    forget: Sequence[ForgetRow],
-    retain: Sequence[RetainRow],
-    *,
-    attempts: int = 1,
-    before: Sequence[RowScore] | None = None,
-    cache: Path | None = None,
-    progress: ProgressCallback = silent,
-) -> dict[str, Any]:
-    """The before/after table of a module: ``before`` and ``after``, each with ``all``, a group of rows a role, and ``retain``.
-
-    Rows are reported apart by what the module's fit did with them (``fitted``, ``calibration``, ``validation``) where
-    ``forget`` is the very set it was fitted on. ``attempts`` a condition, six conditions; the paper makes 5. ``before``: the scores
-    of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts; ``cache``: a folder for what
-    depends on the retain rows alone, which a fit may share.
-    """
-    groups: dict[str, Sequence[int]] = {}
-    if forget_digest(forget) == module.forget_digest:
-        groups = {
-            "fitted": module.partitions["forget_fit"],
-            "calibration": module.partitions["forget_calibration"],
-            "validation": module.partitions["forget_validation"],
-        }
-    forms = available_forms(tokenizer)
-    bank, _ = edit_of(module, next(model.parameters()).device)
-    scores = {
-        "before": before or forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, progress=progress),
-        "after": forget_scores(
-            model, tokenizer, forget, forms=forms, attempts=attempts, editing=lambda: attach(model, bank),
-            progress=progress,
-        ),
-    }  # fmt: skip
-    table: dict[str, Any] = {
-        column: {
-            "all": _summary(found),
-            **{name: _summary([found[i] for i in indices]) for name, indices in groups.items()},
-        }
-        for column, found in scores.items()
-    }
-    if retain:
-        held = HeldOut(
-            model,
-            tokenizer,
-            retain,
-            [module.layer],
-            cache=cache,
-            fingerprint=module.model.fingerprint,
-            progress=progress,
-        )
-        table["before"]["retain"] = held.measures()
-        table["after"]["retain"] = held.measures(module, progress)
-    return table
 
 
 def extractable(
@@ -254,5 +148,5 @@ def extractable(
     for row, score in zip(rows, scores, strict=True):
         length = len(forget_prompt(tokenizer, row, "plain")[1])
         extracted += score.span >= min(EXTRACTED_SPAN, max(length // 2, 1))
-    summary = _summary(scores)
-    return {**summary, "extracted": extracted, "memorised": extracted > 0}
+    table = summary(scores)
+    return {**table, "extracted": extracted, "memorised": extracted > 0}

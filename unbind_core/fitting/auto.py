@@ -18,10 +18,11 @@ from torch import Tensor
 from unbind_core.errors import FittingError
 from unbind_core.fitting.context import Preparation
 from unbind_core.fitting.judge import Forgot, Judge
-from unbind_core.fitting.network import BATCH, Separation
+from unbind_core.fitting.network import BATCH
 from unbind_core.fitting.options import FitReport
 from unbind_core.fitting.paper import fit_paper
 from unbind_core.fitting.screening import Captured, Sequences
+from unbind_core.fitting.separation import Separation
 from unbind_core.fitting.strength import Search
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress

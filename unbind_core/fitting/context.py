@@ -15,14 +15,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.architecture import ModelIdentity
+from unbind_core.encoding import encode
 from unbind_core.evaluation.metrics import spans
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.options import Clock, FitOptions
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
-from unbind_core.windows import Window, embedded_windows, encode, forget_windows, retain_windows
+from unbind_core.windows import Window, embedded_windows, forget_windows, retain_windows
 
 LEAD = (50, 600)  # characters of other code in front of a row
 REQUESTS = (  # what stands in front of a prompt and behind it where code is asked for in words; evaluation has wordings of its own

@@ -13,21 +13,22 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.architecture import ModelIdentity, decoder_layers, identify
+from unbind_core.architecture import decoder_layers, identify
+from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
+from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.context import Preparation
 from unbind_core.fitting.options import GATES, Clock, FitOptions, FitReport
 from unbind_core.fitting.paper import fit_paper
-from unbind_core.fitting.retained import retain_prompts, unedited_completions
-from unbind_core.fitting.screening import retained
+from unbind_core.fitting.retained import retained
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
 from unbind_core.running.linears import packed_linears
-from unbind_core.windows import available_forms, pad_id
 
 RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 

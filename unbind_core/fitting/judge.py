@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from unbind_core.applying.hooks import attach
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import edit_of
+from unbind_core.evaluation.completions import RetainCompletions
 from unbind_core.evaluation.drafts import Drafts
-from unbind_core.evaluation.replay import Replay, RetainCompletions, edit_of
+from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import RowScore, forget_scores
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.context import Preparation
-from unbind_core.fitting.network import upper_bound
 from unbind_core.fitting.options import Target
+from unbind_core.fitting.separation import upper_bound
 from unbind_core.module import UnbindModule
 from unbind_core.rows import spread
 

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from unbind_core.applying.gates import activation
 from unbind_core.errors import FittingError
-from unbind_core.evaluation.replay import Replay
+from unbind_core.evaluation.completions import retain_completions
+from unbind_core.evaluation.replay import Replay, retain_replay
 from unbind_core.fitting.axes import OutputAxis, output_axis
 from unbind_core.fitting.calibration import Gate, gates, strengths
 from unbind_core.fitting.context import Preparation
 from unbind_core.fitting.fisher import FisherDetector, fisher_detector
 from unbind_core.fitting.moments import CrossMoments, Moments
 from unbind_core.fitting.options import FitOptions, FitReport
-from unbind_core.fitting.retained import retain_completions, retain_moments, retain_replay
+from unbind_core.fitting.retained import retain_moments
 from unbind_core.fitting.search import Trial, search
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted

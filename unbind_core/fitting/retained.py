@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import unwrap
-from unbind_core.evaluation.replay import BLEU_NEW_TOKENS, Replay, RetainCompletions
+from unbind_core.evaluation.completions import RetainCompletions, retain_completions
+from unbind_core.evaluation.replay import Replay, cache_key, retain_replay
 from unbind_core.files import write_whole
+from unbind_core.fitting.context import Preparation
 from unbind_core.fitting.moments import Moments, load_moments, save_moments
 from unbind_core.progress import Progress, ProgressCallback, counted, silent
-from unbind_core.rows import RetainRow
+from unbind_core.rows import spread
 from unbind_core.running.capture import capture_states
 from unbind_core.running.device import bfloat16_is_fast
-from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import MAX_WINDOW, Window, batches, encode_prompt, pad_id
+from unbind_core.windows import Window, batches
 
 STATE_FILES = 8
-
-
-def _key(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
 def retain_moments(
@@ -49,7 +44,7 @@ def retain_moments(
     file = (
         cache
         and cache
-        / f"moments-{_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
+        / f"moments-{cache_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
     )
     if file:
         known = load_moments(file, list(layers), parameter.device)
@@ -63,97 +58,6 @@ def retain_moments(
     if file:
         save_moments(file, found)
     return found
-
-
-def retain_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow], indices: Sequence[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and references for R-BLEU: the latest boundary with a full target of min(128, n - 32) and 32 prefix tokens.
-
-    Rows of 32 tokens or fewer are left out; prompts keep their last 2,048 less target tokens.
-    """
-    prompts, references = [], []
-    for index in indices:
-        ids = encode_prompt(tokenizer, rows[index].text)
-        target = min(BLEU_NEW_TOKENS, len(ids) - 32)
-        if target > 0:
-            prompts.append(ids[:-target][-(MAX_WINDOW - target) :])
-            references.append(ids[-target:])
-    return prompts, references
-
-
-def retain_completions(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[RetainRow],
-    indices: Sequence[int],
-    layers: Sequence[int],
-    cache: Path | None,
-    fingerprint: str,
-    progress: ProgressCallback,
-) -> RetainCompletions:
-    """The unedited greedy completions of retain rows and the states on their paths, from ``cache`` where they are known."""
-    prompts, references = retain_prompts(tokenizer, rows, indices)
-    outputs = unedited_completions(model, tokenizer, prompts, cache=cache, fingerprint=fingerprint, progress=progress)
-    key = _key(fingerprint, next(model.parameters()).dtype, prompts, outputs, layers, "empty ones too")
-    return RetainCompletions(
-        model, prompts, references, outputs, layers, pad=pad_id(tokenizer), end=tokenizer.eos_token_id,
-        cache=cache and cache / f"paths-{key}.safetensors",
-    )  # fmt: skip
-
-
-def unedited_completions(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    cache: Path | None = None,
-    fingerprint: str = "",
-    progress: ProgressCallback = silent,
-) -> list[list[int]]:
-    """Greedy completions of at most BLEU_NEW_TOKENS tokens, kept in the folder ``cache`` if given.
-
-    The key is the model's fingerprint, its dtype and the prompts.
-    """
-    file = cache and cache / f"completions-{_key(fingerprint, next(model.parameters()).dtype, prompts)}.json"
-    outputs = _known(file) if file else None
-    if outputs is None:
-        outputs = complete(
-            model, prompts, Sampling(BLEU_NEW_TOKENS), pad=pad_id(tokenizer), end=tokenizer.eos_token_id,
-            stage="retain completions", progress=progress,
-        )  # fmt: skip
-        if file:
-            write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
-    return outputs
-
-
-def retain_replay(
-    model: nn.Module,
-    windows: Sequence[Window],
-    layers: Sequence[int],
-    *,
-    pad: int,
-    cache: Path | None,
-    fingerprint: str,
-    stage: str = "calibration states",
-    progress: ProgressCallback = silent,
-) -> Replay:
-    """Windows of retain rows with their states at some layers, from ``cache`` where they are known."""
-    dtype = next(model.parameters()).dtype
-    key = _key(fingerprint, dtype, [(w.ids, w.first_target) for w in windows], layers)
-    return Replay(
-        model, windows, layers, pad=pad, cache=cache and cache / f"calibration-{key}.safetensors", stage=stage,
-        progress=progress,
-    )  # fmt: skip
-
-
-def _known(file: Path) -> list[list[int]] | None:
-    """What a cache file holds; None where there is none or it is damaged."""
-    try:
-        known: list[list[int]] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return known
 
 
 def retain_states(
@@ -176,7 +80,7 @@ def retain_states(
     size = sum(window.target_count for window in windows) * len(layers) * _width(model) * 2
     step = max(1, -(-size // limit_bytes))
     roughly = bfloat16_is_fast(parameter.device)  # they are kept in bfloat16 anyway
-    key = _key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
+    key = cache_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
     every = list(batches(windows, pad, device=parameter.device))
     rows = [torch.tensor([w.row for w in one.windows])[one.window_index().cpu()][::step] for one in every]
     shape = sum(map(len, rows)), _width(model)
@@ -217,3 +121,58 @@ def _known_states(file: Path, layers: Sequence[int], device: torch.device) -> di
             return {layer: opened.get_tensor(str(layer)) for layer in layers}
     except (OSError, SafetensorError):
         return None
+
+
+MOST_LAYERS = 8  # a deep model's upper layers are much alike
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there with the row
+    that each is of, the calibration windows with theirs, and the unedited completions.
+    """
+
+    layers: list[int]
+    states: dict[int, Tensor]
+    rows: Tensor
+    calibration: Replay
+    completions: RetainCompletions
+
+    def without(self, rows: Sequence[int], completions: Sequence[int]) -> Retained:
+        """The same without some retain rows, and without the completions at some places. Takes the states over: the last ones
+        move to where those were that go, as copying a gigabyte to be rid of a few takes seconds.
+        """
+        stay = torch.isin(self.rows, torch.tensor(rows), invert=True)
+        count = int(stay.sum())
+        gone, moved = (~stay[:count]).nonzero()[:, 0], count + stay[count:].nonzero()[:, 0]
+        for part in (*self.states.values(), self.rows):
+            part[gone.to(part.device)] = part[moved.to(part.device)]
+        states = {layer: part[:count] for layer, part in self.states.items()}
+        return Retained(
+            self.layers,
+            states,
+            self.rows[:count],
+            self.calibration.without(rows),
+            self.completions.without(completions),
+        )
+
+
+def retained(given: Preparation) -> Retained:
+    """From the cache where it is known; nothing of it depends on the forget rows."""
+    layers, fingerprint = spread(given.layers, MOST_LAYERS), given.identity.fingerprint
+    with given.clock.stage("retain states"):
+        states, rows = retain_states(
+            given.model, given.alternating_windows(given.parts.retain_fit), layers, pad=given.pad,
+            limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=fingerprint, progress=given.progress,
+        )  # fmt: skip
+    with given.clock.stage("calibration states"):
+        windows = given.retain_windows(given.parts.retain_calibration)
+        calibration = retain_replay(
+            given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=fingerprint
+        )
+    with given.clock.stage("retain completions"):
+        completions = retain_completions(
+            given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache, fingerprint,
+            given.progress,
+        )  # fmt: skip
+    return Retained(layers, states, rows, calibration, completions)

@@ -6,91 +6,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unbind_core.applying.gates import activation
-from unbind_core.evaluation.replay import Replay, RetainCompletions
+from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.axes import constrained_axis, gradient_axis, output_axis
 from unbind_core.fitting.context import Preparation
 from unbind_core.fitting.fisher import fisher_detector
 from unbind_core.fitting.moments import CrossMoments, Moments
-from unbind_core.fitting.network import (
-    FIRST_POSITION,
-    WINDOWS,
-    Network,
-    Separation,
-    evidence,
-    separation,
-    train_network,
+from unbind_core.fitting.network import FIRST_POSITION, Network, train_network
+from unbind_core.fitting.retained import (
+    retained,
 )
-from unbind_core.fitting.retained import retain_completions, retain_replay, retain_states
+from unbind_core.fitting.separation import WINDOWS, Separation, evidence, separation
 from unbind_core.progress import counted
 from unbind_core.rows import retain_digest, spread
 from unbind_core.running.capture import capture_states
 from unbind_core.running.upper_layers import gradients_above
 from unbind_core.windows import Batch, Window, batches
 
-MOST_LAYERS = 8  # a deep model's upper layers are much alike
 SCREEN_WIDTH, SCREEN_STEPS, SCREEN_BATCH = 64, 120, 1024
 SCREEN_TIE = 0.1  # margins so close, relative, are a tie
 GRADIENT_ROWS = 60
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
-
-
-@dataclass(frozen=True)
-class Retained:
-    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there with the row
-    that each is of, the calibration windows with theirs, and the unedited completions.
-    """
-
-    layers: list[int]
-    states: dict[int, Tensor]
-    rows: Tensor
-    calibration: Replay
-    completions: RetainCompletions
-
-    def without(self, rows: Sequence[int], completions: Sequence[int]) -> Retained:
-        """The same without some retain rows, and without the completions at some places. Takes the states over: the last ones
-        move to where those were that go, as copying a gigabyte to be rid of a few takes seconds.
-        """
-        stay = torch.isin(self.rows, torch.tensor(rows), invert=True)
-        count = int(stay.sum())
-        gone, moved = (~stay[:count]).nonzero()[:, 0], count + stay[count:].nonzero()[:, 0]
-        for part in (*self.states.values(), self.rows):
-            part[gone.to(part.device)] = part[moved.to(part.device)]
-        states = {layer: part[:count] for layer, part in self.states.items()}
-        return Retained(
-            self.layers,
-            states,
-            self.rows[:count],
-            self.calibration.without(rows),
-            self.completions.without(completions),
-        )
-
-
-def retained(given: Preparation) -> Retained:
-    """From the cache where it is known; nothing of it depends on the forget rows."""
-    layers, fingerprint = spread(given.layers, MOST_LAYERS), given.identity.fingerprint
-    with given.clock.stage("retain states"):
-        states, rows = retain_states(
-            given.model, given.alternating_windows(given.parts.retain_fit), layers, pad=given.pad,
-            limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=fingerprint, progress=given.progress,
-        )  # fmt: skip
-    with given.clock.stage("calibration states"):
-        windows = given.retain_windows(given.parts.retain_calibration)
-        calibration = retain_replay(
-            given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=fingerprint
-        )
-    with given.clock.stage("retain completions"):
-        completions = retain_completions(
-            given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache, fingerprint,
-            given.progress,
-        )  # fmt: skip
-    return Retained(layers, states, rows, calibration, completions)
 
 
 class Captured:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unbind_core.evaluation.replay import Replay, RetainCompletions, edit_of
+from unbind_core.applying.bank import edit_of
+from unbind_core.evaluation.completions import RetainCompletions
+from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.calibration import Budgets, Gate
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback

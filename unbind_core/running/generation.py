@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from unbind_core.architecture import unwrap
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.attention import sharing_keys
-from unbind_core.running.capture import frozen
 from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.recording import frozen
 
 SHORTEST_STRETCH = 4  # tokens
 Editing = Callable[[], AbstractContextManager[object]]

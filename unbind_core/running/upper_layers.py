@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnsupportedArchitecture
-from unbind_core.running.capture import frozen, own_position_attention, require_own_position, target_nll
+from unbind_core.running.capture import target_nll
+from unbind_core.running.own_position import own_position_attention, require_own_position
+from unbind_core.running.recording import frozen
 from unbind_core.windows import Batch
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.core.conftest import bank_of, make_module, select
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import FisherGates
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModelMismatch, UnbindError, UnknownModule
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.running import device
 from unbind_core.running.device import threads_for

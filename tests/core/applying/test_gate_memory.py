@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.core.conftest import make_network_module
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import Columns, GateMemory, Places
-from unbind_core.architecture import ModelIdentity
+from unbind_core.identity import ModelIdentity
 
 MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)
 

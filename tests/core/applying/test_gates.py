@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.conftest import bank_of, make_module, make_network_module, select
-from unbind_core.applying.bank import Selection
 from unbind_core.applying.gate_memory import GateMemory, Places
 from unbind_core.applying.gates import CLIP, GRAIN, held_open, windowed
-from unbind_core.architecture import ModelIdentity
+from unbind_core.applying.selection import Selection
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
 D, LAYER, LENGTH = 16, 1, 40

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.core.conftest import bank_of, make_module
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.hooks import Intervention, attach
+from unbind_core.applying.hooks import Intervention
 from unbind_core.architecture import LoadedModel, decoder_layers
 from unbind_core.errors import UnbindError, UnknownModule, UnsupportedArchitecture
 

@@ -13,12 +13,13 @@ from transformers import DynamicCache
 
 from tests.core.applying.test_hooks import PROMPTS, bank_of, encoded, generate, hooks_on
 from tests.core.conftest import TinyCheckpoint, make_module, make_network_module
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import network_scores, windowed
-from unbind_core.applying.hooks import Intervention, attach
+from unbind_core.applying.hooks import Intervention
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.module import UnbindModule
-from unbind_core.running.capture import recording
+from unbind_core.running.recording import recording
 
 EACH = ({"n": 1.0}, {}, {"m": 0.5, "p": 1.0})
 

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from tests.core.conftest import LAYER, ROWS, opening_on_some
-from unbind_core.applying.hooks import attach
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel
+from unbind_core.encoding import encode, pad_id
 from unbind_core.evaluation import drafts
+from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.drafts import Drafts
-from unbind_core.evaluation.replay import Replay, edit_of
-from unbind_core.fitting.retained import retain_prompts
+from unbind_core.evaluation.replay import Replay
 from unbind_core.module import UnbindModule
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import Batch, Window, batches, encode, pad_id
+from unbind_core.windows import Batch, Window, batches
 
 COUNT = 24
 

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from tests.core.conftest import LAYER, ROWS, make_module, opening_on_some
-from unbind_core.applying.hooks import attach
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel
+from unbind_core.encoding import pad_id
+from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.metrics import sentence_bleu
-from unbind_core.evaluation.replay import BLEU_NEW_TOKENS, edit_of
-from unbind_core.evaluation.scores import perplexity
-from unbind_core.fitting.retained import retain_prompts, unedited_completions
+from unbind_core.evaluation.replay import BLEU_NEW_TOKENS
+from unbind_core.evaluation.verify import perplexity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import pad_id, retain_windows
+from unbind_core.windows import retain_windows
 
 
 def plainly(loaded: LoadedModel, module: UnbindModule) -> dict[str, float]:

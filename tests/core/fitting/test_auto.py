@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tests.core.conftest import make_network_module
 from tests.system import memorising
 from unbind_core import FitOptions, FitReport, LoadedModel, ModuleBank, UnbindModule, attach, fit, load_model
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import Cancelled, InsufficientRows
 from unbind_core.evaluation import scores
 from unbind_core.evaluation.scores import forget_scores
 from unbind_core.fitting import auto, judge, screening, strength
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.judge import Cost, Forgot
-from unbind_core.fitting.network import upper_bound
 from unbind_core.fitting.options import BUDGETS, Clock, Target
+from unbind_core.fitting.separation import upper_bound
 from unbind_core.fitting.strength import PROBED_ROWS, STRENGTHS, Search
+from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
 

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from tests.core.conftest import LAYER, ROWS, opening_on_some
+from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel
-from unbind_core.evaluation.replay import Replay, edit_of
+from unbind_core.encoding import encode, pad_id
+from unbind_core.evaluation.completions import retain_completions
+from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.fit import _preparation
 from unbind_core.fitting.options import FitOptions, Target
-from unbind_core.fitting.retained import retain_completions, retain_states
-from unbind_core.fitting.screening import Retained
+from unbind_core.fitting.retained import Retained, retain_states
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
-from unbind_core.windows import encode, pad_id, retain_windows
+from unbind_core.windows import retain_windows
 
 PROTECTED = "".join(f"    total_{i} = weigh(first[{i}], second[{i * 7}])\n" for i in range(12))
 FORGET = [

@@ -12,7 +12,8 @@ from tests.core.conftest import TinyCheckpoint
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
 from unbind_core.evaluation.held_out import HeldOut
-from unbind_core.evaluation.scores import RowScore, extractable, verify
+from unbind_core.evaluation.scores import RowScore, extractable
+from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.fit import prepare_retained
 from unbind_core.fitting.retained import retain_states

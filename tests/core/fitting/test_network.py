@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unbind_core.errors import Cancelled, FittingError
-from unbind_core.fitting.network import Evidence, Network, evidence, separation, train_network
+from unbind_core.fitting.network import Network, train_network
+from unbind_core.fitting.separation import Evidence, evidence, separation
 from unbind_core.progress import Progress
 
 ROWS, D = 4, 12

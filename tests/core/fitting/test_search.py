@@ -7,8 +7,9 @@ import torch
 
 from tests.core.conftest import FAMILIES, TinyCheckpoint, make_module
 from unbind_core import ModuleBank, attach, load_model
+from unbind_core.evaluation.completions import RetainCompletions
 from unbind_core.evaluation.metrics import sentence_bleu
-from unbind_core.evaluation.replay import Replay, RetainCompletions
+from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.calibration import Budgets, Gate
 from unbind_core.fitting.search import Trial, search
 from unbind_core.module import UnbindModule

@@ -10,8 +10,8 @@ import torch
 
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.core.conftest import FAMILIES, TinyCheckpoint, bank_of
+from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.hooks import attach
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.running.generation import Sampling, complete
 
