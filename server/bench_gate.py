@@ -25,8 +25,8 @@ from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import available_forms, encode, pad_id
 from unbind_core.evaluation.completions import retain_prompts
-from unbind_core.evaluation.metrics import sentence_bleu, spans
-from unbind_core.evaluation.scores import EXTRACTED_SPAN, RowScore, forget_scores
+from unbind_core.evaluation.metrics import EXTRACTED_SPAN, sentence_bleu, spans
+from unbind_core.evaluation.scores import RowScore, forget_scores
 from unbind_core.evaluation.verify import perplexity
 from unbind_core.files import write_whole
 from unbind_core.fitting.fit import fit

@@ -25,7 +25,7 @@ from unbind_core.identity import ModelIdentity
 from unbind_core.module_file import DETECTORS, FORMAT, TENSORS, read, written
 
 PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
-MAX_WINDOW = 256
+MAX_GATE_WINDOW = 256  # positions
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
@@ -235,8 +235,8 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
     shapes = (("w", module.w, (width, size)), ("b", b, (width,)), ("heads", heads, (count, width)))
     for field, tensor, shape in (*shapes, ("heads_b", heads_b, (count,))):
         yield from _tensor_problems(field, tensor, shape, zero=field in ("b", "heads_b"))
-    if type(module.window) is not int or not 1 <= module.window <= MAX_WINDOW:
-        yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_WINDOW}"
+    if type(module.window) is not int or not 1 <= module.window <= MAX_GATE_WINDOW:
+        yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_GATE_WINDOW}"
     if not module.tau > 0:
         yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
     close = module.tau_close

@@ -22,7 +22,7 @@ from unbind_core.encoding import (
 from unbind_core.errors import DataError
 from unbind_core.rows import ForgetRow, RetainRow
 
-MAX_WINDOW = 2048
+MAX_WINDOW = 2048  # tokens
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from tests.core.conftest import make_module, make_network_module
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.identity import ModelIdentity
-from unbind_core.module import MAX_WINDOW, PARTITIONS, UnbindModule
+from unbind_core.module import MAX_GATE_WINDOW, PARTITIONS, UnbindModule
 from unbind_core.module_file import TENSORS
 
 MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)
@@ -253,7 +253,7 @@ def test_a_value_that_cannot_be_applied_is_refused_by_its_name(changes: dict[str
         ({"heads_b": torch.full((3,), math.inf)}, "heads_b"),
         ({"v": torch.ones(16)}, "v"),
         ({"window": 0}, "window"),
-        ({"window": MAX_WINDOW + 1}, "window"),
+        ({"window": MAX_GATE_WINDOW + 1}, "window"),
         ({"window": 4.0}, "window"),
         ({"window": True}, "window"),
         ({"tau": 0.0, "tau_close": None}, "tau"),

@@ -14,12 +14,8 @@ from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.selection import Selection
 from unbind_core.encoding import encode_prompt, pad_id
-from unbind_core.evaluation.metrics import sentence_bleu
-from unbind_core.evaluation.replay import (
-    BLEU_NEW_TOKENS,
-    Replay,
-    cache_key,
-)
+from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, sentence_bleu
+from unbind_core.evaluation.replay import Replay, cache_key
 from unbind_core.files import write_whole
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import RetainRow

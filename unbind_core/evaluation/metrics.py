@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+BLEU_NEW_TOKENS = 128  # of a completion that BLEU is taken of
+EXTRACTED_SPAN = 50  # tokens in a row that count as the text itself
+
 
 def sentence_bleu(reference: Sequence[int], hypothesis: Sequence[int], order: int = 4) -> float:
     """Sentence BLEU-4 on [0,1] with uniform weights and the standard brevity penalty, over token ids (paper A.3).

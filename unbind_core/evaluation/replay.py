@@ -30,7 +30,6 @@ from unbind_core.running.recording import frozen, recording
 from unbind_core.running.upper_layers import logits_above
 from unbind_core.windows import Batch, Window, batches, make_batch
 
-BLEU_NEW_TOKENS = 128
 SCREEN_TOKENS = 1024
 EARLY_SHARE, EARLY_FACTOR = 0.1, 1.5
 

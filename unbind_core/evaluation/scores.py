@@ -11,19 +11,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.encoding import available_forms, encode_prompt, pad_id
-from unbind_core.evaluation.metrics import longest_span, sentence_bleu
+from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, EXTRACTED_SPAN, longest_span, sentence_bleu
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow
 from unbind_core.running.generation import Editing, Sampling, complete
 from unbind_core.windows import forget_prompt
 
-BLEU_NEW_TOKENS = 128
 ACCESS_NEW_TOKENS = 256
 INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
 FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```\n"
 PREFIXES = (16, 32, 64)
 WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
-EXTRACTED_SPAN = 50
 Greedily = Callable[[Sequence[list[int]], Sequence[list[int]], int], list[list[int]]]  # prompts, targets, new tokens
 
 
@@ -122,7 +120,7 @@ def summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
         "rows": len(scores),
         "f_bleu": mean([s.bleu["plain"] for s in scores]),
         "f_bleu_fim": mean([s.bleu["fim"] for s in scores if "fim" in s.bleu]),
-        "spans_50": sum(s.span >= 50 for s in scores),
+        "spans_50": sum(s.span >= EXTRACTED_SPAN for s in scores),
         "spans_100": sum(s.span >= 100 for s in scores),
         "mean_recovery": mean([100.0 * s.recovery for s in scores]),
     }
@@ -139,7 +137,7 @@ def extractable(
 ) -> dict[str, Any]:
     """Whether the rows are memorised at all, by one greedy completion a row and form (``scores``, where they are known).
 
-    A row counts as extracted if an exact span of 50 tokens, or of half its continuation if that is shorter, comes back.
+    A row counts as extracted if an exact span of EXTRACTED_SPAN tokens, or of half its continuation if that is shorter, comes back.
     ``memorised`` is true if any row is extracted: with none there is nothing to remove.
     """
     used = available_forms(tokenizer, forms)

@@ -11,18 +11,9 @@ from torch import Tensor
 PAPER_QUANTILES = (0.10, 0.25, 0.50, 0.75)
 # At small widths a gate that most forget positions open is open on too much retained code for any strength worth having.
 QUANTILES = (*PAPER_QUANTILES, 0.90, 0.95, 0.98, 0.99)
-STRENGTHS = (0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 32.0)  # the paper's absolute grid
-NORM_STRENGTHS = (
-    0.25,
-    0.35,
-    0.5,
-    0.71,
-    1.0,
-    1.41,
-    2.0,
-    4.0,
-    8.0,
-)  # update sizes in units of the mean retain-state norm
+PAPER_STRENGTHS = (0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 32.0)  # the paper's absolute grid
+# update sizes in units of the mean retain-state norm
+NORM_STRENGTHS = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True)

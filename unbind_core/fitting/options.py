@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unbind_core.fitting.calibration import NORM_STRENGTHS, QUANTILES, STRENGTHS, Budgets
+from unbind_core.evaluation.metrics import EXTRACTED_SPAN
+from unbind_core.fitting.calibration import NORM_STRENGTHS, PAPER_STRENGTHS, QUANTILES, Budgets
 from unbind_core.fitting.fisher import RIDGE
 from unbind_core.windows import MAX_WINDOW
 
@@ -31,7 +32,7 @@ class Target:
     """
 
     f_bleu_cut: float = 0.973
-    span: int = 50
+    span: int = EXTRACTED_SPAN
     recovery: float = 0.04
 
 
@@ -52,7 +53,7 @@ class FitOptions:
     seed: int = 0
     ridge: float = RIDGE
     quantiles: tuple[float, ...] = QUANTILES
-    strengths: tuple[float, ...] = STRENGTHS
+    strengths: tuple[float, ...] = PAPER_STRENGTHS
     norm_strengths: tuple[float, ...] = NORM_STRENGTHS
     budgets: Budgets | None = None
     target: Target = field(default_factory=Target)

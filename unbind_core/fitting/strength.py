@@ -18,7 +18,7 @@ from unbind_core.fitting.options import Clock, Target
 from unbind_core.module import UnbindModule
 from unbind_core.rows import spread
 
-STRENGTHS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # update sizes in units of the mean retain-state norm
+UPDATE_SIZES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # in units of the mean retain-state norm
 PROBED_ROWS = 8
 
 
@@ -39,19 +39,19 @@ class Search:
         largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; None where none is
         within the budgets. ``at`` makes the module for a strength; ``level`` is told what was found.
         """
-        probed, everything = spread(self.every, PROBED_ROWS), range(len(STRENGTHS))
+        probed, everything = spread(self.every, PROBED_ROWS), range(len(UPDATE_SIZES))
 
         @cache
         def cost(index: int) -> Cost:
-            return self.judge.cost(at(STRENGTHS[index]))
+            return self.judge.cost(at(UPDATE_SIZES[index]))
 
         @cache
         def probe(index: int) -> Forgot:
-            return self.judge.forgot(at(STRENGTHS[index]), probed)
+            return self.judge.forgot(at(UPDATE_SIZES[index]), probed)
 
         @cache
         def whole(index: int) -> Forgot:
-            return self.judge.forgot(at(STRENGTHS[index]), self.every, thorough=True)
+            return self.judge.forgot(at(UPDATE_SIZES[index]), self.every, thorough=True)
 
         def reaches(index: int) -> bool:
             return probe(index).reaches(self.target)
@@ -62,10 +62,10 @@ class Search:
             return bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
 
         def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
-            level.update(strength=STRENGTHS[index], cost=asdict(cost(index)), verdict=verdict)
+            level.update(strength=UPDATE_SIZES[index], cost=asdict(cost(index)), verdict=verdict)
             if forgot is not None:
                 level["forgot"] = asdict(forgot)
-            return at(STRENGTHS[index]), forgot, level
+            return at(UPDATE_SIZES[index]), forgot, level
 
         with self.clock.stage("strength"):
             strongest = everything[-1]  # asked first: where it is not enough, nothing is

@@ -14,8 +14,7 @@ from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import pad_id
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.held_out import HeldOut
-from unbind_core.evaluation.metrics import sentence_bleu
-from unbind_core.evaluation.replay import BLEU_NEW_TOKENS
+from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, sentence_bleu
 from unbind_core.evaluation.verify import perplexity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress

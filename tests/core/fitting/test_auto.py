@@ -23,7 +23,7 @@ from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.judge import Cost, Forgot
 from unbind_core.fitting.options import BUDGETS, Clock, Target
 from unbind_core.fitting.separation import upper_bound
-from unbind_core.fitting.strength import PROBED_ROWS, STRENGTHS, Search
+from unbind_core.fitting.strength import PROBED_ROWS, UPDATE_SIZES, Search
 from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
@@ -67,7 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "network_steps", lambda _rows: 60)
     monkeypatch.setattr(judge, "NEW_TOKENS", 24)
     monkeypatch.setattr(scores, "BLEU_NEW_TOKENS", 24)
-    monkeypatch.setattr(strength, "STRENGTHS", (0.5, 2.0))
+    monkeypatch.setattr(strength, "UPDATE_SIZES", (0.5, 2.0))
     monkeypatch.setattr(screening, "SCREEN_STEPS", 20)
 
 
@@ -224,22 +224,22 @@ class Known(Search):
         return replace(self.module, kappa=strength)
 
     def cost(self, module: UnbindModule) -> Cost:
-        kl = self.costs[STRENGTHS.index(module.kappa)]
+        kl = self.costs[UPDATE_SIZES.index(module.kappa)]
         return Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
 
     def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
         needed = self.enough_of_probe if len(rows) == PROBED_ROWS else self.enough
-        return Forgot({"plain": 0.0 if STRENGTHS.index(module.kappa) >= needed else 1.0}, 0, 0.0)
+        return Forgot({"plain": 0.0 if UPDATE_SIZES.index(module.kappa) >= needed else 1.0}, 0, 0.0)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 7), st.integers(0, 7), st.integers(0, 7))
 def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, enough: int, easier: int) -> None:
-    costs = [0.5 if i < affordable else 2.0 for i in range(len(STRENGTHS))]
+    costs = [0.5 if i < affordable else 2.0 for i in range(len(UPDATE_SIZES))]
     known = Known(MODULE, costs, enough, min(enough, easier))
     level: dict[str, Any] = {}
     module, forgot, _ = known.least(known.at, level)
-    chosen = STRENGTHS.index(module.kappa)
+    chosen = UPDATE_SIZES.index(module.kappa)
     if affordable == 0:
         assert level["verdict"] == "no strength within the budgets"
     else:
@@ -249,7 +249,7 @@ def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, en
 
 
 def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, asked = Known(MODULE, [0.5] * len(STRENGTHS), len(STRENGTHS), 0), []
+    known, asked = Known(MODULE, [0.5] * len(UPDATE_SIZES), len(UPDATE_SIZES), 0), []
     forgot = known.forgot
 
     def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
@@ -264,7 +264,7 @@ def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(mo
 
 
 def test_a_strength_over_budget_is_never_taken_even_where_more_costs_less() -> None:
-    known = Known(MODULE, [2.0, *[0.5] * (len(STRENGTHS) - 1)], 0, 0)
+    known = Known(MODULE, [2.0, *[0.5] * (len(UPDATE_SIZES) - 1)], 0, 0)
     level: dict[str, Any] = {}
     module, _, _ = known.least(known.at, level)
-    assert (module.kappa, level["verdict"]) == (STRENGTHS[1], "chosen")
+    assert (module.kappa, level["verdict"]) == (UPDATE_SIZES[1], "chosen")
