@@ -149,26 +149,26 @@ def attach(
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = signature.bind_partial(*args, **kwargs).arguments
-            given = next((arguments[key] for key in _INPUTS if isinstance(arguments.get(key), Tensor)), None)
-            if given is None:  # going on would leave the modules out unnoticed
+            tokens = next((arguments[key] for key in _INPUTS if isinstance(arguments.get(key), Tensor)), None)
+            if tokens is None:  # going on would leave the modules out unnoticed
                 raise UnsupportedArchitecture(
                     f"{type(intervention.stack).__name__} is called without {_INPUTS[0]}; use Intervention.step"
                 )
             if selection is None:
                 return
-            batch, length = given.shape[0], given.shape[1]
+            batch, length = tokens.shape[0], tokens.shape[1]
             rows = None
             if selection.rows not in (1, batch):
                 if batch % selection.rows:
                     raise UnbindError(
                         f"modules: {selection.rows} rows given for a batch of {batch}; give one per batch row"
                     )
-                rows = torch.arange(batch, device=given.device) // (batch // selection.rows)
+                rows = torch.arange(batch, device=tokens.device) // (batch // selection.rows)
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
             real = _real_positions(arguments.get("attention_mask"), batch, length, past)
             new = None if decoding or real is None else real[:, -length:]
-            places = sequences.places(batch, length, past, real, given.device) if selection.remembers else None
+            places = sequences.places(batch, length, past, real, tokens.device) if selection.remembers else None
             phase = "decode" if decoding else "prefill"
             step = intervention.step(selection, rows=rows, phase=phase, real=new, places=places)
             step.__enter__()

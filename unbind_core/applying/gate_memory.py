@@ -109,7 +109,7 @@ class Places:
     # [slots x (length + 2), columns]; position p of a slot is its row p + 1.
 
     @cached_property
-    def seen(self) -> Tensor:
+    def lengths(self) -> Tensor:
         """How many positions each sequence has up to and with each state, FP32 [B,T,1]."""
         return (self.positions + 1).unsqueeze(-1).float()
 

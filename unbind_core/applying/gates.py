@@ -31,16 +31,16 @@ def network_scores(states: Tensor, w: Tensor, b: Tensor, heads: Tensor, heads_b:
     return functional.linear(functional.linear(states.float(), w, b).relu_(), heads, heads_b)
 
 
-def windowed(scores: Tensor, window: int, seen: Tensor) -> Tensor:
+def windowed(scores: Tensor, window: int, lengths: Tensor) -> Tensor:
     """e_t: the mean of the scores over the last ``window`` positions of a whole sequence, fewer at its beginning.
 
-    scores [B,T,K], padding last in each row; ``seen`` int64 [T] or [B,T], how many positions a sequence has up to and with each.
+    scores [B,T,K], padding last in each row; ``lengths`` int64 [T] or [B,T], how many positions a sequence has up to and with each.
     """
     if window == 1:
         return scores
     # FP32 would be exact for 8,192 positions only
     sums = functional.pad(scores, (0, 0, window, 0)).cumsum(1, dtype=torch.float64)
-    return ((sums[:, window:] - sums[:, :-window]) / seen.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
+    return ((sums[:, window:] - sums[:, :-window]) / lengths.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
 
 
 def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class NetworkGates:
             sums = z.cumsum(1, dtype=torch.int32).add_(before[..., self._columns])
             places.write(layer, self._columns, sums)
             lagged = places.read(layer, places.behind(self._windows), self._table_width)
-        e = self._means(sums, lagged, places.seen)
+        e = self._means(sums, lagged, places.lengths)
         was_open = before[..., self._states] > 0
         if length == 1:
             opens = e >= torch.where(was_open, self._close, 1.0)
@@ -184,7 +184,7 @@ class NetworkGates:
         scores = scores.transpose(0, 1).reshape(batch, length, -1)
         return scores if self._real is None else scores.index_select(-1, self._real)
 
-    def _means(self, sums: Tensor, lagged: Tensor, seen: Tensor) -> Tensor:
+    def _means(self, sums: Tensor, lagged: Tensor, lengths: Tensor) -> Tensor:
         """e [B,T,M] from the sums of grains up to each state, and those up to where each window begins, [B,windows x T,width]."""
         length = sums.shape[1]
         fronts = [lagged[:, i * length : (i + 1) * length, columns] for i, columns in enumerate(self._by_window)]
@@ -192,7 +192,7 @@ class NetworkGates:
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)
         most = sums.view(*sums.shape[:2], -1, self._most).amax(-1)
-        return most / (torch.minimum(seen, self._window) * GRAIN)
+        return most / (torch.minimum(lengths, self._window) * GRAIN)
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:

@@ -68,7 +68,7 @@ class RetainCompletions:
     ) -> list[float]:
         """R-BLEU(original) - R-BLEU(edited) of every row; only rows on whose path a gate opens are generated again."""
         wanted: list[int] = []
-        for kept in self.replay.kept:
+        for kept in self.replay.batches:
             _, changed = self.replay.touched(kept, selection, layer)
             touched = changed.any(-1).tolist()
             wanted += [window.row for window, hit in zip(kept.batch.windows, touched, strict=True) if hit]

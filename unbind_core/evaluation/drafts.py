@@ -32,7 +32,7 @@ Path = tuple[int, ...]  # token ids of a prompt and what follows it
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _PathStates:
     """One batch of paths: unedited states [B,T,d] and the token that the unedited model puts after each position, [B,T]."""
 
     batch: Batch
@@ -44,21 +44,21 @@ class Drafts:
     """Completions under modules of one layer, or under none: greedy and without penalties."""
 
     def __init__(
-        self, model: nn.Module, layer: int | None = None, *, pad: int, end: int | None, known: Replay | None = None
+        self, model: nn.Module, layer: int | None = None, *, pad: int, end: int | None, replay: Replay | None = None
     ) -> None:
-        """``layer`` is the modules', ``pad`` and ``end`` are token ids; ``known`` has kept the states of some paths already."""
+        """``layer`` is the modules', ``pad`` and ``end`` are token ids; ``replay`` has kept the states of some paths already."""
         self.model, self.pad, self.end = model, pad, end
         self.layer = len(decoder_layers(model)) - 1 if layer is None else layer
-        self._kept: list[_Kept] = []
-        self._known: set[Path] = set()
+        self._batches: list[_PathStates] = []
+        self._paths: set[Path] = set()
         # what was decoded after a draft was turned away from: the draft for the next time
-        self._further: dict[Path, Path] = {}
+        self._continuations: dict[Path, Path] = {}
         self._latest: tuple[UnbindModule | None, dict[Path, list[int]]] = None, {}
-        for one in known.kept if known is not None else ():
+        for one in replay.batches if replay is not None else ():
             last = max(one.states)
             logits = logits_above(model, one.batch.ids, one.batch.attention_mask, last, one.states[last])
-            self._kept.append(_Kept(one.batch, one.states[self.layer], logits.argmax(-1)))
-            self._known |= {window.ids for window in one.batch.windows}
+            self._batches.append(_PathStates(one.batch, one.states[self.layer], logits.argmax(-1)))
+            self._paths |= {window.ids for window in one.batch.windows}
 
     def complete(
         self, module: UnbindModule | None, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], count: int,
@@ -72,14 +72,14 @@ class Drafts:
         paths = {i: path[: max(MAX_WINDOW, len(prompts[i]) + 1)] for i, path in drafts.items()}
         unknown: dict[int, Path] = {}
         while paths:
-            self._keep(set(paths.values()) - self._known, progress)
+            self._keep(set(paths.values()) - self._paths, progress)
             following = self._following(module, set(paths.values()))
             turned = [
                 i for i, path in paths.items() if _follow(path, following[path], found[i], prompts[i], count, self.end)
             ]
             ends = {i: (*prompts[i], *found[i]) for i in turned}
-            unknown |= {i: path for i, path in ends.items() if path not in self._further}
-            paths = {i: self._further[path] for i, path in ends.items() if path in self._further}
+            unknown |= {i: path for i, path in ends.items() if path not in self._continuations}
+            paths = {i: self._continuations[path] for i, path in ends.items() if path in self._continuations}
         if unknown:
             longest = max(count - len(found[i]) for i in unknown)
             decoded = complete(
@@ -88,7 +88,7 @@ class Drafts:
             )  # fmt: skip
             for (i, path), tokens in zip(unknown.items(), decoded, strict=True):
                 found[i] = (found[i] + tokens)[:count]
-                self._further[path] = (*path, *tokens)
+                self._continuations[path] = (*path, *tokens)
         return found
 
     def _editing(self, module: UnbindModule | None) -> AbstractContextManager[object]:
@@ -103,8 +103,8 @@ class Drafts:
         for batch in counted(every, len(every), STAGE, progress):
             with torch.no_grad(), frozen(self.model), recording(self.model, [self.layer]) as states:
                 logits = self.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            self._kept.append(_Kept(batch, states[self.layer], logits.argmax(-1)))
-        self._known |= paths
+            self._batches.append(_PathStates(batch, states[self.layer], logits.argmax(-1)))
+        self._paths |= paths
 
     def _following(self, module: UnbindModule | None, wanted: set[Path]) -> dict[Path, list[int]]:
         """The most likely token after each position of each path, under the module; what the last one was asked is remembered."""
@@ -114,7 +114,7 @@ class Drafts:
             self._latest = module, {}
         found = self._latest[1]
         unasked = wanted - found.keys()
-        for kept in self._kept:
+        for kept in self._batches:
             paths = [window.ids for window in kept.batch.windows]
             if not unasked.intersection(paths):
                 continue

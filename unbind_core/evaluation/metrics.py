@@ -38,8 +38,8 @@ def longest_span(target: Sequence[int], output: Sequence[int], prompt: Sequence[
     """
     wanted = np.asarray(target, dtype=np.int64)
     # The longest run ending at a place is the only one to look at: if the prompt has it, it has its suffixes too.
-    produced, given = _longest_ending(wanted, output), _longest_ending(wanted, prompt)
-    return int(np.where(produced > given, produced, 0).max(initial=0))
+    in_output, in_prompt = _longest_ending(wanted, output), _longest_ending(wanted, prompt)
+    return int(np.where(in_output > in_prompt, in_output, 0).max(initial=0))
 
 
 def spans(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:

@@ -61,7 +61,7 @@ class RowOutcome:
 
 
 @dataclass
-class _Kept:
+class BatchStates:
     """One batch with its unedited states at every layer [B,T,d] and the NLL of its targets [N]."""
 
     batch: Batch
@@ -86,33 +86,33 @@ class Replay:
         self.layers = sorted({*layers, self.last})
         self.device = next(model.parameters()).device
         each = list(batches(windows, pad, tokens=tokens, device=self.device))
-        self.kept = (_load(cache, each, self.layers) if cache and each else None) or [
+        self.batches = (_load(cache, each, self.layers) if cache and each else None) or [
             self._keep(batch) for batch in counted(each, len(each), stage, progress)
         ]
         if cache and not cache.exists():
-            _save(cache, self.kept)
-        random.Random(0).shuffle(self.kept)  # so that the first few say something of all lengths
+            _save(cache, self.batches)
+        random.Random(0).shuffle(self.batches)  # so that the first few say something of all lengths
         self._sum_up()
 
     def _sum_up(self) -> None:
-        self.count = sum(len(kept.nll) for kept in self.kept)
-        self.base_nll = float(sum(kept.nll.double().sum() for kept in self.kept))
+        self.count = sum(len(kept.nll) for kept in self.batches)
+        self.base_nll = float(sum(kept.nll.double().sum() for kept in self.batches))
 
     def without(self, rows: Collection[int]) -> Replay:
         """The same for the windows of all other rows."""
         other = copy.copy(self)
         for cached in ("_screen", "_screen_logits"):  # of all rows
             other.__dict__.pop(cached, None)
-        other.kept = [part for kept in self.kept if (part := _without(kept, rows)) is not None]
+        other.batches = [part for kept in self.batches if (part := _without(kept, rows)) is not None]
         other._sum_up()
         return other
 
-    def _keep(self, batch: Batch) -> _Kept:
+    def _keep(self, batch: Batch) -> BatchStates:
         with torch.no_grad(), frozen(self.model), recording(self.model, self.layers) as states:
             logits = self.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return _Kept(batch, states, target_nll(logits, batch))
+        return BatchStates(batch, states, target_nll(logits, batch))
 
-    def touched(self, kept: _Kept, selection: Selection, layer: int) -> tuple[Tensor, Tensor]:
+    def touched(self, kept: BatchStates, selection: Selection, layer: int) -> tuple[Tensor, Tensor]:
         """Edited states [B,T,d] of a batch at ``layer`` and which of its real positions the edit changed (bool [B,T])."""
         return changed_by(selection, layer, kept.batch, kept.states[layer])
 
@@ -126,9 +126,9 @@ class Replay:
         return float(_kls(self._screen_logits, logits[kept.batch.predictors]).sum()) / len(kept.nll)
 
     @cached_property
-    def _screen(self) -> _Kept:
+    def _screen(self) -> BatchStates:
         """Windows spread over all lengths, up to SCREEN_TOKENS, as one batch of kept states."""
-        order = [window for kept in self.kept for window in kept.batch.windows]
+        order = [window for kept in self.batches for window in kept.batch.windows]
         mean = sum(len(window.ids) for window in order) / len(order)
         step = max(1, round(len(order) * mean / SCREEN_TOKENS))
         batch = make_batch(order[min(step // 2, len(order) - 1) :: step], self.pad, self.device)
@@ -145,7 +145,7 @@ class Replay:
         the sum is over what all tokens together may have, or a tenth of the tokens have half as much again as they may.
         """
         outcome = Outcome()
-        for kept in self.kept:
+        for kept in self.batches:
             edited, changed = self.touched(kept, selection, layer)
             rows = changed.any(-1)
             nll, kls = kept.nll, torch.zeros_like(kept.nll)
@@ -182,26 +182,26 @@ def changed_by(selection: Selection, layer: int, batch: Batch, states: Tensor) -
     return edited, (edited != states).any(-1) & real
 
 
-def _save(file: Path, kept: Sequence[_Kept]) -> None:
+def _save(file: Path, kept: Sequence[BatchStates]) -> None:
     """Write the states of all batches, whole or not at all."""
     tensors = {f"{i}.{layer}": states.cpu() for i, one in enumerate(kept) for layer, states in one.states.items()}
     tensors |= {f"{i}.nll": one.nll.cpu() for i, one in enumerate(kept)}
     write_whole(file, lambda temporary: save_file(tensors, temporary))
 
 
-def _load(file: Path, each: Sequence[Batch], layers: Sequence[int]) -> list[_Kept] | None:
+def _load(file: Path, each: Sequence[Batch], layers: Sequence[int]) -> list[BatchStates] | None:
     """What :func:`_save` wrote for these batches; None where there is no such file or it is damaged."""
     try:
-        with safe_open(file, framework="pt", device=str(each[0].ids.device)) as opened:
+        with safe_open(file, framework="pt", device=str(each[0].ids.device)) as content:
             return [
-                _Kept(batch, {n: opened.get_tensor(f"{i}.{n}") for n in layers}, opened.get_tensor(f"{i}.nll"))
+                BatchStates(batch, {n: content.get_tensor(f"{i}.{n}") for n in layers}, content.get_tensor(f"{i}.nll"))
                 for i, batch in enumerate(each)
             ]
     except (OSError, SafetensorError):
         return None
 
 
-def _without(kept: _Kept, rows: Collection[int]) -> _Kept | None:
+def _without(kept: BatchStates, rows: Collection[int]) -> BatchStates | None:
     """A batch without the windows of some rows; None where nothing is left of it."""
     stay = torch.tensor([window.row not in rows for window in kept.batch.windows], device=kept.nll.device)
     if bool(stay.all()):
@@ -209,7 +209,7 @@ def _without(kept: _Kept, rows: Collection[int]) -> _Kept | None:
     if not bool(stay.any()):
         return None
     states = {layer: part[stay] for layer, part in kept.states.items()}
-    return _Kept(_rows_of(kept.batch, stay), states, kept.nll[stay[kept.rows]])
+    return BatchStates(_rows_of(kept.batch, stay), states, kept.nll[stay[kept.rows]])
 
 
 def _rows_of(batch: Batch, rows: Tensor) -> Batch:
@@ -225,7 +225,7 @@ def _kls(original: Tensor, edited: Tensor) -> Tensor:
     return nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
 
-def _by_row(rows: dict[int, RowOutcome], kept: _Kept, changed: Tensor, nll: Tensor, kls: Tensor) -> None:
+def _by_row(rows: dict[int, RowOutcome], kept: BatchStates, changed: Tensor, nll: Tensor, kls: Tensor) -> None:
     """Add a batch's tokens to the rows that they belong to."""
     count = len(kept.batch.windows)
     sums = torch.zeros(3, count, dtype=torch.float64, device=nll.device)

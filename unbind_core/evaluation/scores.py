@@ -100,9 +100,9 @@ def forget_scores(
     recovered(plain, greedy[: len(plain)])
     for form, work, outputs in (("plain", plain[: len(rows)], greedy), ("fim", fim, greedy[len(plain) :])):
         for attempt, output in zip(work, outputs, strict=False):
-            score, told = scores[attempt.row], output[:BLEU_NEW_TOKENS]
-            score.bleu[form] = sentence_bleu(attempt.target, told)
-            score.span = max(score.span, longest_span(attempt.target, told, attempt.prompt))
+            score, scored = scores[attempt.row], output[:BLEU_NEW_TOKENS]
+            score.bleu[form] = sentence_bleu(attempt.target, scored)
+            score.span = max(score.span, longest_span(attempt.target, scored, attempt.prompt))
     for again in range(1, attempts):
         chosen = [attempt for attempt in plain if sampled is None or attempt.row in sampled]
         sampling = Sampling(new_tokens, 0.8, 0.95, seed=10_000 * again)

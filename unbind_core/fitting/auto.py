@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor
 
 from unbind_core.errors import FittingError
-from unbind_core.fitting.context import Preparation
-from unbind_core.fitting.judge import Forgot, Judge
+from unbind_core.fitting.context import Context
+from unbind_core.fitting.judge import Judge, Remainder
 from unbind_core.fitting.network import BATCH
 from unbind_core.fitting.options import FitReport
 from unbind_core.fitting.paper import fit_paper
-from unbind_core.fitting.screening import Captured, Sequences
+from unbind_core.fitting.screening import Screening, Sequences
 from unbind_core.fitting.separation import Separation
-from unbind_core.fitting.strength import Search
+from unbind_core.fitting.strength import StrengthSearch
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import make_partitions
@@ -37,21 +37,21 @@ FEW = 150  # rows, up to which a narrower network and fewer states a step do
 class _Auto:
     """One run: what is captured once, and the trials on it."""
 
-    def __init__(self, given: Preparation) -> None:
-        self.given, self.clock = given, given.clock
-        self.budgets, self.target = given.options.limits, given.options.target
-        self.seen = Captured(given)
-        self.every = self.seen.every
+    def __init__(self, context: Context) -> None:
+        self.context, self.clock = context, context.clock
+        self.budgets, self.target = context.options.limits, context.options.target
+        self.screening = Screening(context)
+        self.every = self.screening.every
         self.levels: list[dict[str, Any]] = []
         with self.clock.stage("rows before"):
-            self.judge = Judge(given, self.seen.retain, self.seen.completions, self.seen.forget)
-        self.search = Search(self.judge, self.budgets, self.target, self.clock, self.every)
+            self.judge = Judge(context, self.screening.retain, self.screening.completions, self.screening.forget)
+        self.search = StrengthSearch(self.judge, self.budgets, self.target, self.clock, self.every)
 
     # The levels.
 
     def linear(self) -> tuple[UnbindModule, FitReport] | None:
         """The paper's gate, where at the budgeted opening rate it covers enough of the forget positions to have a chance."""
-        coverage, layer = self.seen.linear_coverage()
+        coverage, layer = self.screening.linear_coverage()
         level: dict[str, Any] = {"gate": "paper", "layer": layer, "coverage": round(coverage, 4)}
         self.levels.append(level)
         few = len(self.every) < 3
@@ -61,20 +61,20 @@ class _Auto:
                 f"at the budgeted opening rate it opens on {coverage:.0%} of the forget positions; {LINEAR_COVERAGE:.0%} are needed"
             )  # fmt: skip
             return None
-        options = replace(self.given.options, gate="paper", budgets=self.budgets)
+        options = replace(self.context.options, gate="paper", budgets=self.budgets)
         # the paper's gate keeps rows back for calibration and validation
-        held = make_partitions(self.given.forget, self.given.retain, options.seed)
+        held = make_partitions(self.context.forget, self.context.retain, options.seed)
         parts = replace(
-            self.given.parts, forget_fit=held.forget_fit, forget_calibration=held.forget_calibration,
+            self.context.parts, forget_fit=held.forget_fit, forget_calibration=held.forget_calibration,
             forget_validation=held.forget_validation,
-            retain_fit=tuple(i for i in self.given.parts.retain_fit if i not in self.seen.left_out),
-            retain_calibration=tuple(i for i in self.given.parts.retain_calibration if i not in self.seen.left_out),
+            retain_fit=tuple(i for i in self.context.parts.retain_fit if i not in self.screening.left_out),
+            retain_calibration=tuple(i for i in self.context.parts.retain_calibration if i not in self.screening.left_out),
         )  # fmt: skip
-        module, report = fit_paper(replace(self.given, options=options, parts=parts))
+        module, report = fit_paper(replace(self.context, options=options, parts=parts))
         if report.outcome != "calibrated":
             level["verdict"] = "no strength within the budgets"
             return None
-        cost, forgot = self.judge.cost(module), self.judge.forgot(module, self.every)
+        cost, forgot = self.judge.cost(module), self.judge.remainder(module, self.every)
         level |= {"cost": asdict(cost), "forgot": asdict(forgot)}
         if cost.within(self.budgets) and forgot.reaches(self.target):
             level["verdict"] = "chosen"
@@ -84,20 +84,20 @@ class _Auto:
 
     def network(
         self, rows: Sequences, layer: int, width: int
-    ) -> Iterator[tuple[UnbindModule, Forgot | None, dict[str, Any]]]:
+    ) -> Iterator[tuple[UnbindModule, Remainder | None, dict[str, Any]]]:
         """Modules of one network, for each window and pair of thresholds, at the least strength that reaches the target: with the
         first axis, and with the others where that one left least.
         """
         steps = network_steps(len(self.every))
-        net, splits = self.seen.detector(rows, layer, width, steps, network_batch(len(self.every)))
-        norm = self.seen.retain_norm(layer)
+        net, splits = self.screening.detector(rows, layer, width, steps, network_batch(len(self.every)))
+        norm = self.screening.retain_norm(layer)
         tensors = {
             "w": net.w.cpu(), "b": net.b.cpu(), "heads": net.heads.cpu(), "heads_b": net.heads_b.cpu(),
         }  # fmt: skip
 
         def module(axis: Tensor, split: Separation, threshold: float, closing: float, strength: float) -> UnbindModule:
             tau = threshold - split.reference
-            return self.given.module(
+            return self.context.module(
                 layer=layer, detector="network", v=axis, s_ref=split.reference, tau=tau, kappa=strength * norm,
                 tau_close=None if closing == 1 else closing * tau, window=split.window, quantile=None, measured={}, **tensors,
             )  # fmt: skip
@@ -112,7 +112,7 @@ class _Auto:
             ),
             key=lambda way: way[:3],
         )
-        for name, axis in self.seen.axes(layer).items():
+        for name, axis in self.screening.axes(layer).items():
             left = []
             for *_, split, threshold, closing in ways:
                 level: dict[str, Any] = {
@@ -121,7 +121,7 @@ class _Auto:
                 }  # fmt: skip
                 self.levels.append(level)
                 found = self.search.least(partial(module, axis, split, threshold, closing), level)
-                self.given.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
+                self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
                 yield found
                 left.append(inf if found[1] is None else found[1].left)
             ways = [ways[left.index(min(left))]]  # what another axis changes is not when a gate opens
@@ -142,21 +142,21 @@ def network_widths(rows: int) -> tuple[int, ...]:
     return (128, 512) if rows <= 32 else (256, 512) if rows <= FEW else (512,)
 
 
-def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
+def fit_auto(context: Context) -> tuple[UnbindModule, FitReport]:
     """The first of the levels that reaches the target within the budgets; else the best within the budgets, outcome "short".
 
     Outcome "ineffective", with kappa 0, where no level has any strength within the budgets.
     """
-    run = _Auto(given)
+    run = _Auto(context)
     if (plain := run.linear()) is not None:
         module, report = plain
-        return replace(module, measured={**module.measured, **run.seen.contradicting}), replace(
-            report, levels=run.levels, seconds=run.clock.seconds, retain_rows_left_out=run.seen.left_out
+        return replace(module, measured={**module.measured, **run.screening.contradicting}), replace(
+            report, levels=run.levels, seconds=run.clock.seconds, retain_rows_left_out=run.screening.left_out
         )
-    layer, screened = run.seen.best_layer()
+    layer, screened = run.screening.best_layer()
     best: tuple[float, UnbindModule, dict[str, Any]] | None = None
     last: UnbindModule | None = None
-    rows = run.seen.embedded(layer)
+    rows = run.screening.embedded(layer)
     for width in network_widths(len(run.every)):
         for module, forgot, level in run.network(rows, layer, width):
             last = module
@@ -167,7 +167,7 @@ def fit_auto(given: Preparation) -> tuple[UnbindModule, FitReport]:
             if level["verdict"] == "chosen":
                 return _finish(run, module, level, "calibrated", screened)
     if best is not None:
-        left = run.judge.forgot(best[1], run.every, thorough=True)
+        left = run.judge.remainder(best[1], run.every, thorough=True)
         best[2].update(forgot=asdict(left), verdict="chosen: the best within the budgets")
         return _finish(run, best[1], best[2], "short", screened)
     if last is None:
@@ -180,14 +180,14 @@ def _finish(
 ) -> tuple[UnbindModule, FitReport]:
     """The module with what was measured, and the report."""
     positions = {
-        "forget": run.seen.forget.count,
-        "retain_fit": len(run.seen.retained[module.layer]),
-        "retain_calibration": run.seen.retain.count,
+        "forget": run.screening.forget.count,
+        "retain_fit": len(run.screening.retained[module.layer]),
+        "retain_calibration": run.screening.retain.count,
     }
     measured = {
         **{key: value for key, value in level.items() if key != "verdict"},
         "positions": positions,
-        **run.seen.contradicting,
+        **run.screening.contradicting,
     }
     report = FitReport(
         outcome=outcome,
@@ -196,9 +196,9 @@ def _finish(
         layers=screened,
         positions=positions,
         seconds=run.clock.seconds,
-        exactness=run.given.exactness,
+        exactness=run.context.exactness,
         gate="network",
         levels=run.levels,
-        retain_rows_left_out=run.seen.left_out,
+        retain_rows_left_out=run.screening.left_out,
     )
     return replace(module, measured=measured), report

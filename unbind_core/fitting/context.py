@@ -37,7 +37,7 @@ REQUESTS = (  # what stands in front of a prompt and behind it where code is ask
 
 
 @dataclass(frozen=True)
-class Preparation:
+class Context:
     """One fit's inputs. ``retain`` holds the rows set apart for calibration last; ``exactness`` is the self-check's error,
     ``before`` what is known of the unedited model's greedy completions of the forget rows.
     """

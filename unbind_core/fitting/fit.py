@@ -19,7 +19,7 @@ from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
-from unbind_core.fitting.context import Preparation
+from unbind_core.fitting.context import Context
 from unbind_core.fitting.options import GATES, Clock, FitOptions, FitReport
 from unbind_core.fitting.paper import fit_paper
 from unbind_core.fitting.retained import retained
@@ -80,14 +80,14 @@ def fit(
         raise DataError(
             f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
         )
-    given = _preparation(
+    context = _context(
         model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache
     )  # fmt: skip
-    with given.clock.stage("self-check"):
-        first = given.forget_windows(given.parts.forget_fit[:1])[0]
-        given = replace(given, before=before, exactness=check_exactness(model, first, given.layers))
+    with context.clock.stage("self-check"):
+        first = context.forget_windows(context.parts.forget_fit[:1])[0]
+        context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
     with packed_linears(model):
-        return fit_paper(given) if given.options.gate == "paper" else fit_auto(given)
+        return fit_paper(context) if context.options.gate == "paper" else fit_auto(context)
 
 
 def prepare_retained(
@@ -108,34 +108,34 @@ def prepare_retained(
     size. Each part is kept once it is whole, so that what was interrupted goes on after the last one.
     """
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
-    given = _preparation(
+    context = _context(
         model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache
     )  # fmt: skip
     with packed_linears(model):
-        _prepare(given, held_out)
-    return given.clock.seconds
+        _prepare(context, held_out)
+    return context.clock.seconds
 
 
-def _prepare(given: Preparation, held_out: Sequence[RetainRow]) -> None:
-    retained(given)
+def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
+    retained(context)
     if held_out:
-        with given.clock.stage("held-out completions"):
-            prompts, _ = retain_prompts(given.tokenizer, held_out, range(len(held_out)))
+        with context.clock.stage("held-out completions"):
+            prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)))
             unedited_completions(
-                given.model, given.tokenizer, prompts, cache=given.cache, fingerprint=given.identity.fingerprint,
-                progress=given.progress,
+                context.model, context.tokenizer, prompts, cache=context.cache, fingerprint=context.identity.fingerprint,
+                progress=context.progress,
             )  # fmt: skip
 
 
-def _preparation(
+def _context(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, forget: Sequence[ForgetRow], retain: Sequence[RetainRow],
     retain_calibration: Sequence[RetainRow], name: str, identity: ModelIdentity | None, options: FitOptions | None,
     progress: ProgressCallback, cache: Path | None,
-) -> Preparation:  # fmt: skip
+) -> Context:  # fmt: skip
     options = options or FitOptions()
     layers = _check_options(options, len(decoder_layers(model)))
     rows = [*retain, *retain_calibration]
-    return Preparation(
+    return Context(
         model=model, tokenizer=tokenizer, identity=identity or identify(model, tokenizer), name=name, forget=forget, retain=rows,
         parts=make_partitions(
             forget, rows, options.seed, options.retain_limit or RETAIN_LIMIT, len(retain_calibration),

@@ -1,6 +1,6 @@
 """What a candidate module does: how much of the rows it makes the model forget, and what it costs on retain rows.
 
-The measures of ``gate="auto"`` (``auto.py`` chooses by them); all of them on rows that the fit was given.
+The measures of ``gate="auto"`` (``auto.py`` chooses by them); all of them on rows that the fit was context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import RowScore, forget_scores
 from unbind_core.fitting.calibration import Budgets
-from unbind_core.fitting.context import Preparation
+from unbind_core.fitting.context import Context
 from unbind_core.fitting.options import Target
 from unbind_core.fitting.separation import upper_bound
 from unbind_core.module import UnbindModule
@@ -42,7 +42,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Forgot:
+class Remainder:
     """What is left of the rows under a module: shares of the former F-BLEU by form, rows with long spans, mean recovery."""
 
     f_bleu_left: dict[str, float]
@@ -64,52 +64,59 @@ class Judge:
     """Measures modules against what the model did before: on the rows to forget and on retain-calibration rows."""
 
     def __init__(
-        self, given: Preparation, retain: Replay, completions: RetainCompletions, forget: Replay | None = None
+        self, context: Context, retain: Replay, completions: RetainCompletions, forget: Replay | None = None
     ) -> None:
         """``forget``: the states of the rows to forget at all layers that modules are tried at, where they are kept."""
-        self.given, self.retain, self.completions, self.target = given, retain, completions, given.options.target
+        self.context, self.retain, self.completions, self.target = context, retain, completions, context.options.target
         self.forget = forget
         self._drafts: dict[int, Drafts] = {}
-        self.before = given.before or self._scores(range(len(given.forget)), None, attempts=0)
+        self.before = context.before or self._scores(range(len(context.forget)), None, attempts=0)
 
     def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
-        given = self.given
+        context = self.context
         asked = partial(
-            forget_scores, given.model, given.tokenizer, [given.forget[i] for i in rows], forms=given.forms, attempts=attempts,
-            sampled=spread(range(len(rows)), SAMPLED_ROWS), new_tokens=NEW_TOKENS, progress=given.progress,
-        )  # fmt: skip
-        layer = module.layer if module is not None else given.identity.num_layers - 1
+            forget_scores,
+            context.model,
+            context.tokenizer,
+            [context.forget[i] for i in rows],
+            forms=context.forms,
+            attempts=attempts,
+            sampled=spread(range(len(rows)), SAMPLED_ROWS),
+            new_tokens=NEW_TOKENS,
+            progress=context.progress,
+        )
+        layer = module.layer if module is not None else context.identity.num_layers - 1
         if layer not in self._drafts:
             self._drafts[layer] = Drafts(
-                given.model, layer, pad=given.pad, end=given.tokenizer.eos_token_id, known=self.forget
+                context.model, layer, pad=context.pad, end=context.tokenizer.eos_token_id, replay=self.forget
             )
-        greedily = partial(self._drafts[layer].complete, module, progress=given.progress)
+        greedily = partial(self._drafts[layer].complete, module, progress=context.progress)
         if module is None:
             return asked(greedily=greedily)
         bank, _ = edit_of(module, self.retain.device)
-        return asked(editing=lambda: attach(given.model, bank), greedily=greedily)
+        return asked(editing=lambda: attach(context.model, bank), greedily=greedily)
 
-    def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
+    def remainder(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
         """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and
         fill-in-the-middle; where nothing is left there, of all the ways to ask, and where ``thorough`` some rows' sampled ones.
         """
-        found = self._forgot(module, rows, attempts=0)
+        found = self._remainder(module, rows, attempts=0)
         often = min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // len(rows)))
         for attempts in (1, often) if thorough else (1,):
             if not found.reaches(self.target):
                 break
-            more = self._forgot(module, rows, attempts)
-            found = Forgot(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
+            more = self._remainder(module, rows, attempts)
+            found = Remainder(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
         return found
 
-    def _forgot(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Forgot:
+    def _remainder(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Remainder:
         after = self._scores(rows, module, attempts)
         left = {}
-        for form in self.given.forms:
+        for form in self.context.forms:
             whole = sum(self.before[i].bleu[form] for i in rows)
             left[form] = sum(score.bleu[form] for score in after) / max(whole, 1e-9)
         long = sum(score.span >= self.target.span for score in after)
-        return Forgot(left, long, sum(score.recovery for score in after) / len(after))
+        return Remainder(left, long, sum(score.recovery for score in after) / len(after))
 
     def cost(self, module: UnbindModule) -> Cost:
         """What the module does to the retain-calibration rows."""

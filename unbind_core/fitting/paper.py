@@ -18,12 +18,12 @@ from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.replay import Replay, retain_replay
 from unbind_core.fitting.axes import OutputAxis, output_axis
 from unbind_core.fitting.calibration import Gate, gates, strengths
-from unbind_core.fitting.context import Preparation
+from unbind_core.fitting.context import Context
 from unbind_core.fitting.fisher import FisherDetector, fisher_detector
 from unbind_core.fitting.moments import CrossMoments, Moments
 from unbind_core.fitting.options import FitOptions, FitReport
 from unbind_core.fitting.retained import retain_moments
-from unbind_core.fitting.search import Trial, search
+from unbind_core.fitting.search import Candidate, search
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted
 from unbind_core.running.capture import capture
@@ -50,10 +50,10 @@ def forget_statistics(
     cross: dict[int, CrossMoments] = {}
     every = list(batches(windows, pad, device=device))
     for batch in counted(every, len(every), "forget states and gradients", progress):
-        captured = capture(model, batch, layers)
-        for layer, states in captured.states.items():
+        one = capture(model, batch, layers)
+        for layer, states in one.states.items():
             moments.setdefault(layer, Moments(states.shape[1], device)).add(states)
-            cross.setdefault(layer, CrossMoments(states.shape[1], device)).add(states, captured.gradients[layer])
+            cross.setdefault(layer, CrossMoments(states.shape[1], device)).add(states, one.gradients[layer])
     return moments, cross
 
 
@@ -70,10 +70,10 @@ def _layer_fits(
     states: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     gradients: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in batches(calibration, pad, device=next(model.parameters()).device):
-        captured = capture(model, batch, layers)
+        one = capture(model, batch, layers)
         for layer in layers:
-            states[layer].append(captured.states[layer])
-            gradients[layer].append(captured.gradients[layer])
+            states[layer].append(one.states[layer])
+            gradients[layer].append(one.gradients[layer])
     fits = []
     for layer in layers:
         detector = fisher_detector(forget[layer], retain[layer], options.ridge)
@@ -86,26 +86,26 @@ def _layer_fits(
     return fits
 
 
-def fit_paper(given: Preparation) -> tuple[UnbindModule, FitReport]:
+def fit_paper(context: Context) -> tuple[UnbindModule, FitReport]:
     """Exactly the paper's module, within the budgets, by the paper's rule. With outcome "ineffective" kappa is 0."""
-    model, layers, options, parts, pad = given.model, given.layers, given.options, given.parts, given.pad
-    clock, progress = given.clock, given.progress
-    retain_fit = given.retain_windows(parts.retain_fit)
+    model, layers, options, parts, pad = context.model, context.layers, context.options, context.parts, context.pad
+    clock, progress = context.clock, context.progress
+    retain_fit = context.retain_windows(parts.retain_fit)
     with clock.stage("retain states"):
         kept = retain_moments(
             model,
             retain_fit,
             layers,
             pad=pad,
-            cache=given.cache,
-            fingerprint=given.identity.fingerprint,
+            cache=context.cache,
+            fingerprint=context.identity.fingerprint,
             progress=progress,
         )
     with clock.stage("forget states and gradients"):
-        moments, cross = forget_statistics(model, given.forget_windows(parts.forget_fit), layers, pad, progress)
-        fits = _layer_fits(model, given.forget_windows(parts.forget_calibration), moments, cross, kept, options, pad)
+        moments, cross = forget_statistics(model, context.forget_windows(parts.forget_fit), layers, pad, progress)
+        fits = _layer_fits(model, context.forget_windows(parts.forget_calibration), moments, cross, kept, options, pad)
     candidates = [
-        Trial(f.layer, gate, grid, kappa)
+        Candidate(f.layer, gate, grid, kappa)
         for f in fits
         for gate in f.gates
         for grid, kappa in strengths(gate, f.mean_norm, options.strengths, options.norm_strengths)
@@ -117,21 +117,27 @@ def fit_paper(given: Preparation) -> tuple[UnbindModule, FitReport]:
         )
     by_layer = {f.layer: f for f in fits}
 
-    def as_module(trial: Trial, measured: dict[str, Any] | None = None) -> UnbindModule:
-        detector = by_layer[trial.layer].detector
-        return given.module(
-            layer=trial.layer, w=detector.w.float().cpu(), v=trial.gate.v.cpu(), s_ref=detector.s_ref, tau=trial.gate.tau,
-            kappa=trial.kappa, quantile=trial.gate.quantile, measured=measured or {},
-        )  # fmt: skip
+    def as_module(candidate: Candidate, measured: dict[str, Any] | None = None) -> UnbindModule:
+        detector = by_layer[candidate.layer].detector
+        return context.module(
+            layer=candidate.layer,
+            w=detector.w.float().cpu(),
+            v=candidate.gate.v.cpu(),
+            s_ref=detector.s_ref,
+            tau=candidate.gate.tau,
+            kappa=candidate.kappa,
+            quantile=candidate.gate.quantile,
+            measured=measured or {},
+        )
 
     with clock.stage("calibration states"):
-        forget_replay = Replay(model, given.forget_windows(parts.forget_validation), layers, pad=pad)
-        calibration = given.retain_windows(parts.retain_calibration)
-        shared = {"pad": pad, "cache": given.cache, "fingerprint": given.identity.fingerprint}
+        forget_replay = Replay(model, context.forget_windows(parts.forget_validation), layers, pad=pad)
+        calibration = context.retain_windows(parts.retain_calibration)
+        shared = {"pad": pad, "cache": context.cache, "fingerprint": context.identity.fingerprint}
         retain = retain_replay(model, calibration, layers, **shared)  # type: ignore[arg-type]
     with clock.stage("retain completions"):
         completions = retain_completions(
-            model, given.tokenizer, given.retain, parts.retain_calibration, layers, given.cache, given.identity.fingerprint,
+            model, context.tokenizer, context.retain, parts.retain_calibration, layers, context.cache, context.identity.fingerprint,
             progress,
         )  # fmt: skip
     with clock.stage("search"):
@@ -140,11 +146,11 @@ def fit_paper(given: Preparation) -> tuple[UnbindModule, FitReport]:
             full_scan=options.full_scan, progress=progress,
         )  # fmt: skip
     usable = next(f for f in fits if f.gates)
-    chosen = best or Trial(usable.layer, usable.gates[0], "paper", 0.0, verdict="ineffective")
+    chosen = best or Candidate(usable.layer, usable.gates[0], "paper", 0.0, verdict="ineffective")
     report = FitReport(
         outcome="calibrated" if best else "ineffective",
         selected=best.to_json() if best else None,
-        scan=[trial.to_json() for trial in candidates],
+        scan=[candidate.to_json() for candidate in candidates],
         layers=[
             {
                 "layer": f.layer,
@@ -162,6 +168,6 @@ def fit_paper(given: Preparation) -> tuple[UnbindModule, FitReport]:
             "retain_calibration": retain.count,
         },
         seconds=clock.seconds,
-        exactness=given.exactness,
+        exactness=context.exactness,
     )
     return as_module(chosen, {**chosen.to_json(), "positions": report.positions}), report

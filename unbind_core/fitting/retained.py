@@ -15,7 +15,7 @@ from unbind_core.architecture import unwrap
 from unbind_core.evaluation.completions import RetainCompletions, retain_completions
 from unbind_core.evaluation.replay import Replay, cache_key, retain_replay
 from unbind_core.files import write_whole
-from unbind_core.fitting.context import Preparation
+from unbind_core.fitting.context import Context
 from unbind_core.fitting.moments import Moments, load_moments, save_moments
 from unbind_core.progress import Progress, ProgressCallback, counted, silent
 from unbind_core.rows import spread
@@ -157,22 +157,22 @@ class Retained:
         )
 
 
-def retained(given: Preparation) -> Retained:
+def retained(context: Context) -> Retained:
     """From the cache where it is known; nothing of it depends on the forget rows."""
-    layers, fingerprint = spread(given.layers, MOST_LAYERS), given.identity.fingerprint
-    with given.clock.stage("retain states"):
+    layers, fingerprint = spread(context.layers, MOST_LAYERS), context.identity.fingerprint
+    with context.clock.stage("retain states"):
         states, rows = retain_states(
-            given.model, given.alternating_windows(given.parts.retain_fit), layers, pad=given.pad,
-            limit_bytes=given.options.state_bytes, cache=given.cache, fingerprint=fingerprint, progress=given.progress,
+            context.model, context.alternating_windows(context.parts.retain_fit), layers, pad=context.pad,
+            limit_bytes=context.options.state_bytes, cache=context.cache, fingerprint=fingerprint, progress=context.progress,
         )  # fmt: skip
-    with given.clock.stage("calibration states"):
-        windows = given.retain_windows(given.parts.retain_calibration)
+    with context.clock.stage("calibration states"):
+        windows = context.retain_windows(context.parts.retain_calibration)
         calibration = retain_replay(
-            given.model, windows, layers, pad=given.pad, cache=given.cache, fingerprint=fingerprint
+            context.model, windows, layers, pad=context.pad, cache=context.cache, fingerprint=fingerprint
         )
-    with given.clock.stage("retain completions"):
+    with context.clock.stage("retain completions"):
         completions = retain_completions(
-            given.model, given.tokenizer, given.retain, given.parts.retain_calibration, layers, given.cache, fingerprint,
-            given.progress,
+            context.model, context.tokenizer, context.retain, context.parts.retain_calibration, layers, context.cache, fingerprint,
+            context.progress,
         )  # fmt: skip
     return Retained(layers, states, rows, calibration, completions)

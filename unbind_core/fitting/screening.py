@@ -14,7 +14,7 @@ from torch import Tensor
 from unbind_core.applying.gates import activation
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.axes import constrained_axis, gradient_axis, output_axis
-from unbind_core.fitting.context import Preparation
+from unbind_core.fitting.context import Context
 from unbind_core.fitting.fisher import fisher_detector
 from unbind_core.fitting.moments import CrossMoments, Moments
 from unbind_core.fitting.network import FIRST_POSITION, Network, train_network
@@ -34,30 +34,30 @@ GRADIENT_ROWS = 60
 Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 
 
-class Captured:
+class Screening:
     """The states of one fit's rows at the layers that are tried: ``forget`` and ``retain`` with what an edit is tried on,
     ``retained`` a larger sample of retain states by layer.
 
     Retain rows that repeat forget rows are left out of all of it: ``left_out``, by number.
     """
 
-    def __init__(self, given: Preparation) -> None:
-        self.given, self.clock = given, given.clock
-        self.every = range(len(given.forget))
-        kept = retained(given)
-        self.left_out = given.contradicting()
+    def __init__(self, context: Context) -> None:
+        self.context, self.clock = context, context.clock
+        self.every = range(len(context.forget))
+        rest = retained(context)
+        self.left_out = context.contradicting()
         # by digest in the module, whose costs beside other modules are not to be measured on these rows either
-        self.contradicting = {"retain_left_out": [retain_digest(given.retain[i]) for i in self.left_out]}
+        self.contradicting = {"retain_left_out": [retain_digest(context.retain[i]) for i in self.left_out]}
         if self.left_out:
-            paths = zip(kept.completions.prompts, kept.completions.references, strict=True)
-            own = [i for i, (prompt, reference) in enumerate(paths) if given.holds_protected([*prompt, *reference])]
-            kept = kept.without(self.left_out, own)
-        self.layers, self.retained = kept.layers, kept.states
-        self.retain, self.completions = kept.calibration, kept.completions
+            paths = zip(rest.completions.prompts, rest.completions.references, strict=True)
+            own = [i for i, (prompt, reference) in enumerate(paths) if context.holds_protected([*prompt, *reference])]
+            rest = rest.without(self.left_out, own)
+        self.layers, self.retained = rest.layers, rest.states
+        self.retain, self.completions = rest.calibration, rest.completions
         with self.clock.stage("forget states"):
             self.forget = Replay(
-                given.model, given.forget_windows(self.every), self.layers, pad=given.pad, stage="forget states",
-                progress=given.progress,
+                context.model, context.forget_windows(self.every), self.layers, pad=context.pad, stage="forget states",
+                progress=context.progress,
             )  # fmt: skip
 
     def linear_coverage(self) -> tuple[float, int]:
@@ -66,10 +66,10 @@ class Captured:
         with self.clock.stage("linear screen"):
             for layer in self.layers:
                 retain = self._retain_moments(layer)
-                detector = fisher_detector(self._forget_moments(layer), retain, self.given.options.ridge)
+                detector = fisher_detector(self._forget_moments(layer), retain, self.context.options.ridge)
                 w, s_ref = detector.w.float()[None], torch.tensor([detector.s_ref], device=self.retain.device)
                 theirs = torch.cat([activation(states, w, s_ref)[:, 0] for _, states in _sequences(self.retain, layer)])
-                allowed = max(1, round(self.given.options.limits.open_rate * len(theirs)))
+                allowed = max(1, round(self.context.options.limits.open_rate * len(theirs)))
                 tau = theirs.topk(allowed).values[-1]
                 ours = torch.cat(
                     [
@@ -98,12 +98,12 @@ class Captured:
 
     def embedded(self, layer: int) -> Sequences:
         """The rows as they are and as they are met elsewhere: what a detector has to know."""
-        given = self.given
+        context = self.context
         found = list(_sequences(self.forget, layer))
         with self.clock.stage("embedded rows"):
-            every = list(batches(given.embedded_windows(), given.pad, device=self.retain.device))
-            for batch in counted(every, len(every), "embedded rows", given.progress):
-                found += _unpadded(batch, capture_states(given.model, batch, [layer], roughly=True)[layer])
+            every = list(batches(context.embedded_windows(), context.pad, device=self.retain.device))
+            for batch in counted(every, len(every), "embedded rows", context.progress):
+                found += _unpadded(batch, capture_states(context.model, batch, [layer], roughly=True)[layer])
         return found
 
     def detector(
@@ -123,19 +123,19 @@ class Captured:
 
         The mean gradient first: on the demo model the text under it ends, where under the others it goes round in circles.
         """
-        given, retain = self.given, self._retain_moments(layer)
+        context, retain = self.context, self._retain_moments(layer)
         with self.clock.stage("gradients"):
             some = self.forget.without(set(self.every).difference(spread(self.every, GRADIENT_ROWS)))
-            cross = CrossMoments(given.identity.hidden_size, self.forget.device)
-            for kept in counted(some.kept, len(some.kept), "gradients", given.progress):
-                gradients = gradients_above(given.model, kept.batch, layer, kept.states[layer])
+            cross = CrossMoments(context.identity.hidden_size, self.forget.device)
+            for kept in counted(some.batches, len(some.batches), "gradients", context.progress):
+                gradients = gradients_above(context.model, kept.batch, layer, kept.states[layer])
                 cross.add(kept.states[layer][kept.batch.predictors], gradients)
         eigen = output_axis(cross).v0
         eigen = eigen if float(cross.gradient @ eigen) < 0 else -eigen
         found = {
             "gradient": gradient_axis(cross),
             "paper": eigen,
-            "constrained": constrained_axis(cross, retain, given.options.ridge),
+            "constrained": constrained_axis(cross, retain, context.options.ridge),
         }
         return {name: (axis / axis.norm()).float().cpu() for name, axis in found.items()}
 
@@ -147,8 +147,8 @@ class Captured:
         rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
         states = torch.cat([states for _, states in parts])
         return train_network(
-            states, rows, self.retained[layer], width=width, steps=steps, batch=batch, seed=self.given.options.seed,
-            progress=self.given.progress, stage=stage,
+            states, rows, self.retained[layer], width=width, steps=steps, batch=batch, seed=self.context.options.seed,
+            progress=self.context.progress, stage=stage,
         )  # fmt: skip
 
     def _separations(self, network: Network, forget: Sequences, layer: int, windows: Sequence[int]) -> list[Separation]:
@@ -156,7 +156,7 @@ class Captured:
             [(one.row, one.first_target - 1, network.scores(states)) for one, states in of]
             for of in (forget, _sequences(self.retain, layer))
         )
-        rate = self.given.options.limits.open_rate
+        rate = self.context.options.limits.open_rate
         return [separation(evidence(ours, width), evidence(theirs, width), width, rate) for width in windows]
 
     def _retain_moments(self, layer: int) -> Moments:
@@ -177,7 +177,7 @@ class Captured:
 
 def _sequences(replay: Replay, layer: int) -> Iterator[tuple[Window, Tensor]]:
     """Every window with its states [T,d]."""
-    for kept in replay.kept:
+    for kept in replay.batches:
         yield from _unpadded(kept.batch, kept.states[layer])
 
 

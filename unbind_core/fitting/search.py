@@ -25,7 +25,7 @@ SCREENED = "over KL budget (screened)"
 
 
 @dataclass
-class Trial:
+class Candidate:
     """One candidate and what was measured of it; None where it was not needed. NLL and KL are means over scored tokens."""
 
     layer: int
@@ -51,8 +51,8 @@ class Trial:
 
 
 def search(
-    candidates: Sequence[Trial],
-    as_module: Callable[[Trial], UnbindModule],
+    candidates: Sequence[Candidate],
+    as_module: Callable[[Candidate], UnbindModule],
     forget: Replay,
     retain: Replay,
     completions: RetainCompletions,
@@ -60,23 +60,23 @@ def search(
     *,
     full_scan: bool,
     progress: ProgressCallback,
-) -> Trial | None:
-    """The feasible candidate with the highest forget-validation NLL and kappa > 0, or None. Fills in every trial.
+) -> Candidate | None:
+    """The feasible candidate with the highest forget-validation NLL and kappa > 0, or None. Fills in every candidate.
 
     Ties: smaller kappa, larger quantile, lower layer. ``full_scan`` measures the likelihood budgets of all candidates.
     """
     base = forget.base_nll / forget.count
     if not full_scan:
         _screen(candidates, as_module, retain, budgets, progress)
-    alive = [trial for trial in candidates if trial.verdict != SCREENED]
-    for done, trial in enumerate(alive, start=1):
-        bank, selection = edit_of(as_module(trial), retain.device)
-        trial.forget_nll = forget.run(bank, selection, trial.layer).nll / forget.count
-        trial.forget_gain = trial.forget_nll - base
+    alive = [candidate for candidate in candidates if candidate.verdict != SCREENED]
+    for done, candidate in enumerate(alive, start=1):
+        bank, selection = edit_of(as_module(candidate), retain.device)
+        candidate.forget_nll = forget.run(bank, selection, candidate.layer).nll / forget.count
+        candidate.forget_gain = candidate.forget_nll - base
         progress(Progress("forget scan", done, len(alive)))
-    best: Trial | None = None
+    best: Candidate | None = None
     order = sorted(alive, key=lambda t: (-(t.forget_nll or 0.0), t.kappa, -t.gate.quantile, t.layer))
-    for done, trial in enumerate(order, start=1):
+    for done, candidate in enumerate(order, start=1):
         if best is not None and not full_scan:
             break
         progress(
@@ -84,55 +84,55 @@ def search(
                 "retain budgets",
                 done,
                 len(order),
-                f"layer {trial.layer} q {trial.gate.quantile} kappa {trial.kappa:.3g}",
+                f"layer {candidate.layer} q {candidate.gate.quantile} kappa {candidate.kappa:.3g}",
             )
         )
-        if (trial.forget_gain or 0.0) <= 0:
-            trial.verdict = "no gain"
+        if (candidate.forget_gain or 0.0) <= 0:
+            candidate.verdict = "no gain"
             continue
-        bank, selection = edit_of(as_module(trial), retain.device)
-        outcome = retain.run(bank, selection, trial.layer, kl_budget=float("inf") if full_scan else budgets.kl)
-        trial.retain_kl = outcome.kl / (retain.count if outcome.complete else max(outcome.scored, 1))
-        if not outcome.complete or trial.retain_kl > budgets.kl:
-            trial.verdict = "over KL budget"  # where the run was cut short, the KL is that of the tokens seen
+        bank, selection = edit_of(as_module(candidate), retain.device)
+        outcome = retain.run(bank, selection, candidate.layer, kl_budget=float("inf") if full_scan else budgets.kl)
+        candidate.retain_kl = outcome.kl / (retain.count if outcome.complete else max(outcome.scored, 1))
+        if not outcome.complete or candidate.retain_kl > budgets.kl:
+            candidate.verdict = "over KL budget"  # where the run was cut short, the KL is that of the tokens seen
             if not outcome.complete:
                 continue
-        trial.retain_nll_increase = (outcome.nll - retain.base_nll) / retain.count
-        trial.retain_open_rate = outcome.opened / max(outcome.evaluated, 1)
-        if trial.retain_kl > budgets.kl:
+        candidate.retain_nll_increase = (outcome.nll - retain.base_nll) / retain.count
+        candidate.retain_open_rate = outcome.opened / max(outcome.evaluated, 1)
+        if candidate.retain_kl > budgets.kl:
             continue
-        if trial.retain_nll_increase > budgets.nll:
-            trial.verdict = "over NLL budget"
+        if candidate.retain_nll_increase > budgets.nll:
+            candidate.verdict = "over NLL budget"
         elif best is None:
-            trial.retain_bleu_drop = completions.drop(bank, selection, trial.layer)
-            trial.verdict = "over BLEU budget" if trial.retain_bleu_drop > budgets.bleu else "selected"
-            best = trial if trial.verdict == "selected" else None
+            candidate.retain_bleu_drop = completions.drop(bank, selection, candidate.layer)
+            candidate.verdict = "over BLEU budget" if candidate.retain_bleu_drop > budgets.bleu else "selected"
+            best = candidate if candidate.verdict == "selected" else None
         else:
-            trial.verdict = "within likelihood budgets"
+            candidate.verdict = "within likelihood budgets"
     return best
 
 
 def _screen(
-    candidates: Sequence[Trial],
-    as_module: Callable[[Trial], UnbindModule],
+    candidates: Sequence[Candidate],
+    as_module: Callable[[Candidate], UnbindModule],
     retain: Replay,
     budgets: Budgets,
     progress: ProgressCallback,
 ) -> None:
     """Mark, per gate, the strengths above the largest whose screened KL is within SCREEN_FACTOR times the budget."""
-    gates: dict[tuple[int, float], list[Trial]] = {}
-    for trial in candidates:
-        gates.setdefault((trial.layer, trial.gate.quantile), []).append(trial)
-    for done, trials in enumerate(gates.values(), start=1):
-        trials.sort(key=lambda t: t.kappa)
-        low, high = 0, len(trials)  # all below ``low`` pass, all from ``high`` on fail
+    gates: dict[tuple[int, float], list[Candidate]] = {}
+    for candidate in candidates:
+        gates.setdefault((candidate.layer, candidate.gate.quantile), []).append(candidate)
+    for done, rivals in enumerate(gates.values(), start=1):
+        rivals.sort(key=lambda t: t.kappa)
+        low, high = 0, len(rivals)  # all below ``low`` pass, all from ``high`` on fail
         while low < high:
             middle = (low + high) // 2
-            _, selection = edit_of(as_module(trials[middle]), retain.device)
-            if retain.screen_kl(selection, trials[middle].layer) > SCREEN_FACTOR * budgets.kl:
+            _, selection = edit_of(as_module(rivals[middle]), retain.device)
+            if retain.screen_kl(selection, rivals[middle].layer) > SCREEN_FACTOR * budgets.kl:
                 high = middle
             else:
                 low = middle + 1
-        for trial in trials[low:]:
-            trial.verdict = SCREENED
+        for candidate in rivals[low:]:
+            candidate.verdict = SCREENED
         progress(Progress("screening", done, len(gates)))

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from unbind_core.fitting.calibration import Budgets
-from unbind_core.fitting.judge import Cost, Forgot, Judge
+from unbind_core.fitting.judge import Cost, Judge, Remainder
 from unbind_core.fitting.options import Clock, Target
 from unbind_core.module import UnbindModule
 from unbind_core.rows import spread
@@ -23,7 +23,7 @@ PROBED_ROWS = 8
 
 
 @dataclass
-class Search:
+class StrengthSearch:
     """What every search of one fit goes by: ``every`` forget row, the ``budgets`` and the ``target``."""
 
     judge: Judge
@@ -34,7 +34,7 @@ class Search:
 
     def least(
         self, at: Callable[[float], UnbindModule], level: dict[str, Any]
-    ) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
+    ) -> tuple[UnbindModule, Remainder | None, dict[str, Any]]:
         """The module at the least strength that reaches the target on all rows, if that is within the budgets; or else at the
         largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; None where none is
         within the budgets. ``at`` makes the module for a strength; ``level`` is told what was found.
@@ -46,12 +46,12 @@ class Search:
             return self.judge.cost(at(UPDATE_SIZES[index]))
 
         @cache
-        def probe(index: int) -> Forgot:
-            return self.judge.forgot(at(UPDATE_SIZES[index]), probed)
+        def probe(index: int) -> Remainder:
+            return self.judge.remainder(at(UPDATE_SIZES[index]), probed)
 
         @cache
-        def whole(index: int) -> Forgot:
-            return self.judge.forgot(at(UPDATE_SIZES[index]), self.every, thorough=True)
+        def whole(index: int) -> Remainder:
+            return self.judge.remainder(at(UPDATE_SIZES[index]), self.every, thorough=True)
 
         def reaches(index: int) -> bool:
             return probe(index).reaches(self.target)
@@ -61,7 +61,9 @@ class Search:
                 return len(everything)
             return bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
 
-        def told(index: int, forgot: Forgot | None, verdict: str) -> tuple[UnbindModule, Forgot | None, dict[str, Any]]:
+        def told(
+            index: int, forgot: Remainder | None, verdict: str
+        ) -> tuple[UnbindModule, Remainder | None, dict[str, Any]]:
             level.update(strength=UPDATE_SIZES[index], cost=asdict(cost(index)), verdict=verdict)
             if forgot is not None:
                 level["forgot"] = asdict(forgot)

@@ -28,7 +28,7 @@ from unbind_core.windows import Batch, Window, make_batch
 
 
 @dataclass(frozen=True)
-class Captured:
+class Capture:
     """What one batch gave, N = scored predictions of the batch in window order.
 
     ``states`` and ``gradients``: layer -> [N,d] in the model's dtype (gradients empty if not asked for);
@@ -62,7 +62,7 @@ def capture_states(
         return states
 
 
-def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:
+def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Capture:
     """States and exact gradients dL_t/dh_t (paper eq. 1) at the given layers, by one forward and one backward pass.
 
     Raises UnsupportedArchitecture where the model mixes tokens by anything but causal softmax attention.
@@ -73,7 +73,7 @@ def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:
         require_own_position(model, len(decoder_layers(model)))
         nll = target_nll(logits, batch)
         grads = torch.autograd.grad(nll.sum(), [states[i] for i in layers])
-    return Captured(
+    return Capture(
         batch,
         {i: states[i].detach()[batch.predictors] for i in layers},
         {i: g[batch.predictors] for i, g in zip(layers, grads, strict=True)},
@@ -81,7 +81,7 @@ def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Captured:
     )
 
 
-def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) -> Captured:
+def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) -> Capture:
     """The paper's procedure (B.1): one autograd call a target on the model's own attention. The slow reference."""
     batch = make_batch([window], 0, next(model.parameters()).device)
     with torch.enable_grad(), frozen(model):
@@ -94,7 +94,7 @@ def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) 
             grads = torch.autograd.grad(loss, [states[i] for i in layers], retain_graph=True)
             for i, grad in zip(layers, grads, strict=True):
                 rows[i].append(grad[0, position])
-    return Captured(
+    return Capture(
         batch,
         {i: states[i].detach()[batch.predictors] for i in layers},
         {i: torch.stack(rows[i]) for i in layers},
@@ -102,7 +102,7 @@ def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) 
     )
 
 
-def relative_errors(found: Captured, reference: Captured) -> dict[int, float]:
+def relative_errors(found: Capture, reference: Capture) -> dict[int, float]:
     """Layer -> ||G - G_ref|| / ||G_ref|| in the Frobenius norm, in FP64."""
     return {
         i: float((found.gradients[i].double() - g.double()).norm() / g.double().norm())

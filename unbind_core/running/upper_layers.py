@@ -21,7 +21,7 @@ from unbind_core.running.recording import frozen
 from unbind_core.windows import Batch
 
 
-class _Passed(nn.Module):
+class _Bypass(nn.Module):
     """Stands in for a decoder layer that is not run; answers attribute look-ups (attention type and the like) as that layer."""
 
     def __init__(self, layer: nn.Module, states: Tensor | None, as_tuple: bool) -> None:
@@ -54,7 +54,7 @@ def _starting_above(model: nn.Module, layer: int, states: Tensor, as_tuple: bool
     originals = [container[i] for i in range(layer + 1)]
     try:
         for index, original in enumerate(originals):
-            container[index] = _Passed(original, states if index == layer else None, as_tuple)
+            container[index] = _Bypass(original, states if index == layer else None, as_tuple)
         yield
     finally:
         for index, original in enumerate(originals):

@@ -88,7 +88,7 @@ def test_states_kept_elsewhere_spare_a_pass_and_change_nothing(
     replay = Replay(tiny.model, windows, [LAYER], pad=pad)
     passed: list[Batch] = []
     monkeypatch.setattr(drafts, "batches", lambda *args, **options: _noted(passed, args, options))
-    known = Drafts(tiny.model, LAYER, pad=pad, end=None, known=replay)
+    known = Drafts(tiny.model, LAYER, pad=pad, end=None, replay=replay)
     assert known.complete(module, prompts, targets, COUNT) == decoded(tiny, module, prompts, None)
     seen = {window.ids for window in windows}
     new = {window.ids for batch in passed for window in batch.windows}

@@ -20,10 +20,10 @@ from unbind_core.evaluation import scores
 from unbind_core.evaluation.scores import forget_scores
 from unbind_core.fitting import auto, judge, screening, strength
 from unbind_core.fitting.calibration import Budgets
-from unbind_core.fitting.judge import Cost, Forgot
+from unbind_core.fitting.judge import Cost, Remainder
 from unbind_core.fitting.options import BUDGETS, Clock, Target
 from unbind_core.fitting.separation import upper_bound
-from unbind_core.fitting.strength import PROBED_ROWS, UPDATE_SIZES, Search
+from unbind_core.fitting.strength import PROBED_ROWS, UPDATE_SIZES, StrengthSearch
 from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
@@ -212,7 +212,7 @@ def test_the_upper_bound_is_deterministic_above_the_mean_and_exact_where_rows_ag
     assert upper_bound(more) < upper_bound(parts)  # more rows, a tighter bound
 
 
-class Known(Search):
+class Known(StrengthSearch):
     """The search for a strength where it is known what each one costs and which rows it makes forget."""
 
     def __init__(self, module: UnbindModule, costs: Sequence[float], enough: int, probed: int) -> None:
@@ -227,9 +227,9 @@ class Known(Search):
         kl = self.costs[UPDATE_SIZES.index(module.kappa)]
         return Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
 
-    def forgot(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
+    def remainder(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
         needed = self.enough_of_probe if len(rows) == PROBED_ROWS else self.enough
-        return Forgot({"plain": 0.0 if UPDATE_SIZES.index(module.kappa) >= needed else 1.0}, 0, 0.0)
+        return Remainder({"plain": 0.0 if UPDATE_SIZES.index(module.kappa) >= needed else 1.0}, 0, 0.0)
 
 
 @settings(deadline=None)
@@ -250,13 +250,13 @@ def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, en
 
 def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     known, asked = Known(MODULE, [0.5] * len(UPDATE_SIZES), len(UPDATE_SIZES), 0), []
-    forgot = known.forgot
+    forgot = known.remainder
 
-    def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Forgot:
+    def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
         asked.append(len(rows))
         return forgot(module, rows, thorough=thorough)
 
-    monkeypatch.setattr(known, "forgot", counted)
+    monkeypatch.setattr(known, "remainder", counted)
     level: dict[str, Any] = {}
     _, left, _ = known.least(known.at, level)
     assert asked.count(PROBED_ROWS + 1) == 3 and level["verdict"] == "misses the target"

@@ -11,7 +11,7 @@ from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode, pad_id
 from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.replay import Replay
-from unbind_core.fitting.fit import _preparation
+from unbind_core.fitting.fit import _context
 from unbind_core.fitting.options import FitOptions, Target
 from unbind_core.fitting.retained import Retained, retain_states
 from unbind_core.progress import silent
@@ -39,7 +39,7 @@ def test_rows_with_a_long_span_contradict_and_others_do_not(tiny: LoadedModel) -
     limit = Target().span
     texts = ["class Apart:\n    pass\n", span_of(tiny, limit), span_of(tiny, limit - 1), PROTECTED]
     retain = [*ROWS, *(RetainRow(text) for text in texts)]
-    given = _preparation(
+    given = _context(
         tiny.model, tiny.tokenizer, FORGET, retain, [RetainRow(FORGET[1].prompt + FORGET[1].continuation)], "m",
         tiny.identity, FitOptions(), silent, None,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_replay_without_rows_is_that_of_the_others(tiny: LoadedModel) -> None:
     assert (found.opened, found.evaluated) == (wanted.opened, wanted.evaluated)
     assert found.nll == pytest.approx(wanted.nll, rel=1e-5)
     assert {window.row for window in part._screen.batch.windows} <= set(others)
-    assert whole.without(every).kept == [] and whole.without([]).count == whole.count
+    assert whole.without(every).batches == [] and whole.without([]).count == whole.count
 
 
 def test_completions_without_rows_tell_of_the_others(tiny: LoadedModel) -> None:

@@ -11,7 +11,7 @@ from unbind_core.evaluation.completions import RetainCompletions
 from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.calibration import Budgets, Gate
-from unbind_core.fitting.search import Trial, search
+from unbind_core.fitting.search import Candidate, search
 from unbind_core.module import UnbindModule
 from unbind_core.progress import silent
 from unbind_core.running.capture import capture, target_nll
@@ -34,7 +34,7 @@ def gated_module(model: torch.nn.Module, identity: object, layer: int, kappa: fl
     """A module whose gate opens on some positions of random text and not on others."""
     module = make_module(identity, layer=layer, kappa=kappa)
     replay = Replay(model, windows(4), [layer], pad=0)
-    scores = torch.cat([(k.states[layer] @ module.w)[k.batch.attention_mask.bool()] for k in replay.kept])
+    scores = torch.cat([(k.states[layer] @ module.w)[k.batch.attention_mask.bool()] for k in replay.batches])
     s_ref = float(scores.median())
     tau = float((scores - s_ref).clamp(min=0).quantile(0.8))
     return make_module(identity, layer=layer, kappa=kappa, s_ref=s_ref, tau=tau)
@@ -46,7 +46,7 @@ def test_running_the_upper_layers_alone_gives_the_models_own_logits(
 ) -> None:
     model = load_model(tiny_checkpoint(family)).model
     replay = Replay(model, windows(3), [0, 1, 2], pad=0)
-    kept = replay.kept[0]
+    kept = replay.batches[0]
     with torch.no_grad():
         whole = model(input_ids=kept.batch.ids, attention_mask=kept.batch.attention_mask, use_cache=False).logits
     for layer in (0, 1, 2):
@@ -60,7 +60,7 @@ def test_running_the_upper_layers_alone_gives_the_models_own_logits(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_from_kept_states_are_those_of_the_whole_pass(family: str, tiny_checkpoint: TinyCheckpoint) -> None:
     model = load_model(tiny_checkpoint(family)).model
-    kept = Replay(model, windows(3), [0, 1, 2], pad=0).kept[0]
+    kept = Replay(model, windows(3), [0, 1, 2], pad=0).batches[0]
     whole = capture(model, kept.batch, [0, 1, 2])
     for layer in (0, 1, 2):
         above = gradients_above(model, kept.batch, layer, kept.states[layer])
@@ -118,40 +118,40 @@ def test_the_bleu_drop_equals_generating_everything_again(tiny_checkpoint: TinyC
 @pytest.fixture
 def world(
     tiny_checkpoint: TinyCheckpoint,
-) -> tuple[list[Trial], dict[int, UnbindModule], Replay, Replay, RetainCompletions]:
+) -> tuple[list[Candidate], dict[int, UnbindModule], Replay, Replay, RetainCompletions]:
     loaded = load_model(tiny_checkpoint("qwen2"))
     modules: dict[int, UnbindModule] = {}
-    trials = []
+    rivals = []
     for layer in (0, 1, 2):
         for kappa in (0.5, 2.0, 8.0):
             module = gated_module(loaded.model, loaded.identity, layer, kappa)
-            trial = Trial(layer, Gate(0.5, module.tau, module.v, -1.0, 1.0), "paper", kappa)
-            modules[id(trial)] = module
-            trials.append(trial)
+            candidate = Candidate(layer, Gate(0.5, module.tau, module.v, -1.0, 1.0), "paper", kappa)
+            modules[id(candidate)] = module
+            rivals.append(candidate)
     layers = [0, 1, 2]
     texts = windows(8, seed=3)
     prompts = [w.ids[:6] for w in texts]
     outputs = complete(loaded.model, prompts, Sampling(16), pad=0, end=None)
     completions = RetainCompletions(loaded.model, prompts, outputs, outputs, layers, pad=0, end=None)
     forget = Replay(loaded.model, windows(3, seed=4), layers, pad=0)
-    return trials, modules, forget, Replay(loaded.model, texts, layers, pad=0), completions
+    return rivals, modules, forget, Replay(loaded.model, texts, layers, pad=0), completions
 
 
 @pytest.mark.parametrize("kl", [1e-9, 1e-3, 1e-2, 10.0])
 def test_the_lazy_search_finds_what_the_full_scan_finds(
-    kl: float, world: tuple[list[Trial], dict[int, UnbindModule], Replay, Replay, RetainCompletions]
+    kl: float, world: tuple[list[Candidate], dict[int, UnbindModule], Replay, Replay, RetainCompletions]
 ) -> None:
-    trials, modules, forget, retain, completions = world
+    rivals, modules, forget, retain, completions = world
     budgets = Budgets(kl=kl, nll=10.0, bleu=10.0)
     found = []
     for full_scan in (False, True):
         best = search(
-            trials, lambda t: modules[id(t)], forget, retain, completions, budgets, full_scan=full_scan, progress=silent
+            rivals, lambda t: modules[id(t)], forget, retain, completions, budgets, full_scan=full_scan, progress=silent
         )
         found.append((best.layer, best.kappa) if best else None)
     assert found[0] == found[1]
     feasible = [
-        t for t in trials if t.forget_gain and t.forget_gain > 0 and t.retain_kl is not None and t.retain_kl <= kl
+        t for t in rivals if t.forget_gain and t.forget_gain > 0 and t.retain_kl is not None and t.retain_kl <= kl
     ]
     if feasible:
         winner = max(feasible, key=lambda t: t.forget_nll)
