@@ -33,6 +33,7 @@ from transformers import (
 
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import network_scores, windowed
+from unbind_core.applying.passes import Pass
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
@@ -234,6 +235,11 @@ def select(bank: ModuleBank, *rows: dict[str, float]) -> Selection:
     selection = bank.select(rows)
     assert selection is not None
     return selection
+
+
+def edit(selection: Selection, layer: int, states: Tensor, **of_pass: Any) -> Tensor:
+    """The edited states alone; ``of_pass`` as :class:`Pass` has it."""
+    return selection.edit(layer, states, Pass(**of_pass)).states
 
 
 def highest(loaded: LoadedModel, module: UnbindModule) -> list[float]:

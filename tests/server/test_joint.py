@@ -29,8 +29,8 @@ def test_rows_that_repeat_forget_rows_do_not_count_against_a_module(loaded: Load
     other = make_module(loaded.identity, name="other", layer=LAYER, kappa=0.0)
     windows = retain_windows(loaded.tokenizer, ROWS, range(len(ROWS)), strong.forms)
     replay = Replay(loaded.model, windows, [LAYER], pad=pad_id(loaded.tokenizer))
-    outcome = replay.run(*edit_of(strong, torch.device("cpu")), LAYER)
-    touched = {row for row, found in outcome.rows.items() if found.opened}
+    outcome = replay.run(edit_of(strong, torch.device("cpu"))[1], LAYER)
+    touched = {row for row, found in outcome.rows.items() if found.changed}
     assert touched and touched != set(range(len(ROWS)))
 
     counted = measure_together(loaded, [strong, other], ROWS, silent)

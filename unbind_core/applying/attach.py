@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, Places
 from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.passes import Pass
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -170,7 +171,7 @@ def attach(
             new = None if decoding or real is None else real[:, -length:]
             places = sequences.places(batch, length, past, real, tokens.device) if selection.remembers else None
             phase = "decode" if decoding else "prefill"
-            step = intervention.step(selection, rows=rows, phase=phase, real=new, places=places)
+            step = intervention.step(selection, Pass(rows, places, phase, new))
             step.__enter__()
             under_way.append(step)
 

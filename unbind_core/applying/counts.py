@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,23 @@ from torch.nn import functional
 
 PHASES = ("prefill", "decode")
 TOGETHER = 64  # passes of which open gates are added up at once
+
+
+class Count(NamedTuple):
+    """What the gates of one detector kind did at one layer of one pass, not added up yet: nothing waits for the device.
+
+    ``gate`` bool [...,m]: open, at positions that count. ``asked`` bool, as wide or to be broadcast: where a row asks for the
+    module at a position that counts. ``whole``: all positions count, of all rows of the selection alike.
+    """
+
+    gate: Tensor
+    asked: Tensor
+    whole: bool
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Positions evaluated and gates open, int64 [m] each."""
+        every = tuple(range(self.gate.dim() - 1))
+        return self.asked.expand(self.gate.shape).sum(every), self.gate.sum(every)
 
 
 class Tally:
@@ -27,8 +45,18 @@ class Tally:
         self._open = [torch.zeros_like(on, dtype=torch.int64) for _ in PHASES]
         self._gates: list[list[Tensor]] = [[] for _ in PHASES]  # of passes that are not added up yet, shaped as ``on``
 
-    def every_row(self, phase: int, gate: Tensor) -> None:
-        """Gates of a batch whose row i is row i of the selection, or whose rows all are its only one; all positions count."""
+    def add(self, phase: int, count: Count) -> None:
+        """Take in what one pass did."""
+        if count.whole:
+            self._add_whole(phase, count.gate)
+            return
+        evaluated, opened = count.totals()
+        with self._lock:
+            self._evaluated[phase].add_(evaluated)
+            self._open[phase][0, 0].add_(opened)
+
+    def _add_whole(self, phase: int, gate: Tensor) -> None:
+        """Gates of a batch whose row i is row i of the selection, or whose rows all are its only one."""
         table = self._open[phase]
         whole = gate.shape == table.shape
         opened = gate if whole else gate.sum(tuple(range(gate.dim() - 1)))
@@ -45,14 +73,6 @@ class Tally:
         if gates := self._gates[phase]:
             self._open[phase].add_(torch.stack(gates).sum(0))
             gates.clear()
-
-    def some(self, phase: int, gate: Tensor, asked: Tensor) -> None:
-        """Open gates and which were asked for, bool of one shape [...,m]."""
-        every = tuple(range(gate.dim() - 1))
-        evaluated, opened = asked.sum(every), gate.sum(every)
-        with self._lock:
-            self._evaluated[phase].add_(evaluated)
-            self._open[phase][0, 0].add_(opened)
 
     def add_to(self, evaluated: Tensor, opened: Tensor) -> None:
         """Add what was counted to int64 [phases,slots] tables."""

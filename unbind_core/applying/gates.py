@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unbind_core.applying.gate_memory import Places
+from unbind_core.applying.passes import Pass
 from unbind_core.module import UnbindModule
 
 GRAIN = 1024.0  # scores are rounded to 1/1024 of a threshold: whole numbers of which sums are exact
@@ -73,16 +74,14 @@ class FisherGates:
         self._at_zero = min(taus) == 0  # else an open gate's a is above 0 anyway
         self.width = len(modules)
 
-    def __call__(
-        self, layer: int, states: Tensor, rows: Tensor | None, real: Tensor | None, places: Places | None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
         """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]."""
         flat = states.reshape(-1, states.shape[-1]).float()
         a = torch.addmm(self._minus_s_ref, flat, self._w)  # the product of functional.linear, without its way there
         if self._at_zero:
             a = a.relu_()
         a = a.view(*states.shape[:-1], -1)
-        return a, a >= of_rows(self._tau, states, rows)
+        return a, a >= of_rows(self._tau, states, pass_.rows)
 
 
 class NetworkGates:
@@ -140,15 +139,14 @@ class NetworkGates:
         )
         self.width, self._table_width = len(self._b), width
 
-    def __call__(
-        self, layer: int, states: Tensor, rows: Tensor | None, real: Tensor | None, places: Places | None
-    ) -> tuple[Tensor, Tensor]:
-        """(e, open), each [B,T,M]. Without ``places`` the sequences stand there from their beginning."""
+    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
+        """(e, open), each [B,T,M]. Without places in the pass the sequences stand there from their beginning."""
         if states.dim() == 2:
             raise ValueError("gates with memory take states [B,T,d] of sequences, not single states [N,d]")
         states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
         batch, length = states.shape[:2]
-        places = places or Places.afresh(batch, length, real, states.device)
+        real = pass_.real
+        places = pass_.places or Places.afresh(batch, length, real, states.device)
         z = self._grains(states)
         if real is not None:
             z = z.masked_fill_(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
@@ -167,13 +165,13 @@ class NetworkGates:
             opens = e >= torch.where(was_open, self._close, 1.0)
             held = opens if real is None else torch.where(real.unsqueeze(-1), opens, was_open)
             places.write(layer, self._both, torch.cat((sums, held.int()), -1))
-            return e, held if self._on is None else held & of_rows(self._on, states, rows)
+            return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
         opens, closes = e >= 1, e < self._close
         if real is not None:
             opens, closes = opens & real.unsqueeze(-1), closes & real.unsqueeze(-1)
         held = held_open(opens, closes, was_open[:, 0])
         places.write(layer, self._states, held.int())
-        return e, held if self._on is None else held & of_rows(self._on, states, rows)
+        return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
 
     def _grains(self, states: Tensor) -> Tensor:
         """z of all heads in grains of 1/1024, int32 [B,T,heads]: one product into all hidden units, then one for each module."""

@@ -15,8 +15,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unbind_core.applying.gate_memory import Places
-from unbind_core.applying.selection import Record, Selection
+from unbind_core.applying.passes import WHOLE, Pass
+from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_stack
 from unbind_core.errors import UnsupportedArchitecture
 
@@ -26,12 +26,7 @@ class _Step:
     """What one forward pass applies."""
 
     selection: Selection
-    rows: Tensor | None
-    phase: str
-    real: Tensor | None
-    places: Places | None
-    counted: Tensor | None
-    record: Record | None
+    pass_: Pass
 
 
 class _LayerHook:
@@ -51,9 +46,7 @@ class _LayerHook:
                 f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
                 "give override= the path of layers that return their hidden states"
             )
-        edited = step.selection.edit(
-            self._layer, states, step.rows, step.phase, step.real, step.places, step.counted, step.record
-        )
+        edited = step.selection.edit(self._layer, states, step.pass_).states
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 
@@ -110,19 +103,8 @@ class Intervention:
         return step if owner is self else None
 
     @contextmanager
-    def step(
-        self,
-        selection: Selection | None,
-        *,
-        rows: Tensor | None = None,
-        phase: str = "prefill",
-        real: Tensor | None = None,
-        places: Places | None = None,
-        counted: Tensor | None = None,
-        record: Record | None = None,
-    ) -> Iterator[None]:
-        """Apply a selection to the forward pass inside; None leaves the model alone. Arguments as
-        :meth:`Selection.edit`.
+    def step(self, selection: Selection | None, pass_: Pass = WHOLE) -> Iterator[None]:
+        """Apply a selection to the forward pass inside; None leaves the model alone.
 
         Raises RuntimeError inside another step or outside the ``with`` block of the intervention.
         """
@@ -132,7 +114,7 @@ class Intervention:
             raise RuntimeError(
                 "the intervention is not attached; use it as `with Intervention(model) as intervention:`"
             )
-        step = None if selection is None else _Step(selection, rows, phase, real, places, counted, record)
+        step = None if selection is None else _Step(selection, pass_)
         token = _under_way.set((self, step))
         try:
             yield

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unbind_core.applying.counts import PHASES, Tally
-from unbind_core.applying.gate_memory import Places
+from unbind_core.applying.counts import PHASES, Count, Tally
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
+from unbind_core.applying.passes import WHOLE, Pass
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import threads_for
 
-Record = list[tuple[tuple[str, ...], Tensor]]
+
+class Edit(NamedTuple):
+    """Edited states, and the counts of the gates that decided, one for each detector kind at the layer."""
+
+    states: Tensor
+    counts: tuple[Count, ...]
+
+    def totals(self) -> tuple[int, int]:
+        """(positions evaluated, gates open) over all modules; waits for the device."""
+        evaluated, opened = 0, 0
+        for count in self.counts:
+            asked, gates = count.totals()
+            evaluated, opened = evaluated + int(asked.sum()), opened + int(gates.sum())
+        return evaluated, opened
 
 
 class Part:
     """The modules of one detector kind at one layer, m of them used by any of R rows. Tensor arithmetic, no synchronisation."""
 
     def __init__(
-        self, names: Sequence[str], gates: FisherGates | NetworkGates, v: Tensor, kappa: Tensor, slots: Tensor,
-        strength: Tensor, on: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        names: Sequence[str],
+        gates: FisherGates | NetworkGates,
+        v: Tensor,
+        kappa: Tensor,
+        slots: Tensor,
+        strength: Tensor,
+        on: Tensor,
+    ) -> None:
         """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks for, R being 1 where
         all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa.
         """
@@ -39,31 +59,28 @@ class Part:
         self._strength = None if alike else strength
         self._v = (kappa * most if alike else kappa).unsqueeze(1) * v
 
-    def __call__(
-        self, edited: Tensor, layer: int, states: Tensor, rows: Tensor | None, phase: int, real: Tensor | None,
-        places: Places | None, counted: Tensor | None, record: Record | None,
-    ) -> Tensor:  # fmt: skip
-        """``edited`` less this part's correction, which is read off ``states`` alone."""
-        a, gate = self._gates(layer, states, rows, real, places)
+    def __call__(self, edited: Tensor, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Count]:
+        """``edited`` less this part's correction, which is read off ``states`` alone; and what its gates did."""
+        a, gate = self._gates(layer, states, pass_)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
-            amount = amount.mul_(of_rows(self._strength, states, rows))
-        self._count(gate, states, rows, phase, real if counted is None else counted)
-        if record is not None:
-            record.append((self._names, torch.where(gate, a, 0.0)))
+            amount = amount.mul_(of_rows(self._strength, states, pass_.rows))
+        if pass_.record is not None:
+            pass_.record.append((self._names, torch.where(gate, a, 0.0)))
+        count = self._count(gate, states, pass_)
         flat = amount.view(-1, amount.shape[-1])
         if edited.dtype == torch.float32:
-            return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape)
-        return edited - (flat @ self._v).view(edited.shape).to(edited.dtype)
+            return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape), count
+        return edited - (flat @ self._v).view(edited.shape).to(edited.dtype), count
 
-    def _count(self, gate: Tensor, states: Tensor, rows: Tensor | None, phase: int, counted: Tensor | None) -> None:
-        if rows is None and counted is None:
-            self.tally.every_row(phase, gate)
-            return
-        asked = of_rows(self._on, states, rows).expand(gate.shape)
-        if counted is not None:
-            asked, gate = asked & counted.unsqueeze(-1), gate & counted.unsqueeze(-1)
-        self.tally.some(phase, gate, asked)
+    def _count(self, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
+        counts = pass_.real if pass_.counts is None else pass_.counts
+        asked = of_rows(self._on, states, pass_.rows)
+        if counts is not None:
+            asked, gate = asked & counts.unsqueeze(-1), gate & counts.unsqueeze(-1)
+        count = Count(gate, asked, pass_.rows is None and counts is None)
+        self.tally.add(PHASES.index(pass_.phase), count)
+        return count
 
 
 class Selection:
@@ -77,33 +94,19 @@ class Selection:
         self.rows = rows
         self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
 
-    def edit(
-        self,
-        layer: int,
-        states: Tensor,
-        rows: Tensor | None = None,
-        phase: str = "prefill",
-        real: Tensor | None = None,
-        places: Places | None = None,
-        counted: Tensor | None = None,
-        record: Record | None = None,
-    ) -> Tensor:
+    def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE) -> Edit:
         """The edited states of one layer (paper eq. 12), new storage, same shape and dtype; the input stays as it is.
 
-        ``states`` [B,T,d] or [N,d]. ``rows``: int64 [B] or [N], the selection's row of each; None where batch row i
-        uses row i, or where the selection has a single row for all. ``real``: bool [B,T] or [N], false at padding,
-        None where all positions are real. ``places`` says where the rows stand in a memory of gates; None where they are whole
-        sequences from position 0, or where no gate has a memory. ``counted``: as ``real``, for what enters the counts; None where
-        that is all that is real. ``record`` is given the activations behind open gates, 0
-        behind closed ones: (names, FP32 [...,M]) for each kind of detector. In FP32 throughout; all modules of the layer read the
-        same unmodified states. Raises UnbindError where the batch has other rows than the selection.
+        ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. In FP32 throughout; all modules of the layer read the same
+        unmodified states. Raises UnbindError where the batch has other rows than the selection.
         """
-        if rows is None and self.rows not in (1, states.shape[0]):
+        if pass_.rows is None and self.rows not in (1, states.shape[0]):
             raise UnbindError(
                 f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
             )
-        edited = states
+        edited, counts = states, []
         with threads_for(states.device, states.numel() * self._width[layer]):
             for part in self._parts[layer]:
-                edited = part(edited, layer, states, rows, PHASES.index(phase), real, places, counted, record)
-        return edited
+                edited, count = part(edited, layer, states, pass_)
+                counts.append(count)
+        return Edit(edited, tuple(counts))

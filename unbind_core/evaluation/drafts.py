@@ -120,10 +120,10 @@ class Drafts:
                 continue
             following = kept.following
             if selection is not None:
-                edited, changed = changed_by(selection, self.layer, kept.batch, kept.states)
+                edit, changed = changed_by(selection, self.layer, kept.batch, kept.states)
                 if bool((rows := changed.any(-1)).any()):
                     ids, mask, following = kept.batch.ids[rows], kept.batch.attention_mask[rows], following.clone()
-                    following[rows] = logits_above(self.model, ids, mask, self.layer, edited[rows]).argmax(-1)
+                    following[rows] = logits_above(self.model, ids, mask, self.layer, edit.states[rows]).argmax(-1)
             found |= {path: tokens[: len(path)] for path, tokens in zip(paths, following.tolist(), strict=True)}
         return found
 

@@ -59,8 +59,8 @@ class HeldOut:
         for form, replay in self._windows.items():
             nll = replay.base_nll
             if module is not None:
-                outcome = replay.run(*edit_of(module, self._device), module.layer)
-                nll, evaluated, opened = outcome.nll, evaluated + outcome.evaluated, opened + outcome.opened
+                outcome = replay.run(edit_of(module, self._device)[1], module.layer)
+                nll, evaluated, opened = outcome.nll, evaluated + outcome.evaluated, opened + outcome.open_gates
             measures["ppl" if form == "plain" else f"ppl_{form}"] = math.exp(nll / max(replay.count, 1))
         measures["gate_rate"] = opened / max(evaluated, 1)
         kept = sum(self._completions.scores)

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.selection import Selection
+from unbind_core.applying.passes import Pass
+from unbind_core.applying.selection import Edit, Selection
 from unbind_core.architecture import decoder_layers
 from unbind_core.files import write_whole
 from unbind_core.progress import ProgressCallback, counted, silent
@@ -42,7 +42,7 @@ class Outcome:
 
     nll: float = 0.0
     kl: float = 0.0
-    opened: int = 0
+    open_gates: int = 0
     evaluated: int = 0
     scored: int = 0
     complete: bool = True
@@ -56,7 +56,7 @@ class RowOutcome:
     nll: float = 0.0
     kl: float = 0.0
     scored: int = 0
-    opened: int = 0
+    changed: int = 0
     positions: int = 0
 
 
@@ -112,17 +112,17 @@ class Replay:
             logits = self.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
         return BatchStates(batch, states, target_nll(logits, batch))
 
-    def touched(self, kept: BatchStates, selection: Selection, layer: int) -> tuple[Tensor, Tensor]:
-        """Edited states [B,T,d] of a batch at ``layer`` and which of its real positions the edit changed (bool [B,T])."""
+    def touched(self, kept: BatchStates, selection: Selection, layer: int) -> tuple[Edit, Tensor]:
+        """The edit of a batch at ``layer``, and which of its real positions it changed (bool [B,T])."""
         return changed_by(selection, layer, kept.batch, kept.states[layer])
 
     def screen_kl(self, selection: Selection, layer: int) -> float:
         """Mean KL of an edit over one small batch: what the bisection over strengths looks at."""
         kept = self._screen
-        edited, changed = self.touched(kept, selection, layer)
+        edit, changed = self.touched(kept, selection, layer)
         if not bool(changed.any()):
             return 0.0
-        logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, layer, edited)
+        logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, layer, edit.states)
         return float(_kls(self._screen_logits, logits[kept.batch.predictors]).sum()) / len(kept.nll)
 
     @cached_property
@@ -140,18 +140,18 @@ class Replay:
         logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, self.last, kept.states[self.last])
         return logits[kept.batch.predictors]
 
-    def run(self, bank: ModuleBank, selection: Selection, layer: int, *, kl_budget: float | None = None) -> Outcome:
+    def run(self, selection: Selection, layer: int, *, kl_budget: float | None = None) -> Outcome:
         """Measure an edit. With ``kl_budget`` (a mean over tokens) KL is measured too, and the run ends where it is out of reach:
         the sum is over what all tokens together may have, or a tenth of the tokens have half as much again as they may.
         """
         outcome = Outcome()
         for kept in self.batches:
-            edited, changed = self.touched(kept, selection, layer)
+            edit, changed = self.touched(kept, selection, layer)
             rows = changed.any(-1)
             nll, kls = kept.nll, torch.zeros_like(kept.nll)
             if bool(rows.any()):
                 part = _rows_of(kept.batch, rows)
-                logits = logits_above(self.model, part.ids, part.attention_mask, layer, edited[rows])
+                logits = logits_above(self.model, part.ids, part.attention_mask, layer, edit.states[rows])
                 mine = rows[kept.rows]
                 nll = kept.nll.masked_scatter(mine, target_nll(logits, part))
                 if kl_budget is not None:
@@ -162,6 +162,8 @@ class Replay:
                         mine, _kls(original[part.predictors], logits[part.predictors]).to(kls.dtype)
                     )
                     outcome.kl += float(kls.double().sum())
+            evaluated, opened = edit.totals()
+            outcome.evaluated, outcome.open_gates = outcome.evaluated + evaluated, outcome.open_gates + opened
             outcome.nll += float(nll.double().sum())
             outcome.scored += len(nll)
             _by_row(outcome.rows, kept, changed, nll, kls)
@@ -170,16 +172,14 @@ class Replay:
             if kl_budget is not None and outcome.kl > kl_budget * allowed:
                 outcome.complete = False
                 break
-        for evaluated, opened in (counts["prefill"] for counts in bank.counts().values()):
-            outcome.evaluated, outcome.opened = outcome.evaluated + evaluated, outcome.opened + opened
         return outcome
 
 
-def changed_by(selection: Selection, layer: int, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch's ``states`` [B,T,d] at ``layer`` edited, and which of the real positions that changed (bool [B,T])."""
+def changed_by(selection: Selection, layer: int, batch: Batch, states: Tensor) -> tuple[Edit, Tensor]:
+    """The edit of a batch's ``states`` [B,T,d] at ``layer``, and which of the real positions it changed (bool [B,T])."""
     rows, real = states.new_zeros(states.shape[0], dtype=torch.int64), batch.attention_mask.bool()
-    edited = selection.edit(layer, states, rows, "prefill", real)
-    return edited, (edited != states).any(-1) & real
+    edit = selection.edit(layer, states, Pass(rows=rows, real=real))
+    return edit, (edit.states != states).any(-1) & real
 
 
 def _save(file: Path, kept: Sequence[BatchStates]) -> None:
@@ -230,13 +230,13 @@ def _by_row(rows: dict[int, RowOutcome], kept: BatchStates, changed: Tensor, nll
     count = len(kept.batch.windows)
     sums = torch.zeros(3, count, dtype=torch.float64, device=nll.device)
     parts = torch.stack(((nll - kept.nll).double(), kls.double(), torch.ones_like(nll).double()))
-    of_windows = zip(
+    by_window = zip(
         kept.batch.windows, sums.index_add_(1, kept.rows, parts).T.tolist(), changed.sum(-1).tolist(), strict=True
     )
-    for window, (rise, kl, scored), opened in of_windows:
+    for window, (rise, kl, scored), moved in by_window:
         row = rows.setdefault(window.row, RowOutcome())
         row.nll, row.kl, row.scored = row.nll + rise, row.kl + kl, row.scored + int(scored)
-        row.opened, row.positions = row.opened + opened, row.positions + len(window.ids)
+        row.changed, row.positions = row.changed + moved, row.positions + len(window.ids)
 
 
 def cache_key(*parts: object) -> str:

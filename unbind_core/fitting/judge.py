@@ -121,17 +121,17 @@ class Judge:
     def cost(self, module: UnbindModule) -> Cost:
         """What the module does to the retain-calibration rows."""
         bank, selection = edit_of(module, self.retain.device)
-        outcome = self.retain.run(bank, selection, module.layer, kl_budget=float("inf"))
+        outcome = self.retain.run(selection, module.layer, kl_budget=float("inf"))
         rows = list(outcome.rows.values())
         drops = self.completions.drops(bank, selection, module.layer)
         bounds = Budgets(
             kl=upper_bound([(row.kl, row.scored) for row in rows]),
             nll=upper_bound([(row.nll, row.scored) for row in rows]),
             bleu=upper_bound([(drop, 1.0) for drop in drops]) if drops else 0.0,
-            open_rate=upper_bound([(float(row.opened), row.positions) for row in rows]),
+            open_rate=upper_bound([(float(row.changed), row.positions) for row in rows]),
         )
         scored, positions = sum(row.scored for row in rows), sum(row.positions for row in rows)
         return Cost(
             sum(row.nll for row in rows) / scored, sum(row.kl for row in rows) / scored,
-            sum(row.opened for row in rows) / positions, bounds,
+            sum(row.changed for row in rows) / positions, bounds,
         )  # fmt: skip

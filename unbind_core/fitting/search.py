@@ -71,7 +71,7 @@ def search(
     alive = [candidate for candidate in candidates if candidate.verdict != SCREENED]
     for done, candidate in enumerate(alive, start=1):
         bank, selection = edit_of(as_module(candidate), retain.device)
-        candidate.forget_nll = forget.run(bank, selection, candidate.layer).nll / forget.count
+        candidate.forget_nll = forget.run(selection, candidate.layer).nll / forget.count
         candidate.forget_gain = candidate.forget_nll - base
         progress(Progress("forget scan", done, len(alive)))
     best: Candidate | None = None
@@ -91,14 +91,14 @@ def search(
             candidate.verdict = "no gain"
             continue
         bank, selection = edit_of(as_module(candidate), retain.device)
-        outcome = retain.run(bank, selection, candidate.layer, kl_budget=float("inf") if full_scan else budgets.kl)
+        outcome = retain.run(selection, candidate.layer, kl_budget=float("inf") if full_scan else budgets.kl)
         candidate.retain_kl = outcome.kl / (retain.count if outcome.complete else max(outcome.scored, 1))
         if not outcome.complete or candidate.retain_kl > budgets.kl:
             candidate.verdict = "over KL budget"  # where the run was cut short, the KL is that of the tokens seen
             if not outcome.complete:
                 continue
         candidate.retain_nll_increase = (outcome.nll - retain.base_nll) / retain.count
-        candidate.retain_open_rate = outcome.opened / max(outcome.evaluated, 1)
+        candidate.retain_open_rate = outcome.open_gates / max(outcome.evaluated, 1)
         if candidate.retain_kl > budgets.kl:
             continue
         if candidate.retain_nll_increase > budgets.nll:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.conftest import bank_of, make_module, select
+from tests.core.conftest import bank_of, edit, make_module, select
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import FisherGates
 from unbind_core.errors import ModelMismatch, UnbindError, UnknownModule
@@ -49,7 +49,7 @@ def test_the_gate_opens_at_the_threshold_itself() -> None:
     below, exactly = 2.0 - 2**-20, 2.0
     h = torch.zeros(1, 3, D)
     h[0, :, 0] = torch.tensor([below, exactly, 5.0])
-    edited = select(bank_of(one), {"a": 1.0}).edit(1, h)
+    edited = edit(select(bank_of(one), {"a": 1.0}), 1, h)
     assert edited[0, :, 1].tolist() == [0.0, -6.0, -18.0]
     assert torch.equal(edited[0, :, 0], h[0, :, 0])
 
@@ -60,8 +60,8 @@ def test_no_strength_changes_no_bit(dtype: torch.dtype, changes: dict[str, float
     bank = bank_of(module(**changes))
     h = states(3, 5, dtype=dtype)
     strength = 1.0 if changes else 0.0
-    assert torch.equal(select(bank, {"a": strength}).edit(1, h), h)
-    assert torch.equal(select(bank, {"a": strength}, {}, {"a": strength}).edit(1, h), h)
+    assert torch.equal(edit(select(bank, {"a": strength}), 1, h), h)
+    assert torch.equal(edit(select(bank, {"a": strength}, {}, {"a": strength}), 1, h), h)
     assert bank.counts()["a"]["prefill"][1] > 0
 
 
@@ -70,7 +70,7 @@ def test_a_mixed_batch_agrees_with_the_formula_state_by_state(dtype: torch.dtype
     modules = [module(name, seed=i, s_ref=0.1 * i, tau=0.3) for i, name in enumerate("abc")]
     wanted = [{"a": 1.0}, {}, {"b": 0.5, "c": 2.0}, {"a": 1.0, "b": 1.0, "c": 1.0}]
     h = states(4, 6, dtype=dtype)
-    edited = select(bank_of(*modules), *wanted).edit(1, h)
+    edited = edit(select(bank_of(*modules), *wanted), 1, h)
     assert edited.dtype == dtype and edited.shape == h.shape
     for row, names in enumerate(wanted):
         for t in range(6):
@@ -83,17 +83,17 @@ def test_rows_name_the_selection_row_of_each_state_or_sequence() -> None:
     bank = bank_of(module("a"), module("b", seed=1))
     selection = select(bank, {"a": 1.0}, {}, {"b": 2.0})
     h = states(3, 4)
-    plain = selection.edit(1, h)
+    plain = edit(selection, 1, h)
     order = torch.tensor([2, 0, 1])
-    assert torch.allclose(selection.edit(1, h[order], rows=order), plain[order])
-    flat = selection.edit(1, h.reshape(12, D), rows=torch.arange(3).repeat_interleave(4))
+    assert torch.allclose(edit(selection, 1, h[order], rows=order), plain[order])
+    flat = edit(selection, 1, h.reshape(12, D), rows=torch.arange(3).repeat_interleave(4))
     assert torch.allclose(flat.view(3, 4, D), plain)
 
 
 def test_a_row_without_modules_keeps_every_bit() -> None:
     bank = bank_of(module("a", kappa=1e4), module("b", seed=1))
     h = states(4, 5)
-    edited = select(bank, {"a": 1.0}, {}, {"b": 1.0}, {}).edit(1, h)
+    edited = edit(select(bank, {"a": 1.0}, {}, {"b": 1.0}, {}), 1, h)
     assert torch.equal(edited[1], h[1]) and torch.equal(edited[3], h[3])
     assert not torch.equal(edited[0], h[0])
 
@@ -102,14 +102,14 @@ def test_a_row_without_modules_is_not_harmed_by_overflowing_states() -> None:
     bank = bank_of(module("a", w=axis(0), v=axis(1)))
     h = states(2, 3)
     h[1, 1, 0] = float("inf")
-    edited = select(bank, {"a": 1.0}, {}).edit(1, h)
+    edited = edit(select(bank, {"a": 1.0}, {}), 1, h)
     assert torch.equal(edited[1], h[1])
 
 
 def test_the_input_is_left_as_it_was() -> None:
     h = states(2, 3)
     before = h.clone()
-    select(bank_of(module()), {"a": 1.0}).edit(1, h)
+    edit(select(bank_of(module()), {"a": 1.0}), 1, h)
     assert torch.equal(h, before)
 
 
@@ -117,8 +117,8 @@ def test_the_order_of_adding_does_not_matter() -> None:
     first, second = module("a", kappa=9.0), module("b", seed=1, kappa=5.0)
     h = states(2, 8)
     both = {"a": 1.0, "b": 1.0}
-    one = select(bank_of(first, second), both, both).edit(1, h)
-    other = select(bank_of(second, first), both, both).edit(1, h)
+    one = edit(select(bank_of(first, second), both, both), 1, h)
+    other = edit(select(bank_of(second, first), both, both), 1, h)
     assert torch.equal(one, other)
 
 
@@ -127,7 +127,7 @@ def test_every_module_of_a_layer_reads_the_unmodified_states() -> None:
     first = module("a", w=axis(0), v=-axis(1), tau=1.0, kappa=10.0)
     second = module("b", w=axis(1), v=axis(2), tau=1.0, kappa=10.0)
     h = axis(0).view(1, 1, D) * 2
-    edited = select(bank_of(first, second), {"a": 1.0, "b": 1.0}).edit(1, h)
+    edited = edit(select(bank_of(first, second), {"a": 1.0, "b": 1.0}), 1, h)
     assert edited[0, 0, :3].tolist() == [2.0, 20.0, 0.0]
 
 
@@ -135,21 +135,21 @@ def test_every_module_of_a_layer_reads_the_unmodified_states() -> None:
 def test_the_update_is_linear_in_the_strength(others: list[dict[str, float]]) -> None:
     bank = bank_of(module(s_ref=0.2, tau=0.1))
     h = states(1 + len(others), 6)
-    unit = h - select(bank, {"a": 1.0}, *others).edit(1, h)
+    unit = h - edit(select(bank, {"a": 1.0}, *others), 1, h)
     for strength in (0.25, 2.0, 3.5):
-        scaled = h - select(bank, {"a": strength}, *others).edit(1, h)
+        scaled = h - edit(select(bank, {"a": strength}, *others), 1, h)
         assert torch.allclose(scaled, strength * unit, atol=1e-5)
 
 
 def test_one_selection_row_serves_a_batch_of_any_size() -> None:
     bank = bank_of(module())
     h = states(5, 3)
-    assert torch.allclose(select(bank, {"a": 1.0}).edit(1, h), select(bank, *[{"a": 1.0}] * 5).edit(1, h))
+    assert torch.allclose(edit(select(bank, {"a": 1.0}), 1, h), edit(select(bank, *[{"a": 1.0}] * 5), 1, h))
 
 
 def test_a_batch_of_another_size_is_refused() -> None:
     with pytest.raises(UnbindError, match="3 rows, the batch 2"):
-        select(bank_of(module()), {"a": 1.0}, {}, {}).edit(1, states(2, 3))
+        edit(select(bank_of(module()), {"a": 1.0}, {}, {}), 1, states(2, 3))
 
 
 def test_only_layers_somebody_asked_for_are_in_a_selection() -> None:
@@ -174,12 +174,12 @@ def test_a_selection_in_use_outlives_its_modules() -> None:
     bank = bank_of(module("a"), module("b", seed=1))
     h = states(2, 4)
     selection = select(bank, {"a": 1.0}, {"a": 1.0, "b": 1.0})
-    before = selection.edit(1, h)
+    before = edit(selection, 1, h)
     bank.remove("a")
     bank.add(module("b", seed=5))
     for i in range(80):  # past the size of the first counter table
         bank.add(module(f"extra{i}", seed=i))
-    assert torch.equal(selection.edit(1, h), before)
+    assert torch.equal(edit(selection, 1, h), before)
     assert bank.counts()["a"]["prefill"][0] == 16
     assert "a" not in bank and "b" in bank and len(bank) == 81
 
@@ -190,13 +190,13 @@ def test_counts_are_those_of_rows_that_asked_by_phase_without_padding() -> None:
     h[:, 1:3, 0] = 1.0
     real = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]).bool()
     selection = select(bank, {"a": 1.0}, {"b": 1.0}, {"a": 1.0, "b": 0.0})
-    selection.edit(1, h, real=real)
+    edit(selection, 1, h, real=real)
     assert bank.counts() == {
         "a": {"prefill": (5, 3), "decode": (0, 0)},
         "b": {"prefill": (7, 0), "decode": (0, 0)},
     }
-    selection.edit(1, h[:, 1:2], phase="decode")
-    selection.edit(1, h[:2, 1], rows=torch.tensor([2, 1]), phase="decode")
+    edit(selection, 1, h[:, 1:2], phase="decode")
+    edit(selection, 1, h[:2, 1], rows=torch.tensor([2, 1]), phase="decode")
     assert bank.counts() == {
         "a": {"prefill": (5, 3), "decode": (3, 3)},
         "b": {"prefill": (7, 0), "decode": (4, 0)},
@@ -208,21 +208,21 @@ def test_counts_agree_whichever_way_a_batch_is_described(rows: Tensor | None) ->
     h = states(3, 5)
     real = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)) > 0.3
     one, many = bank_of(module()), bank_of(module())
-    select(one, {"a": 1.0}).edit(1, h, rows=rows, real=real)
-    select(many, {"a": 1.0}, {"a": 2.0}, {"a": 1.0}).edit(1, h, real=real)
+    edit(select(one, {"a": 1.0}), 1, h, rows=rows, real=real)
+    edit(select(many, {"a": 1.0}, {"a": 2.0}, {"a": 1.0}), 1, h, real=real)
     assert one.counts() == many.counts()
     assert one.counts()["a"]["prefill"][0] == int(real.sum())
-    select(one, {"a": 1.0}).edit(1, h, rows=rows)
-    select(many, {"a": 1.0}, {"a": 2.0}, {"a": 1.0}).edit(1, h)
+    edit(select(one, {"a": 1.0}), 1, h, rows=rows)
+    edit(select(many, {"a": 1.0}, {"a": 2.0}, {"a": 1.0}), 1, h)
     assert one.counts() == many.counts()
 
 
 def test_counts_go_on_under_a_name_that_comes_back() -> None:
     bank = bank_of(module())
-    select(bank, {"a": 1.0}).edit(1, states(1, 4))
+    edit(select(bank, {"a": 1.0}), 1, states(1, 4))
     bank.remove("a")
     bank.add(module(seed=3))
-    select(bank, {"a": 1.0}).edit(1, states(1, 2))
+    edit(select(bank, {"a": 1.0}), 1, states(1, 2))
     assert bank.counts()["a"]["prefill"][0] == 6
 
 
@@ -251,7 +251,7 @@ def test_modules_of_two_models_do_not_share_a_bank() -> None:
 def test_the_bank_may_change_while_another_thread_selects_and_edits() -> None:
     bank = bank_of(module("a"))
     h = states(2, 4)
-    expected = select(bank, {"a": 1.0}, {}).edit(1, h)
+    expected = edit(select(bank, {"a": 1.0}, {}), 1, h)
     stop = threading.Event()
 
     def churn() -> None:
@@ -264,7 +264,7 @@ def test_the_bank_may_change_while_another_thread_selects_and_edits() -> None:
     thread.start()
     try:
         for _ in range(200):
-            assert torch.allclose(select(bank, {"a": 1.0}, {}).edit(1, h), expected)
+            assert torch.allclose(edit(select(bank, {"a": 1.0}, {}), 1, h), expected)
     finally:
         stop.set()
         thread.join()
@@ -277,8 +277,8 @@ def test_a_bank_filled_in_inference_mode_serves_outside_it() -> None:
         for i in range(80):
             bank.add(module(f"m{i}", seed=i))
         selection = select(bank, {"a": 1.0, "m79": 1.0}, {})
-        inside = selection.edit(1, states(2, 3))
-    assert torch.equal(selection.edit(1, states(2, 3).requires_grad_(True)), inside)
+        inside = edit(selection, 1, states(2, 3))
+    assert torch.equal(edit(selection, 1, states(2, 3).requires_grad_(True)), inside)
     assert bank.counts()["m79"]["prefill"][0] == 6
 
 
@@ -288,7 +288,7 @@ def test_an_edit_can_be_differentiated(rows: list[dict[str, float]]) -> None:
     h = torch.zeros(len(rows), 1, D)
     h[0, 0, 0] = 2.0
     h.requires_grad_(True)
-    select(bank_of(one), *rows).edit(1, h)[0, 0, 1].backward()
+    edit(select(bank_of(one), *rows), 1, h)[0, 0, 1].backward()
     assert h.grad is not None
     assert h.grad[0, 0, :3].tolist() == [-3.0, 1.0, 0.0]
 
@@ -296,8 +296,8 @@ def test_an_edit_can_be_differentiated(rows: list[dict[str, float]]) -> None:
 def test_what_is_not_counted_is_edited_all_the_same() -> None:
     h, bank = states(2, 5), bank_of(module())
     real, none = torch.ones(2, 5).bool(), torch.zeros(2, 5).bool()
-    edit = select(bank, {"a": 1.0}).edit
-    assert torch.equal(edit(1, h, real=real, counted=none), edit(1, h))
+    selection = select(bank, {"a": 1.0})
+    assert torch.equal(edit(selection, 1, h, real=real, counts=none), edit(selection, 1, h))
     assert bank.counts()["a"]["prefill"][0] == 10
 
 
@@ -316,12 +316,12 @@ def test_little_work_on_a_cpu_takes_one_thread_and_the_number_is_put_back(monkey
     selection = select(bank_of(module("a")), {"a": 1.0})
     torch.set_num_threads(3)
     try:
-        selection.edit(1, states(2, 3))
+        edit(selection, 1, states(2, 3))
         assert torch.get_num_threads() == 3
-        selection.edit(1, states(2, 30))
+        edit(selection, 1, states(2, 30))
         assert torch.get_num_threads() == 3
         with pytest.raises(RuntimeError):
-            selection.edit(1, states(2, 3))
+            edit(selection, 1, states(2, 3))
         assert torch.get_num_threads() == 3
         assert seen == [1, 3, 1]
         with threads_for(torch.device("cuda"), 1):

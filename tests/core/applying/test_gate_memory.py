@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.conftest import make_network_module
+from tests.core.conftest import edit, make_network_module
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import Columns, GateMemory, Places
 from unbind_core.identity import ModelIdentity
@@ -51,7 +51,7 @@ def test_a_bank_in_which_modules_come_and_go_does_not_grow_its_memory() -> None:
         bank.add(make_network_module(MODEL, f"m{number}", 1, seed=number))
         selection = bank.select([{f"m{number}": 1.0}])
         assert selection is not None
-        selection.edit(1, torch.zeros(1, 8, 16), places=places(memory, [0], [list(range(8))], [0]))
+        edit(selection, 1, torch.zeros(1, 8, 16), places=places(memory, [0], [list(range(8))], [0]))
         if number:
             bank.remove(f"m{number - 1}")
     assert memory.bytes_allocated() == 10 * 2 * (3 + 1) * 4  # positions, two modules of three heads and a state, int32

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.core.conftest import bank_of, make_module, make_network_module, select
+from tests.core.conftest import bank_of, edit, make_module, make_network_module, select
 from unbind_core.applying.gate_memory import GateMemory, Places
 from unbind_core.applying.gates import CLIP, GRAIN, held_open, windowed
 from unbind_core.applying.selection import Selection
@@ -84,7 +84,7 @@ def in_steps(
         places = Places(memory, torch.tensor(slots), positions, torch.tensor(starts))
         real = positions < memory.length
         counted = None if bool(real.all()) else real
-        edited = selection.edit(LAYER, batch, phase="prefill" if width > 1 else "decode", real=counted, places=places)
+        edited = edit(selection, LAYER, batch, phase="prefill" if width > 1 else "decode", real=counted, places=places)
         for i, (count, span) in enumerate(zip(counts, spans, strict=True)):
             parts[i].append(edited[i, span])
             starts[i] += count
@@ -93,7 +93,7 @@ def in_steps(
 
 def test_a_whole_sequence_is_edited_as_the_loop_says() -> None:
     sequences = states(4, LENGTH)
-    edited = select(bank_of(*MODULES.values()), *ROWS).edit(LAYER, sequences)
+    edited = edit(select(bank_of(*MODULES.values()), *ROWS), LAYER, sequences)
     for row, wanted in enumerate(ROWS):
         expected = edited_by_hand([(MODULES[name], strength) for name, strength in wanted.items()], sequences[row])
         torch.testing.assert_close(edited[row].double(), expected, atol=1e-5, rtol=1e-5)
@@ -123,7 +123,7 @@ def test_the_same_sequence_gets_the_same_edits_however_it_is_cut(how: tuple[list
     bank = bank_of(*MODULES.values())
     found = in_steps(select(bank, *ROWS), sequences, cuts, left, GateMemory(6, LENGTH), [4, 0, 5, 2])
     for row, wanted in enumerate(ROWS):
-        whole = select(bank, wanted, {}).edit(LAYER, sequences[row].expand(2, -1, -1))[0] if wanted else sequences[row]
+        whole = edit(select(bank, wanted, {}), LAYER, sequences[row].expand(2, -1, -1))[0] if wanted else sequences[row]
         torch.testing.assert_close(found[row], whole)
 
 
@@ -132,7 +132,7 @@ def test_one_by_one_and_in_chunks_are_bit_for_bit_the_whole(left: bool) -> None:
     """With padding inside of chunks as well: a pass in which some row has nothing to add."""
     sequences = list(states(4, LENGTH))
     selection = select(bank_of(*MODULES.values()), *ROWS)
-    whole = selection.edit(LAYER, torch.stack(sequences))
+    whole = edit(selection, LAYER, torch.stack(sequences))
     one_by_one = in_steps(selection, sequences, [[1] * LENGTH] * 4, left, GateMemory(4, LENGTH), range(4))
     ragged = [[16, 16, 8, 0], [3, 30, 0, 7], [40, 0, 0, 0], [0, 0, 1, 39]]
     for found in (one_by_one, in_steps(selection, sequences, ragged, left, GateMemory(4, LENGTH), range(4))):
@@ -146,10 +146,10 @@ def test_padding_of_any_kind_leaves_no_trace_in_a_memory() -> None:
     places = Places(memory, torch.arange(2), torch.tensor([[12, 0, 12, 1], [0, 12, 12, 1]]), torch.zeros(2).long())
     broken = torch.full((2, 4, D), float("nan"))
     broken[0, [1, 3]], broken[1, [0, 3]] = sequences[0][:2], sequences[1][:2]
-    first = selection.edit(LAYER, broken, real=places.positions < 12, places=places)
+    first = edit(selection, LAYER, broken, real=places.positions < 12, places=places)
     rest = Places(memory, torch.arange(2), torch.arange(2, 12).expand(2, -1), torch.tensor([2, 2]))
-    found = selection.edit(LAYER, torch.stack(sequences)[:, 2:], places=rest)
-    whole = selection.edit(LAYER, torch.stack(sequences))
+    found = edit(selection, LAYER, torch.stack(sequences)[:, 2:], places=rest)
+    whole = edit(selection, LAYER, torch.stack(sequences))
     assert torch.equal(found, whole[:, 2:])
     assert torch.equal(first[0, [1, 3]], whole[0, :2]) and torch.equal(first[1, [0, 3]], whole[1, :2])
 
@@ -158,9 +158,9 @@ def test_padding_inside_a_whole_sequence_is_not_there() -> None:
     real = torch.rand(3, 20, generator=torch.Generator().manual_seed(5)) > 0.4
     sequences = states(3, 20)
     selection = select(bank_of(*MODULES.values()), {"a": 1.0, "b": 1.0, "c": 1.0})
-    found = selection.edit(LAYER, sequences, real=real)
+    found = edit(selection, LAYER, sequences, real=real)
     for row in range(3):
-        alone = selection.edit(LAYER, sequences[row : row + 1, real[row]])
+        alone = edit(selection, LAYER, sequences[row : row + 1, real[row]])
         assert torch.equal(found[row, real[row]], alone[0])
 
 
@@ -173,12 +173,12 @@ def test_a_rewound_slot_knows_nothing_of_what_stood_behind() -> None:
     def run(sequence: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, len(sequence))[None]
         places = Places(memory, torch.tensor([1]), positions, torch.tensor([start]))
-        return selection.edit(LAYER, sequence[None, start:], places=places)[0]
+        return edit(selection, LAYER, sequence[None, start:], places=places)[0]
 
     run(first, 0)
     for kept in (25, 7, 1, 0):
         branch = torch.cat((first[:kept], second[kept:]))
-        assert torch.equal(run(branch, kept), selection.edit(LAYER, branch[None])[0, kept:])
+        assert torch.equal(run(branch, kept), edit(selection, LAYER, branch[None])[0, kept:])
         run(first, kept)
 
 
@@ -189,14 +189,14 @@ def test_window_1_with_one_head_and_one_threshold_is_a_plain_threshold() -> None
     f = (sequence[0] @ one.w.T + b).relu() @ heads.T + heads_b
     plain = f[:, 0] >= one.s_ref + one.tau
     assert 0 < int(plain.sum()) < 200
-    changed = (select(bank_of(one), {"a": 1.0}).edit(LAYER, sequence) != sequence).any(-1)[0]
+    changed = (edit(select(bank_of(one), {"a": 1.0}), LAYER, sequence) != sequence).any(-1)[0]
     assert torch.equal(changed, plain)
 
 
 def test_an_open_gate_acts_with_its_whole_strength_whatever_the_score() -> None:
     one = module(tau_close=None, window=1)
     sequence = states(1, 100)
-    change = sequence - select(bank_of(one), {"a": 0.5}).edit(LAYER, sequence)
+    change = sequence - edit(select(bank_of(one), {"a": 0.5}), LAYER, sequence)
     sizes = change.norm(dim=-1)[0]
     opened = torch.tensor(by_hand(one, sequence[0]))
     torch.testing.assert_close(sizes[opened], torch.full((int(opened.sum()),), 0.5 * one.kappa), atol=1e-5, rtol=1e-5)
@@ -247,7 +247,7 @@ def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[in
     }
     bank, sequences = bank_of(*every.values()), states(2, LENGTH)
     record: list[tuple[tuple[str, ...], Tensor]] = []
-    select(bank, dict.fromkeys(every, 0.0)).edit(LAYER, sequences, record=record)
+    edit(select(bank, dict.fromkeys(every, 0.0)), LAYER, sequences, record=record)
     ((names, activations),) = record
     assert sorted(names) == sorted(every)
     for name, one in every.items():
@@ -258,11 +258,11 @@ def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[in
 def test_a_row_without_modules_keeps_every_bit_and_no_strength_changes_none() -> None:
     bank = bank_of(*(module(name, seed=i, kappa=1e4) for i, name in enumerate("ab")))
     sequences = states(3, LENGTH)
-    mixed = select(bank, {"a": 1.0}, {}, {"a": 0.0, "b": 1.0}).edit(LAYER, sequences)
+    mixed = edit(select(bank, {"a": 1.0}, {}, {"a": 0.0, "b": 1.0}), LAYER, sequences)
     assert torch.equal(mixed[1], sequences[1]) and not torch.equal(mixed[0], sequences[0])
     before = bank.counts()
-    assert torch.equal(select(bank, {"a": 0.0}).edit(LAYER, sequences), sequences)
-    assert torch.equal(select(bank_of(module(kappa=0.0)), {"a": 1.0}).edit(LAYER, sequences), sequences)
+    assert torch.equal(edit(select(bank, {"a": 0.0}), LAYER, sequences), sequences)
+    assert torch.equal(edit(select(bank_of(module(kappa=0.0)), {"a": 1.0}), LAYER, sequences), sequences)
     after = bank.counts()
     opened = sum(sum(by_hand(bank["a"], sequence)) for sequence in sequences)
     assert after["a"]["prefill"][0] - before["a"]["prefill"][0] == 3 * LENGTH
@@ -272,7 +272,7 @@ def test_a_row_without_modules_keeps_every_bit_and_no_strength_changes_none() ->
 def test_a_row_without_modules_is_not_harmed_by_states_that_are_not_finite() -> None:
     sequences = states(2, 10)
     sequences[1, 4, 2] = float("inf")
-    edited = select(bank_of(module()), {"a": 1.0}, {}).edit(LAYER, sequences)
+    edited = edit(select(bank_of(module()), {"a": 1.0}, {}), LAYER, sequences)
     assert torch.equal(edited[1], sequences[1])
     assert bool(torch.isfinite(edited[0]).all())
 
@@ -281,13 +281,13 @@ def test_modules_of_both_kinds_read_the_unmodified_states_in_any_order() -> None
     sequences = states(2, LENGTH)
     names = {"a": 1.0, "c": 2.0, "d": 1.0}
     chosen = [MODULES[name] for name in names]
-    found = select(bank_of(*chosen), names, names).edit(LAYER, sequences)
-    assert torch.equal(select(bank_of(*reversed(chosen)), names, names).edit(LAYER, sequences), found)
+    found = edit(select(bank_of(*chosen), names, names), LAYER, sequences)
+    assert torch.equal(edit(select(bank_of(*reversed(chosen)), names, names), LAYER, sequences), found)
     alone = sum(
-        sequences - select(bank_of(MODULES[name]), {name: names[name]}).edit(LAYER, sequences) for name in names
+        sequences - edit(select(bank_of(MODULES[name]), {name: names[name]}), LAYER, sequences) for name in names
     )
     torch.testing.assert_close(sequences - found, alone, atol=1e-5, rtol=1e-5)
-    linear = sequences - select(bank_of(MODULES["d"]), {"d": 1.0}).edit(LAYER, sequences)
+    linear = sequences - edit(select(bank_of(MODULES["d"]), {"d": 1.0}), LAYER, sequences)
     assert bool(linear.any()) and not torch.allclose(found, sequences - linear)
 
 
@@ -308,7 +308,7 @@ def test_counts_are_those_of_the_loop_by_phase() -> None:
 
 def test_single_states_are_refused_where_a_gate_has_a_memory() -> None:
     with pytest.raises(ValueError, match=r"\[B,T,d\]"):
-        select(bank_of(module()), {"a": 1.0}).edit(LAYER, states(5), rows=torch.zeros(5, dtype=torch.int64))
+        edit(select(bank_of(module()), {"a": 1.0}), LAYER, states(5), rows=torch.zeros(5, dtype=torch.int64))
 
 
 def test_only_a_selection_with_such_a_gate_asks_where_its_rows_stand() -> None:
@@ -324,7 +324,7 @@ def test_a_new_module_of_the_same_name_starts_without_a_past() -> None:
     in_steps(select(bank, {"a": 1.0}), [sequence], [[LENGTH]], False, memory, [0])
     bank.add(module("a", seed=5, heads=2))
     found = in_steps(select(bank, {"a": 1.0}), [sequence], [[1] * LENGTH], False, memory, [0])[0]
-    assert torch.equal(found, select(bank, {"a": 1.0}).edit(LAYER, sequence[None])[0])
+    assert torch.equal(found, edit(select(bank, {"a": 1.0}), LAYER, sequence[None])[0])
 
 
 def test_a_selection_in_use_is_not_disturbed_by_modules_that_come() -> None:
@@ -332,12 +332,12 @@ def test_a_selection_in_use_is_not_disturbed_by_modules_that_come() -> None:
     bank = bank_of(MODULES["a"])
     sequence = states(LENGTH)
     selection = select(bank, {"a": 1.0})
-    expected = selection.edit(LAYER, sequence[None])[0]
+    expected = edit(selection, LAYER, sequence[None])[0]
     half = in_steps(selection, [sequence[:20]], [[20]], False, memory, [0])[0]
     bank.add(MODULES["b"])
     in_steps(select(bank, {"b": 1.0}), [sequence], [[LENGTH]], False, memory, [1])  # grows the table
     rest = Places(memory, torch.tensor([0]), torch.arange(20, LENGTH)[None], torch.tensor([20]))
-    found = selection.edit(LAYER, sequence[None, 20:], places=rest)[0]
+    found = edit(selection, LAYER, sequence[None, 20:], places=rest)[0]
     assert torch.equal(torch.cat((half, found)), expected)
 
 
@@ -350,14 +350,14 @@ def test_a_memory_made_in_inference_mode_serves_outside_it_and_the_other_way(ins
     for start, stop in ((0, 9), (9, 20)):
         places = Places(memory, torch.tensor([0]), torch.arange(start, stop)[None], torch.tensor([start]))
         with torch.inference_mode(inside == (start == 0)):
-            parts.append(selection.edit(LAYER, sequence[None, start:stop], places=places)[0])
-    assert torch.equal(torch.cat(parts), selection.edit(LAYER, sequence[None])[0])
+            parts.append(edit(selection, LAYER, sequence[None, start:stop], places=places)[0])
+    assert torch.equal(torch.cat(parts), edit(selection, LAYER, sequence[None])[0])
 
 
 def test_an_edit_can_be_differentiated_and_a_memory_holds_no_graph() -> None:
     memory = GateMemory(1, 8)
     sequence = states(1, 8).requires_grad_(True)
     places = Places(memory, torch.tensor([0]), torch.arange(8)[None], torch.tensor([0]))
-    select(bank_of(MODULES["a"]), {"a": 1.0}).edit(LAYER, sequence, places=places).sum().backward()
+    edit(select(bank_of(MODULES["a"]), {"a": 1.0}), LAYER, sequence, places=places).sum().backward()
     assert sequence.grad is not None and torch.equal(sequence.grad, torch.ones_like(sequence))
     assert not memory.table(LAYER, 0).requires_grad

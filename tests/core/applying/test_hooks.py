@@ -15,6 +15,7 @@ from tests.core.conftest import bank_of, make_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.passes import Pass
 from unbind_core.architecture import LoadedModel, decoder_layers
 from unbind_core.errors import UnbindError, UnknownModule, UnsupportedArchitecture
 
@@ -257,7 +258,7 @@ def test_an_engines_step_takes_flat_row_indices_and_a_mask(tiny: LoadedModel, ba
         before = bank.counts()["a"]["prefill"][0]
         with Intervention(tiny.model) as intervention:
             real = inputs["attention_mask"].bool()
-            with intervention.step(selection, rows=torch.tensor([1, 0, 0]), real=real):
+            with intervention.step(selection, Pass(rows=torch.tensor([1, 0, 0]), real=real)):
                 assert torch.equal(tiny.model(**inputs).logits, expected)
             with intervention.step(None):
                 plain = tiny.model(**inputs).logits

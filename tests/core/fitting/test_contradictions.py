@@ -78,9 +78,9 @@ def test_a_replay_without_rows_is_that_of_the_others(tiny: LoadedModel) -> None:
     part = whole.without(outside)
     assert (part.count, whole.count) == (expected.count, replay(every).count)
     assert part.base_nll == pytest.approx(expected.base_nll, rel=1e-6)
-    found, wanted = (one.run(*edit_of(module, torch.device("cpu")), LAYER) for one in (part, expected))
+    found, wanted = (one.run(edit_of(module, torch.device("cpu"))[1], LAYER) for one in (part, expected))
     assert set(found.rows) == set(others)
-    assert (found.opened, found.evaluated) == (wanted.opened, wanted.evaluated)
+    assert (found.open_gates, found.evaluated) == (wanted.open_gates, wanted.evaluated)
     assert found.nll == pytest.approx(wanted.nll, rel=1e-5)
     assert {window.row for window in part._screen.batch.windows} <= set(others)
     assert whole.without(every).batches == [] and whole.without([]).count == whole.count

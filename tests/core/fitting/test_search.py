@@ -78,8 +78,8 @@ def test_a_trial_on_kept_states_equals_the_attached_model(layer: int, tiny_check
     bank.add(module)
     selection = bank.select([{module.name: 1.0}])
     assert selection is not None
-    outcome = replay.run(bank, selection, layer, kl_budget=float("inf"))
-    assert 0 < outcome.opened < outcome.evaluated
+    outcome = replay.run(selection, layer, kl_budget=float("inf"))
+    assert 0 < outcome.open_gates < outcome.evaluated
 
     nll = kl = 0.0
     for window in texts:
