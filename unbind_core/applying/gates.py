@@ -92,9 +92,14 @@ class NetworkGates:
     """
 
     def __init__(
-        self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], on: Tensor, columns: Sequence[int],
-        width: int, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        modules: Sequence[UnbindModule],
+        tensors: Sequence[Mapping[str, Tensor]],
+        on: Tensor,
+        columns: Sequence[int],
+        width: int,
+        device: torch.device,
+    ) -> None:
         """``modules`` in the order of their windows; ``tensors`` are their own, on ``device``; ``on`` bool [R,1,M]: which of them
         each row asks for; ``columns``: where each one's columns (its heads', then one for its state) begin among the layer's
         ``width``.

@@ -120,9 +120,15 @@ def retain_completions(
     outputs = unedited_completions(model, tokenizer, prompts, cache=cache, fingerprint=fingerprint, progress=progress)
     key = cache_key(fingerprint, next(model.parameters()).dtype, prompts, outputs, layers, "empty ones too")
     return RetainCompletions(
-        model, prompts, references, outputs, layers, pad=pad_id(tokenizer), end=tokenizer.eos_token_id,
+        model,
+        prompts,
+        references,
+        outputs,
+        layers,
+        pad=pad_id(tokenizer),
+        end=tokenizer.eos_token_id,
         cache=cache and cache / f"paths-{key}.safetensors",
-    )  # fmt: skip
+    )
 
 
 def unedited_completions(
@@ -142,9 +148,14 @@ def unedited_completions(
     outputs = _known(file) if file else None
     if outputs is None:
         outputs = complete(
-            model, prompts, Sampling(BLEU_NEW_TOKENS), pad=pad_id(tokenizer), end=tokenizer.eos_token_id,
-            stage="retain completions", progress=progress,
-        )  # fmt: skip
+            model,
+            prompts,
+            Sampling(BLEU_NEW_TOKENS),
+            pad=pad_id(tokenizer),
+            end=tokenizer.eos_token_id,
+            stage="retain completions",
+            progress=progress,
+        )
         if file:
             write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
     return outputs

@@ -61,9 +61,13 @@ class Drafts:
             self._paths |= {window.ids for window in one.batch.windows}
 
     def complete(
-        self, module: UnbindModule | None, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], count: int,
+        self,
+        module: UnbindModule | None,
+        prompts: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        count: int,
         progress: ProgressCallback = silent,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Up to ``count`` new token ids after each prompt, without the end token: what
         :func:`unbind_core.running.generation.complete` gives under the module, but for the last bits of half-precision states.
         """
@@ -83,9 +87,15 @@ class Drafts:
         if unknown:
             longest = max(count - len(found[i]) for i in unknown)
             decoded = complete(
-                self.model, list(unknown.values()), Sampling(longest), pad=self.pad, end=self.end,
-                editing=partial(self._editing, module), stage=STAGE, progress=progress,
-            )  # fmt: skip
+                self.model,
+                list(unknown.values()),
+                Sampling(longest),
+                pad=self.pad,
+                end=self.end,
+                editing=partial(self._editing, module),
+                stage=STAGE,
+                progress=progress,
+            )
             for (i, path), tokens in zip(unknown.items(), decoded, strict=True):
                 found[i] = (found[i] + tokens)[:count]
                 self._continuations[path] = (*path, *tokens)

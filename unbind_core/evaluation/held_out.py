@@ -42,11 +42,17 @@ class HeldOut:
         self._device = next(model.parameters()).device
         self._windows = {
             form: retain_replay(
-                model, retain_windows(tokenizer, rows, every, [form]), layers, pad=pad, cache=cache, fingerprint=fingerprint,
-                stage="retain perplexity", progress=progress,
+                model,
+                retain_windows(tokenizer, rows, every, [form]),
+                layers,
+                pad=pad,
+                cache=cache,
+                fingerprint=fingerprint,
+                stage="retain perplexity",
+                progress=progress,
             )
             for form in available_forms(tokenizer)
-        }  # fmt: skip
+        }
         self._completions = retain_completions(model, tokenizer, rows, every, layers, cache, fingerprint, progress)
 
     def measures(self, module: UnbindModule | None = None, progress: ProgressCallback = silent) -> dict[str, float]:

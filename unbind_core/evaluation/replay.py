@@ -77,9 +77,17 @@ class Replay:
     """The windows of one role, with the states from which any edit at any layer can be tried."""
 
     def __init__(
-        self, model: nn.Module, windows: Sequence[Window], layers: Sequence[int], *, pad: int, tokens: int = 2048,
-        cache: Path | None = None, stage: str = "states", progress: ProgressCallback = silent,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        windows: Sequence[Window],
+        layers: Sequence[int],
+        *,
+        pad: int,
+        tokens: int = 2048,
+        cache: Path | None = None,
+        stage: str = "states",
+        progress: ProgressCallback = silent,
+    ) -> None:
         """``cache`` is a file to keep the states in, named for what they depend on."""
         self.model, self.pad = model, pad
         self.last = len(decoder_layers(model)) - 1
@@ -259,6 +267,11 @@ def retain_replay(
     dtype = next(model.parameters()).dtype
     key = cache_key(fingerprint, dtype, [(w.ids, w.first_target) for w in windows], layers)
     return Replay(
-        model, windows, layers, pad=pad, cache=cache and cache / f"calibration-{key}.safetensors", stage=stage,
+        model,
+        windows,
+        layers,
+        pad=pad,
+        cache=cache and cache / f"calibration-{key}.safetensors",
+        stage=stage,
         progress=progress,
-    )  # fmt: skip
+    )

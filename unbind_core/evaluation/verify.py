@@ -100,10 +100,15 @@ def verify(
     scores = {
         "before": before or forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, progress=progress),
         "after": forget_scores(
-            model, tokenizer, forget, forms=forms, attempts=attempts, editing=lambda: attach(model, bank),
+            model,
+            tokenizer,
+            forget,
+            forms=forms,
+            attempts=attempts,
+            editing=lambda: attach(model, bank),
             progress=progress,
         ),
-    }  # fmt: skip
+    }
     table: dict[str, Any] = {
         column: {
             "all": summary(found),

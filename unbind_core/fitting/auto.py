@@ -57,19 +57,25 @@ class _Auto:
         few = len(self.every) < 3
         if coverage < LINEAR_COVERAGE or few:
             level["verdict"] = (
-                "fewer than 3 rows cannot be split as the paper does" if few else
-                f"at the budgeted opening rate it opens on {coverage:.0%} of the forget positions; {LINEAR_COVERAGE:.0%} are needed"
-            )  # fmt: skip
+                "fewer than 3 rows cannot be split as the paper does"
+                if few
+                else f"at the budgeted opening rate it opens on {coverage:.0%} of the forget positions; "
+                f"{LINEAR_COVERAGE:.0%} are needed"
+            )
             return None
         options = replace(self.context.options, gate="paper", budgets=self.budgets)
         # the paper's gate keeps rows back for calibration and validation
         held = make_partitions(self.context.forget, self.context.retain, options.seed)
         parts = replace(
-            self.context.parts, forget_fit=held.forget_fit, forget_calibration=held.forget_calibration,
+            self.context.parts,
+            forget_fit=held.forget_fit,
+            forget_calibration=held.forget_calibration,
             forget_validation=held.forget_validation,
             retain_fit=tuple(i for i in self.context.parts.retain_fit if i not in self.screening.left_out),
-            retain_calibration=tuple(i for i in self.context.parts.retain_calibration if i not in self.screening.left_out),
-        )  # fmt: skip
+            retain_calibration=tuple(
+                i for i in self.context.parts.retain_calibration if i not in self.screening.left_out
+            ),
+        )
         module, report = fit_paper(replace(self.context, options=options, parts=parts))
         if report.outcome != "calibrated":
             level["verdict"] = "no strength within the budgets"
@@ -92,15 +98,27 @@ class _Auto:
         net, splits = self.screening.detector(rows, layer, width, steps, network_batch(len(self.every)))
         norm = self.screening.retain_norm(layer)
         tensors = {
-            "w": net.w.cpu(), "b": net.b.cpu(), "heads": net.heads.cpu(), "heads_b": net.heads_b.cpu(),
-        }  # fmt: skip
+            "w": net.w.cpu(),
+            "b": net.b.cpu(),
+            "heads": net.heads.cpu(),
+            "heads_b": net.heads_b.cpu(),
+        }
 
         def module(axis: Tensor, split: Separation, threshold: float, closing: float, strength: float) -> UnbindModule:
             tau = threshold - split.reference
             return self.context.module(
-                layer=layer, detector="network", v=axis, s_ref=split.reference, tau=tau, kappa=strength * norm,
-                tau_close=None if closing == 1 else closing * tau, window=split.window, quantile=None, measured={}, **tensors,
-            )  # fmt: skip
+                layer=layer,
+                detector="network",
+                v=axis,
+                s_ref=split.reference,
+                tau=tau,
+                kappa=strength * norm,
+                tau_close=None if closing == 1 else closing * tau,
+                window=split.window,
+                quantile=None,
+                measured={},
+                **tensors,
+            )
 
         # A gate that stays open costs most where it opens by mistake, a lower threshold opens it there more often: both come last.
         ways = sorted(
@@ -116,9 +134,15 @@ class _Auto:
             left = []
             for *_, split, threshold, closing in ways:
                 level: dict[str, Any] = {
-                    "gate": "network", "layer": layer, "width": width, "steps": steps, "axis": name, "tau": threshold,
-                    "tau_close": closing, "separation": split.to_json(),
-                }  # fmt: skip
+                    "gate": "network",
+                    "layer": layer,
+                    "width": width,
+                    "steps": steps,
+                    "axis": name,
+                    "tau": threshold,
+                    "tau_close": closing,
+                    "separation": split.to_json(),
+                }
                 self.levels.append(level)
                 found = self.search.least(partial(module, axis, split, threshold, closing), level)
                 self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))

@@ -119,11 +119,17 @@ class Context:
     def module(self, **of_gate: Any) -> UnbindModule:
         """A module of this fit; ``of_gate`` are its layer, tensors, scalars and what was measured."""
         return UnbindModule(
-            name=self.name, model=self.identity, forms=self.forms,
+            name=self.name,
+            model=self.identity,
+            forms=self.forms,
             partitions={key: tuple(rows) for key, rows in self.parts.to_json().items()},
-            budgets=asdict(self.options.limits), forget_digest=forget_digest(self.forget), settings=self.options.to_json(),
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"), versions=_versions(), **of_gate,
-        )  # fmt: skip
+            budgets=asdict(self.options.limits),
+            forget_digest=forget_digest(self.forget),
+            settings=self.options.to_json(),
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            **of_gate,
+        )
 
 
 def _versions() -> dict[str, str]:

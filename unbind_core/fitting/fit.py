@@ -80,9 +80,7 @@ def fit(
         raise DataError(
             f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
         )
-    context = _context(
-        model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache
-    )  # fmt: skip
+    context = _context(model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache)
     with context.clock.stage("self-check"):
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
@@ -108,9 +106,7 @@ def prepare_retained(
     size. Each part is kept once it is whole, so that what was interrupted goes on after the last one.
     """
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
-    context = _context(
-        model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache
-    )  # fmt: skip
+    context = _context(model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache)
     with packed_linears(model):
         _prepare(context, held_out)
     return context.clock.seconds
@@ -122,28 +118,54 @@ def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
         with context.clock.stage("held-out completions"):
             prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)))
             unedited_completions(
-                context.model, context.tokenizer, prompts, cache=context.cache, fingerprint=context.identity.fingerprint,
+                context.model,
+                context.tokenizer,
+                prompts,
+                cache=context.cache,
+                fingerprint=context.identity.fingerprint,
                 progress=context.progress,
-            )  # fmt: skip
+            )
 
 
 def _context(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, forget: Sequence[ForgetRow], retain: Sequence[RetainRow],
-    retain_calibration: Sequence[RetainRow], name: str, identity: ModelIdentity | None, options: FitOptions | None,
-    progress: ProgressCallback, cache: Path | None,
-) -> Context:  # fmt: skip
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    retain_calibration: Sequence[RetainRow],
+    name: str,
+    identity: ModelIdentity | None,
+    options: FitOptions | None,
+    progress: ProgressCallback,
+    cache: Path | None,
+) -> Context:
     options = options or FitOptions()
     layers = _check_options(options, len(decoder_layers(model)))
     rows = [*retain, *retain_calibration]
     return Context(
-        model=model, tokenizer=tokenizer, identity=identity or identify(model, tokenizer), name=name, forget=forget, retain=rows,
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity or identify(model, tokenizer),
+        name=name,
+        forget=forget,
+        retain=rows,
         parts=make_partitions(
-            forget, rows, options.seed, options.retain_limit or RETAIN_LIMIT, len(retain_calibration),
+            forget,
+            rows,
+            options.seed,
+            options.retain_limit or RETAIN_LIMIT,
+            len(retain_calibration),
             split_forget=options.gate == "paper",
         ),
-        layers=layers, forms=available_forms(tokenizer, options.forms), pad=pad_id(tokenizer), options=options, progress=progress,
-        cache=cache, clock=Clock(), exactness=0.0,
-    )  # fmt: skip
+        layers=layers,
+        forms=available_forms(tokenizer, options.forms),
+        pad=pad_id(tokenizer),
+        options=options,
+        progress=progress,
+        cache=cache,
+        clock=Clock(),
+        exactness=0.0,
+    )
 
 
 __all__ = ["FitOptions", "FitReport", "fit", "prepare_retained"]

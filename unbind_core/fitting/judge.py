@@ -132,6 +132,8 @@ class Judge:
         )
         scored, positions = sum(row.scored for row in rows), sum(row.positions for row in rows)
         return Cost(
-            sum(row.nll for row in rows) / scored, sum(row.kl for row in rows) / scored,
-            sum(row.changed for row in rows) / positions, bounds,
-        )  # fmt: skip
+            sum(row.nll for row in rows) / scored,
+            sum(row.kl for row in rows) / scored,
+            sum(row.changed for row in rows) / positions,
+            bounds,
+        )

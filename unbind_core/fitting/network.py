@@ -68,9 +68,12 @@ def train_network(
         for parameter in part.parameters():
             parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
     optimizer = torch.optim.AdamW(
-        [*hidden.parameters(), *out.parameters()], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98),
+        [*hidden.parameters(), *out.parameters()],
+        lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        betas=(0.9, 0.98),
         fused=True,
-    )  # fmt: skip
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
     targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
     work = batch * width * (forget.shape[1] + count)

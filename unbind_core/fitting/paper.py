@@ -137,14 +137,26 @@ def fit_paper(context: Context) -> tuple[UnbindModule, FitReport]:
         retain = retain_replay(model, calibration, layers, **shared)  # type: ignore[arg-type]
     with clock.stage("retain completions"):
         completions = retain_completions(
-            model, context.tokenizer, context.retain, parts.retain_calibration, layers, context.cache, context.identity.fingerprint,
+            model,
+            context.tokenizer,
+            context.retain,
+            parts.retain_calibration,
+            layers,
+            context.cache,
+            context.identity.fingerprint,
             progress,
-        )  # fmt: skip
+        )
     with clock.stage("search"):
         best = search(
-            candidates, as_module, forget_replay, retain, completions, options.limits,
-            full_scan=options.full_scan, progress=progress,
-        )  # fmt: skip
+            candidates,
+            as_module,
+            forget_replay,
+            retain,
+            completions,
+            options.limits,
+            full_scan=options.full_scan,
+            progress=progress,
+        )
     usable = next(f for f in fits if f.gates)
     chosen = best or Candidate(usable.layer, usable.gates[0], "paper", 0.0, verdict="ineffective")
     report = FitReport(

@@ -162,9 +162,15 @@ def retained(context: Context) -> Retained:
     layers, fingerprint = spread(context.layers, MOST_LAYERS), context.identity.fingerprint
     with context.clock.stage("retain states"):
         states, rows = retain_states(
-            context.model, context.alternating_windows(context.parts.retain_fit), layers, pad=context.pad,
-            limit_bytes=context.options.state_bytes, cache=context.cache, fingerprint=fingerprint, progress=context.progress,
-        )  # fmt: skip
+            context.model,
+            context.alternating_windows(context.parts.retain_fit),
+            layers,
+            pad=context.pad,
+            limit_bytes=context.options.state_bytes,
+            cache=context.cache,
+            fingerprint=fingerprint,
+            progress=context.progress,
+        )
     with context.clock.stage("calibration states"):
         windows = context.retain_windows(context.parts.retain_calibration)
         calibration = retain_replay(
@@ -172,7 +178,13 @@ def retained(context: Context) -> Retained:
         )
     with context.clock.stage("retain completions"):
         completions = retain_completions(
-            context.model, context.tokenizer, context.retain, context.parts.retain_calibration, layers, context.cache, fingerprint,
+            context.model,
+            context.tokenizer,
+            context.retain,
+            context.parts.retain_calibration,
+            layers,
+            context.cache,
+            fingerprint,
             context.progress,
-        )  # fmt: skip
+        )
     return Retained(layers, states, rows, calibration, completions)

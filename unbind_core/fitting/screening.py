@@ -56,9 +56,13 @@ class Screening:
         self.retain, self.completions = rest.calibration, rest.completions
         with self.clock.stage("forget states"):
             self.forget = Replay(
-                context.model, context.forget_windows(self.every), self.layers, pad=context.pad, stage="forget states",
+                context.model,
+                context.forget_windows(self.every),
+                self.layers,
+                pad=context.pad,
+                stage="forget states",
                 progress=context.progress,
-            )  # fmt: skip
+            )
 
     def linear_coverage(self) -> tuple[float, int]:
         """The largest share of forget positions that a layer's linear gate opens on at the budgeted opening rate; that layer."""
@@ -147,9 +151,16 @@ class Screening:
         rows = torch.cat([torch.full((len(states),), row) for row, states in parts])
         states = torch.cat([states for _, states in parts])
         return train_network(
-            states, rows, self.retained[layer], width=width, steps=steps, batch=batch, seed=self.context.options.seed,
-            progress=self.context.progress, stage=stage,
-        )  # fmt: skip
+            states,
+            rows,
+            self.retained[layer],
+            width=width,
+            steps=steps,
+            batch=batch,
+            seed=self.context.options.seed,
+            progress=self.context.progress,
+            stage=stage,
+        )
 
     def _separations(self, network: Network, forget: Sequences, layer: int, windows: Sequence[int]) -> list[Separation]:
         ours, theirs = (

@@ -43,11 +43,19 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """One row of the scan, as reports hold it."""
         return {
-            "layer": self.layer, "quantile": self.gate.quantile, "grid": self.grid, "kappa": self.kappa, "tau": self.gate.tau,
-            "forget_nll": self.forget_nll, "forget_gain": self.forget_gain, "retain_kl": self.retain_kl,
-            "retain_nll_increase": self.retain_nll_increase, "retain_open_rate": self.retain_open_rate,
-            "retain_bleu_drop": self.retain_bleu_drop, "verdict": self.verdict,
-        }  # fmt: skip
+            "layer": self.layer,
+            "quantile": self.gate.quantile,
+            "grid": self.grid,
+            "kappa": self.kappa,
+            "tau": self.gate.tau,
+            "forget_nll": self.forget_nll,
+            "forget_gain": self.forget_gain,
+            "retain_kl": self.retain_kl,
+            "retain_nll_increase": self.retain_nll_increase,
+            "retain_open_rate": self.retain_open_rate,
+            "retain_bleu_drop": self.retain_bleu_drop,
+            "verdict": self.verdict,
+        }
 
 
 def search(

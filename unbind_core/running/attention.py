@@ -30,9 +30,14 @@ def one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """The function transformers calls in place of its own; shapes as theirs."""
     if query.shape[2] == 1 and kwargs.get("position_bias") is None and not kwargs.get("dropout"):
         return one_token(query, key, value, attention_mask, scaling), None

@@ -59,9 +59,11 @@ def complete(
     inner = unwrap(model)
     device = next(inner.parameters()).device
     options: dict[str, object] = {
-        "pad_token_id": pad, "eos_token_id": end, "return_dict_in_generate": True,
+        "pad_token_id": pad,
+        "eos_token_id": end,
+        "return_dict_in_generate": True,
         "repetition_penalty": 1.0,  # a checkpoint's own default would hide what the model knows by heart
-    }  # fmt: skip
+    }
     if sampling.temperature > 0:
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     else:
@@ -75,8 +77,10 @@ def complete(
                 ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
                 mask[row, width - len(prompts[index]) :] = 1
             with (
-                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), sharing_keys(inner), editing()
-            ):  # fmt: skip
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+                sharing_keys(inner),
+                editing(),
+            ):
                 torch.manual_seed(sampling.seed + number)
                 new = _continued(inner, ids.to(device), mask.to(device), sampling.max_new_tokens, end, options)
             for index, tokens in zip(group, new, strict=True):

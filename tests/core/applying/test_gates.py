@@ -65,9 +65,13 @@ ROWS = ({"a": 1.0, "b": 0.5}, {}, {"c": 1.0}, {"a": 2.0, "c": 1.0})
 
 
 def in_steps(
-    selection: Selection, sequences: Sequence[Tensor], cuts: Sequence[Sequence[int]], left: bool, memory: GateMemory,
+    selection: Selection,
+    sequences: Sequence[Tensor],
+    cuts: Sequence[Sequence[int]],
+    left: bool,
+    memory: GateMemory,
     slots: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Every row's edited states, where row i takes ``cuts[i][n]`` states in pass n, padded on one side."""
     parts: list[list[Tensor]] = [[] for _ in sequences]
     starts = [0] * len(sequences)

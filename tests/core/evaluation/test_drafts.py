@@ -31,9 +31,13 @@ def decoded(
     """The same completions token by token."""
     bank = edit_of(module, torch.device("cpu"))[0] if module else None
     return complete(
-        loaded.model, prompts, Sampling(COUNT), pad=pad_id(loaded.tokenizer), end=end,
+        loaded.model,
+        prompts,
+        Sampling(COUNT),
+        pad=pad_id(loaded.tokenizer),
+        end=end,
         editing=lambda: attach(loaded.model, bank) if bank else nullcontext(),
-    )  # fmt: skip
+    )
 
 
 def asked(loaded: LoadedModel) -> tuple[list[list[int]], list[list[int]]]:

@@ -33,9 +33,13 @@ def plainly(loaded: LoadedModel, module: UnbindModule) -> dict[str, float]:
     ((evaluated, opened),) = (counts["prefill"] for counts in bank.counts().values())
     prompts, references = retain_prompts(loaded.tokenizer, ROWS, every)
     outputs = complete(
-        loaded.model, prompts, Sampling(BLEU_NEW_TOKENS), pad=pad, end=loaded.tokenizer.eos_token_id,
+        loaded.model,
+        prompts,
+        Sampling(BLEU_NEW_TOKENS),
+        pad=pad,
+        end=loaded.tokenizer.eos_token_id,
         editing=lambda: attach(loaded.model, bank),
-    )  # fmt: skip
+    )
     bleu = sum(sentence_bleu(*pair) for pair in zip(references, outputs, strict=True)) / len(outputs)
     return {**measures, "gate_rate": opened / evaluated, "bleu": bleu}
 

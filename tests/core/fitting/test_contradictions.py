@@ -40,9 +40,17 @@ def test_rows_with_a_long_span_contradict_and_others_do_not(tiny: LoadedModel) -
     texts = ["class Apart:\n    pass\n", span_of(tiny, limit), span_of(tiny, limit - 1), PROTECTED]
     retain = [*ROWS, *(RetainRow(text) for text in texts)]
     given = _context(
-        tiny.model, tiny.tokenizer, FORGET, retain, [RetainRow(FORGET[1].prompt + FORGET[1].continuation)], "m",
-        tiny.identity, FitOptions(), silent, None,
-    )  # fmt: skip
+        tiny.model,
+        tiny.tokenizer,
+        FORGET,
+        retain,
+        [RetainRow(FORGET[1].prompt + FORGET[1].continuation)],
+        "m",
+        tiny.identity,
+        FitOptions(),
+        silent,
+        None,
+    )
     assert given.contradicting() == [len(ROWS) + 1, len(ROWS) + 3, len(retain)]
     assert given.holds_protected(encode(tiny.tokenizer, f"x = 1\n{PROTECTED}"))
     assert not given.holds_protected([])

@@ -145,9 +145,15 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
 
     with pytest.raises(Cancelled):
         fit(
-            loaded.model, loaded.tokenizer, FORGET, RETAIN[:16], name="m", retain_calibration=RETAIN[16:],
-            progress=callback, **asked,
-        )  # fmt: skip
+            loaded.model,
+            loaded.tokenizer,
+            FORGET,
+            RETAIN[:16],
+            name="m",
+            retain_calibration=RETAIN[16:],
+            progress=callback,
+            **asked,
+        )
     assert "forget states" in seen and not {"retain states", "retain completions"} & set(seen)
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 5
     seen.clear()

@@ -29,9 +29,13 @@ def alone(loaded: LoadedModel, bank: ModuleBank, prompt: list[int]) -> list[int]
     ids = torch.tensor([prompt])
     with torch.no_grad(), attach(loaded.model, bank):
         out = loaded.model.generate(  # type: ignore[operator]
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
             pad_token_id=PAD,
-        )  # fmt: skip
+        )
     return [int(token) for token in out[0, len(prompt) :]]
 
 
@@ -48,8 +52,14 @@ def test_rows_that_end_leave_the_batch_and_the_others_go_on_as_alone(
     wanted = [row[: row.index(end)] if end in row else row for row in whole]
     assert len({len(row) for row in wanted}) > 1
     found = complete(
-        loaded.model, asked, Sampling(NEW), pad=PAD, end=end, editing=lambda: attach(loaded.model, bank), batch_tokens=400
-    )  # fmt: skip
+        loaded.model,
+        asked,
+        Sampling(NEW),
+        pad=PAD,
+        end=end,
+        editing=lambda: attach(loaded.model, bank),
+        batch_tokens=400,
+    )
     assert found == wanted
 
 
