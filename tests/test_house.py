@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 from tests.repository import FILES, PYTHON, ROOT, TEXT, relative
@@ -11,6 +12,13 @@ from tests.repository import FILES, PYTHON, ROOT, TEXT, relative
 
 def test_every_python_file_opens_with_a_docstring() -> None:
     assert not [relative(path) for path in PYTHON if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def test_the_method_s_files_and_folders_stay_small() -> None:
+    own = [path for path in PYTHON if relative(path).startswith(("unbind_core/", "tests/core/"))]
+    assert not [relative(path) for path in own if len(path.read_text(encoding="utf-8").splitlines()) >= 300]
+    folders = Counter(path.parent for path in own)
+    assert not [relative(folder) for folder, count in folders.items() if count > 20]
 
 
 def test_no_tests_are_set_aside() -> None:

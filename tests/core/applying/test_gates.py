@@ -143,21 +143,6 @@ def test_one_by_one_and_in_chunks_are_bit_for_bit_the_whole(left: bool) -> None:
         assert torch.equal(torch.stack(found), whole)
 
 
-def test_padding_of_any_kind_leaves_no_trace_in_a_memory() -> None:
-    sequences = list(states(2, 12))
-    selection = select(bank_of(MODULES["a"]), {"a": 1.0})
-    memory = GateMemory(2, 12)
-    places = Places(memory, torch.arange(2), torch.tensor([[12, 0, 12, 1], [0, 12, 12, 1]]), torch.zeros(2).long())
-    broken = torch.full((2, 4, D), float("nan"))
-    broken[0, [1, 3]], broken[1, [0, 3]] = sequences[0][:2], sequences[1][:2]
-    first = edit(selection, LAYER, broken, real=places.positions < 12, places=places)
-    rest = Places(memory, torch.arange(2), torch.arange(2, 12).expand(2, -1), torch.tensor([2, 2]))
-    found = edit(selection, LAYER, torch.stack(sequences)[:, 2:], places=rest)
-    whole = edit(selection, LAYER, torch.stack(sequences))
-    assert torch.equal(found, whole[:, 2:])
-    assert torch.equal(first[0, [1, 3]], whole[0, :2]) and torch.equal(first[1, [0, 3]], whole[1, :2])
-
-
 def test_padding_inside_a_whole_sequence_is_not_there() -> None:
     real = torch.rand(3, 20, generator=torch.Generator().manual_seed(5)) > 0.4
     sequences = states(3, 20)
@@ -166,24 +151,6 @@ def test_padding_inside_a_whole_sequence_is_not_there() -> None:
     for row in range(3):
         alone = edit(selection, LAYER, sequences[row : row + 1, real[row]])
         assert torch.equal(found[row, real[row]], alone[0])
-
-
-def test_a_rewound_slot_knows_nothing_of_what_stood_behind() -> None:
-    """A prefix is used again with another continuation, and a slot from its beginning by another sequence."""
-    selection = select(bank_of(MODULES["a"], MODULES["b"]), {"a": 1.0, "b": 1.0})
-    memory = GateMemory(3, LENGTH)
-    first, second = states(LENGTH), states(LENGTH, seed=8)
-
-    def run(sequence: Tensor, start: int) -> Tensor:
-        positions = torch.arange(start, len(sequence))[None]
-        places = Places(memory, torch.tensor([1]), positions, torch.tensor([start]))
-        return edit(selection, LAYER, sequence[None, start:], places=places)[0]
-
-    run(first, 0)
-    for kept in (25, 7, 1, 0):
-        branch = torch.cat((first[:kept], second[kept:]))
-        assert torch.equal(run(branch, kept), edit(selection, LAYER, branch[None])[0, kept:])
-        run(first, kept)
 
 
 def test_window_1_with_one_head_and_one_threshold_is_a_plain_threshold() -> None:
@@ -319,49 +286,3 @@ def test_only_a_selection_with_such_a_gate_asks_where_its_rows_stand() -> None:
     bank = bank_of(MODULES["a"], MODULES["d"])
     assert select(bank, {"d": 1.0}, {"a": 1.0}).remembers
     assert not select(bank, {"d": 1.0}, {}).remembers
-
-
-def test_a_new_module_of_the_same_name_starts_without_a_past() -> None:
-    memory = GateMemory(1, LENGTH)
-    bank = bank_of(MODULES["a"])
-    sequence = states(LENGTH)
-    in_steps(select(bank, {"a": 1.0}), [sequence], [[LENGTH]], False, memory, [0])
-    bank.add(module("a", seed=5, heads=2))
-    found = in_steps(select(bank, {"a": 1.0}), [sequence], [[1] * LENGTH], False, memory, [0])[0]
-    assert torch.equal(found, edit(select(bank, {"a": 1.0}), LAYER, sequence[None])[0])
-
-
-def test_a_selection_in_use_is_not_disturbed_by_modules_that_come() -> None:
-    memory = GateMemory(2, LENGTH)
-    bank = bank_of(MODULES["a"])
-    sequence = states(LENGTH)
-    selection = select(bank, {"a": 1.0})
-    expected = edit(selection, LAYER, sequence[None])[0]
-    half = in_steps(selection, [sequence[:20]], [[20]], False, memory, [0])[0]
-    bank.add(MODULES["b"])
-    in_steps(select(bank, {"b": 1.0}), [sequence], [[LENGTH]], False, memory, [1])  # grows the table
-    rest = Places(memory, torch.tensor([0]), torch.arange(20, LENGTH)[None], torch.tensor([20]))
-    found = edit(selection, LAYER, sequence[None, 20:], places=rest)[0]
-    assert torch.equal(torch.cat((half, found)), expected)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_memory_made_in_inference_mode_serves_outside_it_and_the_other_way(inside: bool) -> None:
-    memory = GateMemory(1, 20)
-    sequence = states(20)
-    selection = select(bank_of(MODULES["a"]), {"a": 1.0})
-    parts = []
-    for start, stop in ((0, 9), (9, 20)):
-        places = Places(memory, torch.tensor([0]), torch.arange(start, stop)[None], torch.tensor([start]))
-        with torch.inference_mode(inside == (start == 0)):
-            parts.append(edit(selection, LAYER, sequence[None, start:stop], places=places)[0])
-    assert torch.equal(torch.cat(parts), edit(selection, LAYER, sequence[None])[0])
-
-
-def test_an_edit_can_be_differentiated_and_a_memory_holds_no_graph() -> None:
-    memory = GateMemory(1, 8)
-    sequence = states(1, 8).requires_grad_(True)
-    places = Places(memory, torch.tensor([0]), torch.arange(8)[None], torch.tensor([0]))
-    edit(select(bank_of(MODULES["a"]), {"a": 1.0}), LAYER, sequence, places=places).sum().backward()
-    assert sequence.grad is not None and torch.equal(sequence.grad, torch.ones_like(sequence))
-    assert not memory.table(LAYER, 0).requires_grad

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tests.core.applying.test_hooks import PROMPTS, bank_of, encoded, generate, hooks_on
-from tests.core.conftest import TinyCheckpoint, make_module, make_network_module
+from tests.core.applying.conftest import PROMPTS, encoded, generate, hooks_on
+from tests.core.conftest import TinyCheckpoint, bank_of, make_module, make_network_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import network_scores, windowed
