@@ -8,7 +8,7 @@ reaches the target: what is gained by more is paid for wherever a gate opens by 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from unbind_core.errors import FittingError
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.judge import Judge, Remainder
+from unbind_core.fitting.judge import Cost, Judge, Remainder
 from unbind_core.fitting.network import BATCH
-from unbind_core.fitting.options import FitReport
+from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.paper import fit_paper
 from unbind_core.fitting.screening import Screening, Sequences
 from unbind_core.fitting.separation import Separation
-from unbind_core.fitting.strength import StrengthSearch
+from unbind_core.fitting.strength import Finding, StrengthSearch, Verdict
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import make_partitions
@@ -34,6 +34,38 @@ LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions 
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
 
 
+@dataclass
+class Level:
+    """One gate that was tried: which it is, what it reached, and what became of it; ``reason`` where that wants more words."""
+
+    gate: str
+    layer: int
+    coverage: float | None = None
+    width: int | None = None
+    steps: int | None = None
+    axis: str | None = None
+    tau: float | None = None
+    tau_close: float | None = None
+    separation: dict[str, float] | None = None
+    strength: float | None = None
+    cost: Cost | None = None
+    remainder: Remainder | None = None
+    verdict: Verdict = Verdict.UNFIT
+    reason: str = ""
+
+    def take(self, finding: Finding) -> None:
+        """Note what the search for a strength found."""
+        self.strength, self.cost = finding.strength, finding.cost
+        self.remainder, self.verdict = finding.remainder, finding.verdict
+
+    def to_json(self) -> dict[str, Any]:
+        """As reports and modules hold it."""
+        table = {key: value for key, value in asdict(self).items() if value is not None and key != "reason"}
+        if "remainder" in table:
+            table["forgot"] = table.pop("remainder")
+        return table | {"verdict": self.reason or str(self.verdict)}
+
+
 class _Auto:
     """One run: what is captured once, and the trials on it."""
 
@@ -42,7 +74,7 @@ class _Auto:
         self.budgets, self.target = context.options.limits, context.options.target
         self.screening = Screening(context)
         self.every = self.screening.every
-        self.levels: list[dict[str, Any]] = []
+        self.levels: list[Level] = []
         with self.clock.stage("rows before"):
             self.judge = Judge(context, self.screening.retain, self.screening.completions, self.screening.forget)
         self.search = StrengthSearch(self.judge, self.budgets, self.target, self.clock, self.every)
@@ -52,11 +84,11 @@ class _Auto:
     def linear(self) -> tuple[UnbindModule, FitReport] | None:
         """The paper's gate, where at the budgeted opening rate it covers enough of the forget positions to have a chance."""
         coverage, layer = self.screening.linear_coverage()
-        level: dict[str, Any] = {"gate": "paper", "layer": layer, "coverage": round(coverage, 4)}
+        level = Level("paper", layer, coverage=round(coverage, 4))
         self.levels.append(level)
         few = len(self.every) < 3
         if coverage < LINEAR_COVERAGE or few:
-            level["verdict"] = (
+            level.reason = (
                 "fewer than 3 rows cannot be split as the paper does"
                 if few
                 else f"at the budgeted opening rate it opens on {coverage:.0%} of the forget positions; "
@@ -77,20 +109,18 @@ class _Auto:
             ),
         )
         module, report = fit_paper(replace(self.context, options=options, parts=parts))
-        if report.outcome != "calibrated":
-            level["verdict"] = "no strength within the budgets"
+        if report.outcome is not Outcome.CALIBRATED:
+            level.verdict = Verdict.NONE
             return None
-        cost, forgot = self.judge.cost(module), self.judge.remainder(module, self.every)
-        level |= {"cost": asdict(cost), "forgot": asdict(forgot)}
-        if cost.within(self.budgets) and forgot.reaches(self.target):
-            level["verdict"] = "chosen"
+        cost, remainder = self.judge.cost(module), self.judge.remainder(module, self.every)
+        level.cost, level.remainder = cost, remainder
+        if cost.within(self.budgets) and remainder.reaches(self.target):
+            level.verdict = Verdict.CHOSEN
             return module, report
-        level["verdict"] = "misses the target" if cost.within(self.budgets) else "over budget"
+        level.verdict = Verdict.MISSES if cost.within(self.budgets) else Verdict.OVER
         return None
 
-    def network(
-        self, rows: Sequences, layer: int, width: int
-    ) -> Iterator[tuple[UnbindModule, Remainder | None, dict[str, Any]]]:
+    def network(self, rows: Sequences, layer: int, width: int) -> Iterator[tuple[Level, Finding]]:
         """Modules of one network, for each window and pair of thresholds, at the least strength that reaches the target: with the
         first axis, and with the others where that one left least.
         """
@@ -133,21 +163,13 @@ class _Auto:
         for name, axis in self.screening.axes(layer).items():
             left = []
             for *_, split, threshold, closing in ways:
-                level: dict[str, Any] = {
-                    "gate": "network",
-                    "layer": layer,
-                    "width": width,
-                    "steps": steps,
-                    "axis": name,
-                    "tau": threshold,
-                    "tau_close": closing,
-                    "separation": split.to_json(),
-                }
+                level = Level("network", layer, None, width, steps, name, threshold, closing, split.to_json())
                 self.levels.append(level)
-                found = self.search.least(partial(module, axis, split, threshold, closing), level)
-                self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level["verdict"])))
-                yield found
-                left.append(inf if found[1] is None else found[1].left)
+                finding = self.search.least(partial(module, axis, split, threshold, closing))
+                level.take(finding)
+                self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level.verdict)))
+                yield level, finding
+                left.append(inf if finding.remainder is None else finding.remainder.left)
             ways = [ways[left.index(min(left))]]  # what another axis changes is not when a gate opens
 
 
@@ -175,32 +197,35 @@ def fit_auto(context: Context) -> tuple[UnbindModule, FitReport]:
     if (plain := run.linear()) is not None:
         module, report = plain
         return replace(module, measured={**module.measured, **run.screening.contradicting}), replace(
-            report, levels=run.levels, seconds=run.clock.seconds, retain_rows_left_out=run.screening.left_out
+            report,
+            levels=[level.to_json() for level in run.levels],
+            seconds=run.clock.seconds,
+            retain_rows_left_out=run.screening.left_out,
         )
     layer, screened = run.screening.best_layer()
-    best: tuple[float, UnbindModule, dict[str, Any]] | None = None
+    best: tuple[float, Level, UnbindModule] | None = None
     last: UnbindModule | None = None
     rows = run.screening.embedded(layer)
     for width in network_widths(len(run.every)):
-        for module, forgot, level in run.network(rows, layer, width):
-            last = module
-            if forgot is None:
+        for level, finding in run.network(rows, layer, width):
+            last = finding.module
+            if finding.remainder is None:
                 continue
-            if best is None or forgot.left < best[0]:
-                best = (forgot.left, module, level)
-            if level["verdict"] == "chosen":
-                return _finish(run, module, level, "calibrated", screened)
+            if best is None or finding.remainder.left < best[0]:
+                best = finding.remainder.left, level, finding.module
+            if finding.verdict is Verdict.CHOSEN:
+                return _finish(run, finding.module, level, Outcome.CALIBRATED, screened)
     if best is not None:
-        left = run.judge.remainder(best[1], run.every, thorough=True)
-        best[2].update(forgot=asdict(left), verdict="chosen: the best within the budgets")
-        return _finish(run, best[1], best[2], "short", screened)
+        _, level, module = best
+        level.remainder, level.verdict = run.judge.remainder(module, run.every, thorough=True), Verdict.BEST
+        return _finish(run, module, level, Outcome.SHORT, screened)
     if last is None:
         raise FittingError("no layer's states could be told apart; are the rows memorised at all?")
-    return _finish(run, replace(last, kappa=0.0), run.levels[-1], "ineffective", screened)
+    return _finish(run, replace(last, kappa=0.0), run.levels[-1], Outcome.INEFFECTIVE, screened)
 
 
 def _finish(
-    run: _Auto, module: UnbindModule, level: dict[str, Any], outcome: str, screened: list[dict[str, Any]]
+    run: _Auto, module: UnbindModule, level: Level, outcome: Outcome, screened: list[dict[str, Any]]
 ) -> tuple[UnbindModule, FitReport]:
     """The module with what was measured, and the report."""
     positions = {
@@ -208,21 +233,22 @@ def _finish(
         "retain_fit": len(run.screening.retained[module.layer]),
         "retain_calibration": run.screening.retain.count,
     }
+    reached = level.to_json()
     measured = {
-        **{key: value for key, value in level.items() if key != "verdict"},
+        **{key: value for key, value in reached.items() if key != "verdict"},
         "positions": positions,
         **run.screening.contradicting,
     }
     report = FitReport(
         outcome=outcome,
-        selected=None if outcome == "ineffective" else level,
+        selected=None if outcome is Outcome.INEFFECTIVE else reached,
         scan=[],
         layers=screened,
         positions=positions,
         seconds=run.clock.seconds,
         exactness=run.context.exactness,
         gate="network",
-        levels=run.levels,
+        levels=[one.to_json() for one in run.levels],
         retain_rows_left_out=run.screening.left_out,
     )
     return replace(module, measured=measured), report

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
@@ -72,6 +73,14 @@ class FitOptions:
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
 
+class Outcome(StrEnum):
+    """What a fit came to; equal to its text."""
+
+    CALIBRATED = "calibrated"
+    SHORT = "short"
+    INEFFECTIVE = "ineffective"
+
+
 @dataclass(frozen=True)
 class FitReport:
     """How a module came about.
@@ -83,7 +92,7 @@ class FitReport:
     thresholds may go by them.
     """
 
-    outcome: str
+    outcome: Outcome
     selected: dict[str, Any] | None
     scan: list[dict[str, Any]]
     layers: list[dict[str, Any]]

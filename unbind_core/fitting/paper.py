@@ -21,7 +21,7 @@ from unbind_core.fitting.calibration import Gate, gates, strengths
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.fisher import FisherDetector, fisher_detector
 from unbind_core.fitting.moments import CrossMoments, Moments
-from unbind_core.fitting.options import FitOptions, FitReport
+from unbind_core.fitting.options import FitOptions, FitReport, Outcome
 from unbind_core.fitting.retained import retain_moments
 from unbind_core.fitting.search import Candidate, search
 from unbind_core.module import UnbindModule
@@ -160,7 +160,7 @@ def fit_paper(context: Context) -> tuple[UnbindModule, FitReport]:
     usable = next(f for f in fits if f.gates)
     chosen = best or Candidate(usable.layer, usable.gates[0], "paper", 0.0, verdict="ineffective")
     report = FitReport(
-        outcome="calibrated" if best else "ineffective",
+        outcome=Outcome.CALIBRATED if best else Outcome.INEFFECTIVE,
         selected=best.to_json() if best else None,
         scan=[candidate.to_json() for candidate in candidates],
         layers=[

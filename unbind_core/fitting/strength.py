@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
-from typing import Any
 
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.judge import Cost, Judge, Remainder
@@ -20,6 +20,28 @@ from unbind_core.rows import spread
 
 UPDATE_SIZES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)  # in units of the mean retain-state norm
 PROBED_ROWS = 8
+
+
+class Verdict(StrEnum):
+    """What becomes of a gate that was tried."""
+
+    CHOSEN = "chosen"
+    BEST = "chosen: the best within the budgets"
+    MISSES = "misses the target"
+    OVER = "over budget"
+    NONE = "no strength within the budgets"
+    UNFIT = "not tried"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A gate at one strength: the module, its cost, what is left of the rows (None where no strength is within the budgets)."""
+
+    module: UnbindModule
+    strength: float
+    cost: Cost
+    remainder: Remainder | None
+    verdict: Verdict
 
 
 @dataclass
@@ -32,12 +54,10 @@ class StrengthSearch:
     clock: Clock
     every: Sequence[int]
 
-    def least(
-        self, at: Callable[[float], UnbindModule], level: dict[str, Any]
-    ) -> tuple[UnbindModule, Remainder | None, dict[str, Any]]:
+    def least(self, at: Callable[[float], UnbindModule]) -> Finding:
         """The module at the least strength that reaches the target on all rows, if that is within the budgets; or else at the
-        largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; None where none is
-        within the budgets. ``at`` makes the module for a strength; ``level`` is told what was found.
+        largest that is, with what is left under it: of all rows, or of the probed ones where those miss already; or else at the
+        smallest of all. ``at`` makes the module for a strength.
         """
         probed, everything = spread(self.every, PROBED_ROWS), range(len(UPDATE_SIZES))
 
@@ -61,13 +81,8 @@ class StrengthSearch:
                 return len(everything)
             return bisect_left(everything, True, key=lambda index: not cost(index).within(self.budgets))
 
-        def told(
-            index: int, forgot: Remainder | None, verdict: str
-        ) -> tuple[UnbindModule, Remainder | None, dict[str, Any]]:
-            level.update(strength=UPDATE_SIZES[index], cost=asdict(cost(index)), verdict=verdict)
-            if forgot is not None:
-                level["forgot"] = asdict(forgot)
-            return at(UPDATE_SIZES[index]), forgot, level
+        def finding(index: int, remainder: Remainder | None, verdict: Verdict) -> Finding:
+            return Finding(at(UPDATE_SIZES[index]), UPDATE_SIZES[index], cost(index), remainder, verdict)
 
         with self.clock.stage("strength"):
             strongest = everything[-1]  # asked first: where it is not enough, nothing is
@@ -77,9 +92,9 @@ class StrengthSearch:
                     if index + 1 >= affordable():
                         break
                 elif whole(index).reaches(self.target):
-                    return told(index, whole(index), "chosen")
+                    return finding(index, whole(index), Verdict.CHOSEN)
                 elif index == least + 1 and not whole(max(index, affordable() - 1)).reaches(self.target):
                     break  # asking all rows is slow: two strengths on the way are enough
             if (best := affordable() - 1) < 0:
-                return told(0, None, "no strength within the budgets")
-            return told(best, whole(best) if best >= least else probe(best), "misses the target")
+                return finding(0, None, Verdict.NONE)
+            return finding(best, whole(best) if best >= least else probe(best), Verdict.MISSES)

@@ -23,7 +23,7 @@ from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.judge import Cost, Remainder
 from unbind_core.fitting.options import BUDGETS, Clock, Target
 from unbind_core.fitting.separation import upper_bound
-from unbind_core.fitting.strength import PROBED_ROWS, UPDATE_SIZES, StrengthSearch
+from unbind_core.fitting.strength import PROBED_ROWS, UPDATE_SIZES, StrengthSearch, Verdict
 from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
@@ -237,34 +237,32 @@ class Known(StrengthSearch):
 def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, enough: int, easier: int) -> None:
     costs = [0.5 if i < affordable else 2.0 for i in range(len(UPDATE_SIZES))]
     known = Known(MODULE, costs, enough, min(enough, easier))
-    level: dict[str, Any] = {}
-    module, forgot, _ = known.least(known.at, level)
-    chosen = UPDATE_SIZES.index(module.kappa)
+    found = known.least(known.at)
+    assert found.strength == found.module.kappa
     if affordable == 0:
-        assert level["verdict"] == "no strength within the budgets"
+        assert found.verdict is Verdict.NONE and found.remainder is None
     else:
-        assert chosen == min(enough, affordable - 1)
-        assert level["verdict"] == ("chosen" if enough < affordable else "misses the target")
-        assert forgot.reaches(known.target) == (enough < affordable)
+        assert UPDATE_SIZES.index(found.strength) == min(enough, affordable - 1)
+        assert found.verdict is (Verdict.CHOSEN if enough < affordable else Verdict.MISSES)
+        assert found.remainder is not None
+        assert found.remainder.reaches(known.target) == (enough < affordable)
 
 
 def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     known, asked = Known(MODULE, [0.5] * len(UPDATE_SIZES), len(UPDATE_SIZES), 0), []
-    forgot = known.remainder
+    remainder = known.remainder
 
     def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
         asked.append(len(rows))
-        return forgot(module, rows, thorough=thorough)
+        return remainder(module, rows, thorough=thorough)
 
     monkeypatch.setattr(known, "remainder", counted)
-    level: dict[str, Any] = {}
-    _, left, _ = known.least(known.at, level)
-    assert asked.count(PROBED_ROWS + 1) == 3 and level["verdict"] == "misses the target"
-    assert left is not None and not left.reaches(known.target)
+    found = known.least(known.at)
+    assert asked.count(PROBED_ROWS + 1) == 3 and found.verdict is Verdict.MISSES
+    assert found.remainder is not None and not found.remainder.reaches(known.target)
 
 
 def test_a_strength_over_budget_is_never_taken_even_where_more_costs_less() -> None:
     known = Known(MODULE, [2.0, *[0.5] * (len(UPDATE_SIZES) - 1)], 0, 0)
-    level: dict[str, Any] = {}
-    module, _, _ = known.least(known.at, level)
-    assert (module.kappa, level["verdict"]) == (UPDATE_SIZES[1], "chosen")
+    found = known.least(known.at)
+    assert (found.strength, found.verdict) == (UPDATE_SIZES[1], Verdict.CHOSEN)
