@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from unbind_core.applying.attach import attach
     from unbind_core.applying.bank import ModuleBank
     from unbind_core.applying.hooks import Intervention
+    from unbind_core.applying.passes import Pass
     from unbind_core.applying.selection import Selection
     from unbind_core.architecture import LoadedModel, decoder_layers, identify, load_model
     from unbind_core.errors import UnbindError
@@ -32,6 +33,7 @@ _HOME = {
     "identify": "architecture",
     "load_model": "architecture",
     "ModuleBank": "applying.bank",
+    "Pass": "applying.passes",
     "Selection": "applying.selection",
     "UnbindError": "errors",
     "extractable": "evaluation.scores",
@@ -56,6 +58,7 @@ __all__ = [
     "LoadedModel",
     "ModelIdentity",
     "ModuleBank",
+    "Pass",
     "RetainRow",
     "Selection",
     "UnbindError",
