@@ -2,6 +2,10 @@
 
 Fitting: rows -> :func:`fit` -> :class:`UnbindModule`. Applying: modules -> :class:`ModuleBank` -> :func:`attach`, or
 :class:`Intervention` for an engine that batches. This package knows nothing of HTTP or databases.
+
+The paper, wherever this code cites a section, an equation or an appendix: Zhengyang Shan, Jiayun Xin, Yanjun Lin, Xu Qian,
+Zhiang Liu, Minghui Xu, Yue Zhang, Qin Hu, Kun Li, Xiuzhen Cheng (Shandong University), "UNBIND: UNlearning By INference-time
+Directional Steering for Code LLMs"; its code and data: https://anonymous.4open.science/r/UNBIND-75D0
 """
 
 from __future__ import annotations

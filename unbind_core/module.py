@@ -34,7 +34,7 @@ _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 class UnbindModule:
     """One calibrated module: which states of one decoder layer to change, along which direction, how far.
 
-    ``detector`` "fisher" (paper section 4): w [d]; a = relu(w'h - s_ref); where a >= tau, h becomes h - kappa a v.
+    ``detector`` "fisher" (Section 4): w [d]; a = relu(w'h - s_ref); where a >= tau, h becomes h - kappa a v.
     "network": w [h,d], b [h], heads [K,h], heads_b [K]; f(h) = heads relu(w h + b) + heads_b; where the largest head's mean
     of f over the last ``window`` positions is tau above s_ref the gate opens, where it is less than tau_close above it
     closes (``tau_close`` None: tau), and while it is open h becomes h - kappa v (``unbind_core/applying/gates.py``).

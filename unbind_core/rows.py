@@ -39,7 +39,7 @@ class RetainRow:
 
 @dataclass(frozen=True)
 class Partitions:
-    """Row indices by role (paper, table 2). Every row has one role; all windows of a row share it."""
+    """Row indices by role (Appendix A.1, table 5). Every row has one role; all windows of a row share it."""
 
     forget_fit: tuple[int, ...]
     forget_calibration: tuple[int, ...]

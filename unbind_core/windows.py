@@ -96,7 +96,7 @@ def forget_windows(
     forms: Sequence[str] = ("plain",),
     limit: int = MAX_WINDOW,
 ) -> list[Window]:
-    """Windows of the given rows; only continuation (or middle) tokens are targets (paper B.1).
+    """Windows of the given rows; only continuation (or middle) tokens are targets (Appendix B.1).
 
     A fill-in-the-middle window that would be longer than ``limit`` loses the start of its prompt.
     """
@@ -156,7 +156,7 @@ def retain_windows(
     limit: int = MAX_WINDOW,
     seed: int = 0,
 ) -> list[Window]:
-    """Windows of the given retain rows; every token but the first is a target (paper B.1)."""
+    """Windows of the given retain rows; every token but the first is a target (Appendix B.1)."""
     template = fim_template(tokenizer)
     windows: list[Window] = []
     for index in indices:

@@ -20,7 +20,7 @@ CLIP = 2.0  # and count for at most two thresholds, so that no single position o
 
 
 def activation(states: Tensor, w: Tensor, s_ref: Tensor) -> Tensor:
-    """a = relu(h w' - s_ref) in FP32 (paper eq. 6): states [...,d] of any dtype, w [M,d], s_ref [M] -> [...,M].
+    """a = relu(h w' - s_ref) in FP32 (Section 4.1, eq. (5)): states [...,d] of any dtype, w [M,d], s_ref [M] -> [...,M].
 
     Thresholds are computed through this same function, so that a boundary at deployment is the boundary at calibration.
     """

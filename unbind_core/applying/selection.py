@@ -95,7 +95,7 @@ class Selection:
         self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
 
     def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE) -> Edit:
-        """The edited states of one layer (paper eq. 12), new storage, same shape and dtype; the input stays as it is.
+        """The edited states of one layer (Section 4.3, eq. (10)), new storage, same shape and dtype; the input stays as it is.
 
         ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. In FP32 throughout; all modules of the layer read the same
         unmodified states. Raises UnbindError where the batch has other rows than the selection.

@@ -24,7 +24,7 @@ from unbind_core.windows import MAX_WINDOW, Window
 
 
 class RetainCompletions:
-    """Greedy completions of retain rows before any edit, to hold a candidate's BLEU against (paper B.3).
+    """Greedy completions of retain rows before any edit, to hold a candidate's BLEU against (Appendix B.3).
 
     ``prompts`` and ``references`` are token ids; ``outputs`` the unedited completions.
     """

@@ -58,7 +58,7 @@ class HeldOut:
     def measures(self, module: UnbindModule | None = None, progress: ProgressCallback = silent) -> dict[str, float]:
         """``ppl``, ``ppl_fim`` (where the tokenizer has the form), ``gate_rate`` over both forms and ``bleu``, under the module.
 
-        ``ppl`` is exp(total target NLL / number of targets) (paper A.3); ``gate_rate`` the share of positions with an open gate.
+        ``ppl`` is exp(total target NLL / number of targets) (Appendix A.3); ``gate_rate`` the share of positions with an open gate.
         """
         measures: dict[str, float] = {}
         evaluated = opened = 0

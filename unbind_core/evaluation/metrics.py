@@ -1,4 +1,4 @@
-"""Text metrics over token ids: sentence BLEU and exact spans (paper appendices A.3 and D)."""
+"""Text metrics over token ids: sentence BLEU and exact spans (Appendices A.3 and E)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTRACTED_SPAN = 50  # tokens in a row that count as the text itself
 
 
 def sentence_bleu(reference: Sequence[int], hypothesis: Sequence[int], order: int = 4) -> float:
-    """Sentence BLEU-4 on [0,1] with uniform weights and the standard brevity penalty, over token ids (paper A.3).
+    """Sentence BLEU-4 on [0,1] with uniform weights and the standard brevity penalty, over token ids (Appendix A.3).
 
     A zero precision becomes 1 / max(2 N_n, 1) with N_n the hypothesis' n-grams; an empty side scores 0.
     """
@@ -32,7 +32,7 @@ def sentence_bleu(reference: Sequence[int], hypothesis: Sequence[int], order: in
 
 
 def longest_span(target: Sequence[int], output: Sequence[int], prompt: Sequence[int] = ()) -> int:
-    """Length of the longest contiguous run of ``target`` that ``output`` has and ``prompt`` does not (paper D.2).
+    """Length of the longest contiguous run of ``target`` that ``output`` has and ``prompt`` does not (Appendix E.2).
 
     A run counts only if its whole token sequence does not already stand in the prompt that was supplied.
     """

@@ -1,4 +1,4 @@
-"""What a model gives back of protected code, asked in six ways; metrics as in the paper's appendices A.3 and D."""
+"""What a model gives back of protected code, asked in six ways; metrics as in the paper's Appendices A.3 and E."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Attempt:
 
 
 def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
-    """The paper's six access conditions (D.1): original, three prefix injections, instruction, fenced code."""
+    """The paper's six access conditions (Appendix E.1): original, three prefix injections, instruction, fenced code."""
     found: dict[str, list[_Attempt]] = {name: [] for name in WAYS}
     for index, row in enumerate(rows):
         prompt, target = forget_prompt(tokenizer, row, "plain")
@@ -111,7 +111,7 @@ def forget_scores(
 
 
 def summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
-    """Means over rows in the form ``verify`` reports; ``mean_recovery`` in per cent (paper D.2)."""
+    """Means over rows in the form ``verify`` reports; ``mean_recovery`` in per cent (Appendix E.2)."""
 
     def mean(values: Sequence[float]) -> float | None:
         return sum(values) / len(values) if values else None

@@ -38,7 +38,7 @@ def perplexity(
     editing: Editing = nullcontext,
     progress: ProgressCallback = silent,
 ) -> float:
-    """exp(total target NLL / number of targets) over windows (paper A.3)."""
+    """exp(total target NLL / number of targets) over windows (Appendix A.3)."""
     device = next(model.parameters()).device
     total, count = 0.0, 0
     every = list(batches(windows, pad, device=device))

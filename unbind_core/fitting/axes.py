@@ -1,4 +1,4 @@
-"""The output axis: which direction, subtracted, raises the loss of target tokens most (paper section 4.2)."""
+"""The output axis: which direction, subtracted, raises the loss of target tokens most (Section 4.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutputAxis:
 
 
 def output_axis(cross: CrossMoments) -> OutputAxis:
-    """Unit eigenvector of the smallest eigenvalue of A_f = (H'G + G'H)/2n (paper eq. 8).
+    """Unit eigenvector of the smallest eigenvalue of A_f = (H'G + G'H)/2n (Section 4.2, eq. (7)).
 
     The eigenvalue must be negative for the update to raise the loss to first order; a small gap says that the direction
     is poorly determined. Both are recorded, neither is an error. Raises FittingError on non-finite or missing statistics.

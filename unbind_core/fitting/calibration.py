@@ -1,4 +1,4 @@
-"""Thresholds, signs and strength grids: the pure part of calibration (paper section 4.3, appendix B.3)."""
+"""Thresholds, signs and strength grids: the pure part of calibration (Section 4.3, Appendix B.3)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NORM_STRENGTHS = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0, 8.0)
 
 @dataclass(frozen=True)
 class Budgets:
-    """What a module may cost on retain rows, mean over scored tokens, natural log; BLEU on the [0,1] scale (paper B.3).
+    """What a module may cost on retain rows, mean over scored tokens, natural log; BLEU on the [0,1] scale (Appendix B.3).
 
     ``open_rate`` is the share of retain positions at which gates may be open; it binds ``gate="auto"`` alone.
     """
@@ -44,7 +44,7 @@ class Gate:
 
 
 def threshold(activations: Tensor, quantile: float) -> float | None:
-    """Quantile of the positive activations, linear interpolation, repeated values kept (paper eq. 9); None if none is positive."""
+    """Quantile of the positive activations, linear interpolation, repeated values kept (Section 4.3, eq. (8)); None without any."""
     positive = activations[activations > 0]
     if positive.numel() == 0:
         return None
@@ -53,7 +53,7 @@ def threshold(activations: Tensor, quantile: float) -> float | None:
 
 
 def orient(v0: Tensor, activations: Tensor, gradients: Tensor, tau: float) -> tuple[Tensor, float]:
-    """The sign under which the gate's update raises the loss (paper eq. 10).
+    """The sign under which the gate's update raises the loss (Section 4.3, eq. (9)).
 
     ``activations`` [N], ``gradients`` [N,d], ``v0`` [d] unit. Returns v [d] and c_q, the gate-weighted mean of g'v0.
     c_q = 0 makes the component of largest magnitude positive (first index on a tie).

@@ -1,4 +1,4 @@
-"""The Fisher detector: which direction tells forget states from retain states (paper section 4.1)."""
+"""The Fisher detector: which direction tells forget states from retain states (Section 4.1)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ RIDGE = 0.01
 
 @dataclass(frozen=True)
 class FisherDetector:
-    """Unit direction ``w`` FP64 [d] and the mean retain score ``s_ref`` (paper eq. 4 and 5)."""
+    """Unit direction ``w`` FP64 [d] and the mean retain score ``s_ref`` (Section 4.1, eqs. (4) and (5))."""
 
     w: Tensor
     s_ref: float
 
 
 def fisher_detector(forget: Moments, retain: Moments, ridge: float = RIDGE) -> FisherDetector:
-    """w = C^-1 (mu_f - mu_r) / ||.||,  C = S_f + S_r + ridge * tr(S_f + S_r)/d * I;  s_ref = w' mu_r  (paper eq. 3-5).
+    """w = C^-1 (mu_f - mu_r) / ||.||,  C = S_f + S_r + ridge * tr(S_f + S_r)/d * I;  s_ref = w' mu_r.
+
+    Section 4.1, eqs. (3) to (5).
 
     The ridge is in units of the mean variance, so it means the same for states of any scale.
     Raises FittingError where the ridge is not positive and finite or the direction vanishes.

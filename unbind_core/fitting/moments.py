@@ -61,7 +61,7 @@ class Moments:
 
     @property
     def covariance(self) -> Tensor:
-        """Unbiased sample covariance, FP64 [d,d] (paper eq. 2); zero for fewer than two rows."""
+        """Unbiased sample covariance, FP64 [d,d] (Section 4.1, eq. (2)); zero for fewer than two rows."""
         return self.scatter / max(self.count - 1, 1)
 
     @property
@@ -72,7 +72,7 @@ class Moments:
 
 @dataclass
 class CrossMoments:
-    """Sums of h g' and of g over paired rows, FP64 [d,d] and [d]: all that output axes need (paper eq. 8)."""
+    """Sums of h g' and of g over paired rows, FP64 [d,d] and [d]: all that output axes need (Section 4.2, eq. (7))."""
 
     dimension: int
     device: torch.device | str = "cpu"
@@ -98,7 +98,7 @@ class CrossMoments:
 
     @property
     def symmetric(self) -> Tensor:
-        """A_f = (H'G + G'H) / 2n, FP64 [d,d] (paper eq. 8)."""
+        """A_f = (H'G + G'H) / 2n, FP64 [d,d] (Section 4.2, eq. (7))."""
         return (self.product + self.product.T) / (2 * max(self.count, 1))
 
 

@@ -25,7 +25,7 @@ GATES = tuple(BUDGETS)
 
 @dataclass(frozen=True)
 class Target:
-    """What ``gate="auto"`` aims at on the rows to forget: the paper's own figures (its tables 1, 2 and 4).
+    """What ``gate="auto"`` aims at on the rows to forget: the paper's own figures (its tables 1, 2 and 3).
 
     ``f_bleu_cut``: share of the F-BLEU of the plain and of the fill-in-the-middle prompts that must go; no exact span of
     ``span`` tokens may be left, and the mean recovery may be at most ``recovery``. A fit asks each way twice, of a few rows up to

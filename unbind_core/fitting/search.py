@@ -1,4 +1,6 @@
-"""The (layer, quantile, strength) search: which candidate forgets most within the retain budgets (paper eq. 11, B.3).
+"""The (layer, quantile, strength) search: which candidate forgets most within the retain budgets.
+
+Section 4.3, eq. (11), and Appendix B.3.
 
 Lazy. Most candidates are far too strong: per gate, a bisection over strengths on one small batch of retain windows finds
 where KL passes twice the budget, and what lies above is dropped (KL grows with strength). The rest are put in the

@@ -1,6 +1,6 @@
 """States and exact per-target gradients of every layer from one forward and one backward pass.
 
-The paper (B.1) calls autograd once per target token. In a causal decoder the loss of target ``t + 1`` depends on the state
+The paper (Appendix B.1) calls autograd once per target token. In a causal decoder the loss of target ``t + 1`` depends on the state
 ``h_t`` only through position ``t``'s own stream: keys and values of earlier positions cannot depend on it. So the attention
 of ``own_position.py`` passes gradient to keys and values of the query's own position only. Then the gradient of the *summed*
 loss with respect to a layer's output is, at row ``t``, exactly ``dL_t/dh_t``, for all layers at once.
@@ -42,7 +42,7 @@ class Capture:
 
 
 def target_nll(logits: Tensor, batch: Batch) -> Tensor:
-    """-log p(x_{t+1} | x_<=t) of every target (paper eq. 1): logits [B,T,V] -> FP32 (or wider) [N]."""
+    """-log p(x_{t+1} | x_<=t) of every target (Section 3, eq. (1)): logits [B,T,V] -> FP32 (or wider) [N]."""
     chosen = logits[batch.predictors]
     wide = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     return nn.functional.cross_entropy(wide, batch.next_tokens(), reduction="none")
@@ -63,7 +63,7 @@ def capture_states(
 
 
 def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Capture:
-    """States and exact gradients dL_t/dh_t (paper eq. 1) at the given layers, by one forward and one backward pass.
+    """States and exact gradients dL_t/dh_t (Section 3, eq. (1)) at the given layers, by one forward and one backward pass.
 
     Raises UnsupportedArchitecture where the model mixes tokens by anything but causal softmax attention.
     """
@@ -82,7 +82,7 @@ def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Capture:
 
 
 def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) -> Capture:
-    """The paper's procedure (B.1): one autograd call a target on the model's own attention. The slow reference."""
+    """The paper's procedure (Appendix B.1): one autograd call a target on the model's own attention. The slow reference."""
     batch = make_batch([window], 0, next(model.parameters()).device)
     with torch.enable_grad(), frozen(model):
         with recording(model, layers, differentiable=True) as states:

@@ -74,7 +74,7 @@ def logits_above(
 
 
 def gradients_above(model: nn.Module, batch: Batch, layer: int, states: Tensor, *, as_tuple: bool = False) -> Tensor:
-    """Exact gradients dL_t/dh_t [N,d] (paper eq. 1) at ``layer``, from its kept ``states`` [B,T,d], in window order.
+    """Exact gradients dL_t/dh_t [N,d] (Section 3, eq. (1)) at ``layer``, from its kept ``states`` [B,T,d], in window order.
 
     As :func:`unbind_core.running.capture.capture` gives them by a pass through the whole model; raises as that does.
     """
