@@ -32,10 +32,11 @@ serve: install  ## serve the demo model (ARGS="--port 9000" passes options on)
 test: lint  ## lint, then every fast test
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-lint: install  ## ruff, formatting, types
+lint: install  ## ruff, formatting, types, who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: install  ## put every file in the project's format
 	$(BIN)/ruff check --fix-only --quiet .

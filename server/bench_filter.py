@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unbind_core.architecture import LoadedModel, ModelIdentity
-from unbind_core.bank import ModuleBank, Selection
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.passes import Pass
+from unbind_core.applying.selection import Selection
+from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnbindError
-from unbind_core.hooks import Intervention
-from unbind_core.memory import GateMemory, Places
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
 MODULES = (1, 8, 64, 512)
@@ -101,7 +104,8 @@ class _Phase:
             torch.full((self.batch,), past, device=self.device),
         )
         positions = starts[:, None] + torch.arange(self.length, device=self.device)
-        self._places = Places(GateMemory(self.batch, past + self.length, self.device), slots, positions, starts)
+        places = Places(GateMemory(self.batch, past + self.length, self.device), slots, positions, starts)
+        self._pass = Pass(places=places, phase=phase)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Wall-clock time of ``work``, the device's own work included."""
@@ -114,7 +118,7 @@ class _Phase:
     def forward_seconds(self, intervention: Intervention, selection: Selection | None) -> float:
         """Time of one forward pass; a decode step works on its own copy of the cache."""
         cache = copy.deepcopy(self._cache)
-        with intervention.step(selection, phase=self.name, places=self._places):
+        with intervention.step(selection, self._pass):
             return self.seconds(lambda: self._model(self._ids, past_key_values=cache, use_cache=cache is not None))
 
     def edit_seconds(self, selection: Selection) -> float:
@@ -123,7 +127,7 @@ class _Phase:
         def edits() -> Tensor:
             states = self._states
             for layer in sorted(selection.layers):
-                states = selection.edit(layer, states, phase=self.name, places=self._places)
+                states = selection.edit(layer, states, self._pass).states
             return states
 
         return self.seconds(edits)

@@ -20,20 +20,22 @@ from typing import Any
 
 from server import demo
 from server.bench_paraphrase import PARAPHRASES
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.bank import ModuleBank
-from unbind_core.evaluation import EXTRACTED_SPAN, RowScore, forget_scores, perplexity
+from unbind_core.encoding import available_forms, encode, pad_id
+from unbind_core.evaluation.completions import retain_prompts
+from unbind_core.evaluation.metrics import EXTRACTED_SPAN, sentence_bleu, spans
+from unbind_core.evaluation.scores import RowScore, forget_scores
+from unbind_core.evaluation.verify import perplexity
 from unbind_core.files import write_whole
-from unbind_core.fitting import fit
-from unbind_core.generation import Sampling, complete
-from unbind_core.hooks import attach
-from unbind_core.metrics import sentence_bleu, spans
+from unbind_core.fitting.fit import fit
+from unbind_core.fitting.options import FitOptions
 from unbind_core.module import UnbindModule
-from unbind_core.options import FitOptions
 from unbind_core.progress import ProgressCallback, counted
-from unbind_core.retained import retain_prompts
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
-from unbind_core.windows import Window, available_forms, encode, forget_prompt, pad_id, retain_windows
+from unbind_core.running.generation import Sampling, complete
+from unbind_core.windows import Window, forget_prompt, retain_windows
 
 SIZES = (5, 12, 24, 40, 120, 300)
 GATES = ("paper", "auto")

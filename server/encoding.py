@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from server.errors import ApiError, invalid
-from unbind_core.windows import encode
+from unbind_core.encoding import encode
 
 P = ParamSpec("P")
 T = TypeVar("T")

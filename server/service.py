@@ -35,9 +35,9 @@ from server.settings import Settings
 from server.telemetry import Figures, Telemetry
 from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.encoding import fim_template, parse_fim_template
 from unbind_core.files import write_whole
 from unbind_core.module import UnbindModule
-from unbind_core.windows import fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0

@@ -46,11 +46,6 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def inside(name: str, package: str) -> bool:
-    """Whether dotted ``name`` is ``package`` or within it."""
-    return name == package or name.startswith(package + ".")
-
-
 def files_of(package: str) -> list[Path]:
     """The Python files of a package, or the one file of a module."""
     base = package.replace(".", "/")

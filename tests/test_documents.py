@@ -43,14 +43,20 @@ def test_every_setting_is_documented_as_it_is() -> None:
     assert rows == described
 
 
-def test_the_readme_s_python_compiles_and_imports_what_exists() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_python_of_a_page_compiles_and_imports_what_exists(page: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         tree = ast.parse(block)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "unbind_core":
                 assert {alias.name for alias in node.names} <= set(unbind_core.__all__)
+
+
+def test_the_python_page_names_everything_public() -> None:
+    text = (ROOT / "docs/python.md").read_text()
+    assert not [name for name in unbind_core.__all__ if not re.search(rf"\b{name}\b", text)]
 
 
 def test_the_readme_s_commands_and_options_exist() -> None:

@@ -1,92 +1,24 @@
-"""The rules of the code, read from its source: who imports whom, docstrings, nothing set aside or left private."""
+"""The rules of the code, read from its source: docstrings, small files and folders, nothing set aside or left private."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from tests.repository import FILES, PYTHON, ROOT, TEXT, files_of, imports, inside, relative
-
-# package -> what of this project it may import, besides itself
-MAY_IMPORT = {
-    "unbind_core": [],
-    "server.engine": ["unbind_core"],
-    "server.registry": ["server.settings", "server.rules", "unbind_core"],
-    "server.worker": [
-        "server.registry",
-        "server.settings",
-        "server.rules",
-        "server.logs",
-        "server.allocator",
-        "unbind_core",
-    ],
-    "server.evidence": ["server.registry", "server.settings", "server.rules"],
-    "server.rules": [],
-    "server.logs": [],
-    "server.allocator": [],
-    "server.settings": ["server.rules"],
-    "server.demo": ["unbind_core"],
-}
-# what it must not import, where the rest is open
-MUST_NOT_IMPORT = {
-    "server.api": ["server.worker", "server.cli"],
-    "server.policy": ["server.api", "server.worker", "server.cli"],
-    "server.telemetry": ["server.api", "server.worker", "server.cli"],
-    "server.errors": ["server.api", "server.worker", "server.cli"],
-}
-
-
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
-    allowed = [package, *MAY_IMPORT[package]]
-    wrong = [
-        f"{relative(path)} imports {name}"
-        for path in files_of(package)
-        for name in imports(path)
-        if (inside(name, "server") or inside(name, "unbind_core"))
-        and name != "server"  # `from server import x` is judged by `server.x`
-        and not any(inside(name, one) for one in allowed)
-    ]
-    assert not wrong
-
-
-@pytest.mark.parametrize("package", MUST_NOT_IMPORT)
-def test_a_layer_does_not_import_what_stands_above_it(package: str) -> None:
-    wrong = [
-        f"{relative(path)} imports {name}"
-        for path in files_of(package)
-        for name in imports(path)
-        if any(inside(name, one) for one in MUST_NOT_IMPORT[package])
-    ]
-    assert not wrong
-
-
-def test_the_method_knows_neither_http_nor_databases() -> None:
-    foreign = {
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "httpx",
-        "httpx2",
-        "http",
-        "requests",
-        "sqlalchemy",
-        "sqlite3",
-        "typer",
-    }
-    imported = {(relative(path), name.split(".")[0]) for path in files_of("unbind_core") for name in imports(path)}
-    assert not [f"{path} imports {name}" for path, name in imported if name in foreign]
-
-
-def test_the_scheduler_decides_without_tensors() -> None:
-    assert not [name for name in imports(ROOT / "server/engine/scheduler.py") if inside(name, "torch")]
+from tests.repository import FILES, PYTHON, ROOT, TEXT, relative
 
 
 def test_every_python_file_opens_with_a_docstring() -> None:
     assert not [relative(path) for path in PYTHON if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def test_the_method_s_files_and_folders_stay_small() -> None:
+    own = [path for path in PYTHON if relative(path).startswith(("unbind_core/", "tests/core/"))]
+    assert not [relative(path) for path in own if len(path.read_text(encoding="utf-8").splitlines()) >= 300]
+    folders = Counter(path.parent for path in own)
+    assert not [relative(folder) for folder, count in folders.items() if count > 20]
 
 
 def test_no_tests_are_set_aside() -> None:

@@ -103,6 +103,15 @@ def test_the_readme_s_fit_runs_and_its_module_keeps_the_model_off_the_text(tmp_p
     assert (tmp_path / "set-b.safetensors").is_file()
 
 
+def test_the_python_page_s_blocks_run_one_after_another(tmp_path: Path) -> None:
+    (tmp_path / "server").symlink_to(ROOT / "server")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    lines = python("\n".join(blocks), tmp_path).splitlines()
+    before, after = (float(line.split()[1]) for line in lines if line.startswith(("before ", "after ")))
+    assert after < 0.1 * before
+    assert (tmp_path / "set-b.safetensors").is_file()
+
+
 def test_the_readme_s_client_is_answered_by_a_server(tmp_path: Path) -> None:
     command = [
         sys.executable,

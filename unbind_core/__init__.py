@@ -2,6 +2,10 @@
 
 Fitting: rows -> :func:`fit` -> :class:`UnbindModule`. Applying: modules -> :class:`ModuleBank` -> :func:`attach`, or
 :class:`Intervention` for an engine that batches. This package knows nothing of HTTP or databases.
+
+The paper, wherever this code cites a section, an equation or an appendix: Zhengyang Shan, Jiayun Xin, Yanjun Lin, Xu Qian,
+Zhiang Liu, Minghui Xu, Yue Zhang, Qin Hu, Kun Li, Xiuzhen Cheng (Shandong University), "UNBIND: UNlearning By INference-time
+Directional Steering for Code LLMs"; its code and data: https://anonymous.4open.science/r/UNBIND-75D0
 """
 
 from __future__ import annotations
@@ -10,32 +14,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unbind_core.architecture import LoadedModel, ModelIdentity, decoder_layers, identify, load_model
-    from unbind_core.bank import ModuleBank, Selection
+    from unbind_core.applying.attach import attach
+    from unbind_core.applying.bank import ModuleBank
+    from unbind_core.applying.hooks import Intervention
+    from unbind_core.applying.passes import Pass
+    from unbind_core.applying.selection import Selection
+    from unbind_core.architecture import LoadedModel, decoder_layers, identify, load_model
     from unbind_core.errors import UnbindError
-    from unbind_core.evaluation import extractable, verify
-    from unbind_core.fitting import fit
-    from unbind_core.hooks import Intervention, attach
+    from unbind_core.evaluation.scores import extractable
+    from unbind_core.evaluation.verify import verify
+    from unbind_core.fitting.fit import fit
+    from unbind_core.fitting.options import FitOptions, FitReport
+    from unbind_core.identity import ModelIdentity
     from unbind_core.module import UnbindModule
     from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 
 # Loaded on first use: whoever only reads a module file does not pay for what fitting needs.
 _HOME = {
     "LoadedModel": "architecture",
-    "ModelIdentity": "architecture",
+    "ModelIdentity": "identity",
     "decoder_layers": "architecture",
     "identify": "architecture",
     "load_model": "architecture",
-    "ModuleBank": "bank",
-    "Selection": "bank",
+    "ModuleBank": "applying.bank",
+    "Pass": "applying.passes",
+    "Selection": "applying.selection",
     "UnbindError": "errors",
-    "extractable": "evaluation",
-    "verify": "evaluation",
-    "FitOptions": "options",
-    "FitReport": "options",
-    "fit": "fitting",
-    "Intervention": "hooks",
-    "attach": "hooks",
+    "extractable": "evaluation.scores",
+    "verify": "evaluation.verify",
+    "FitOptions": "fitting.options",
+    "FitReport": "fitting.options",
+    "fit": "fitting.fit",
+    "Intervention": "applying.hooks",
+    "attach": "applying.attach",
     "UnbindModule": "module",
     "ForgetRow": "rows",
     "RetainRow": "rows",
@@ -51,6 +62,7 @@ __all__ = [
     "LoadedModel",
     "ModelIdentity",
     "ModuleBank",
+    "Pass",
     "RetainRow",
     "Selection",
     "UnbindError",

@@ -1,82 +1,22 @@
-"""What the method must know of a model: where its decoder layers are, and which model it is.
+"""What the method must know of a model: where its decoder layers are, and how it is loaded.
 
 The only file with model-family knowledge. Fitting, the bank's hooks and the service all start from here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
-
-# Settings that say how a model is stored or run, not what it computes.
-_NOT_IDENTITY = {
-    "_name_or_path",
-    "name_or_path",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "architectures",
-    "use_cache",
-    "_attn_implementation",
-    "attn_implementation",
-    "_experts_implementation",
-    "experts_implementation",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "chunk_size_feed_forward",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "sep_token_id",
-    "decoder_start_token_id",
-    "initializer_range",
-    "attention_dropout",
-    "hidden_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-    "residual_dropout",
-    "embedding_dropout",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "auto_map",
-    "is_encoder_decoder",
-}
-# What of an adapter's configuration changes the function it computes; its weights are hashed besides.
-_LORA_IDENTITY = (
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
-_ADAPTER_NOT_IDENTITY = (
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-)
+from unbind_core.identity import ModelIdentity, fingerprint
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -141,67 +81,6 @@ def decoder_layers(model: nn.Module, override: str | None = None) -> list[nn.Mod
     return decoder_stack(model, override)[1]
 
 
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Which model a module was fitted on. Two models are the same if and only if their fingerprints are equal."""
-
-    fingerprint: str
-    name: str
-    hidden_size: int
-    num_layers: int
-
-
-def _canonical(value: Any) -> str:
-    def plain(item: Any) -> Any:
-        return sorted(item) if isinstance(item, (set, frozenset)) else str(item)
-
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
-
-
-def _config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that change what the model computes; None and absent are the same, so that releases agree."""
-    kept: dict[str, Any] = {}
-    for key, value in config.items():
-        if key not in _NOT_IDENTITY and value is not None:
-            kept[key] = _config_fields(value) if isinstance(value, Mapping) else value
-    return kept
-
-
-def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What decides which ids a text becomes; padding and truncation are left by the last call and say nothing."""
-    fields: dict[str, Any] = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return fields | {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    state = json.loads(backend.to_str())
-    return fields | {
-        key: state.get(key) for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor")
-    }
-
-
-def _adapter_fields(model: nn.Module) -> list[dict[str, Any]]:
-    fields = []
-    for _, config in sorted(getattr(model, "peft_config", {}).items()):
-        settings = config.to_dict()
-        if "LORA" in str(settings.get("peft_type")):
-            fields.append({key: settings.get(key) for key in _LORA_IDENTITY})
-        else:
-            fields.append({key: value for key, value in settings.items() if key not in _ADAPTER_NOT_IDENTITY})
-    return fields
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor by a name free of wrappers, in order of that name."""
-    adapters = tuple(getattr(model, "peft_config", {}))
-    named = {}
-    for name, value in model.state_dict().items():
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        if len(adapters) == 1:  # an adapter's own name is a choice of whoever loads it
-            plain = plain.replace(f".{adapters[0]}.", ".").removesuffix(f".{adapters[0]}")
-        named[plain] = value
-    yield from sorted(named.items())
-
-
 def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "") -> ModelIdentity:
     """Fingerprint a model with its tokenizer and unmerged adapters: SHA-256 over configuration, tokenizer, every
     weight.
@@ -213,16 +92,9 @@ def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "
     inner = unwrap(model)
     layers = decoder_layers(model)
     config: Any = inner.config
-    digest = hashlib.sha256(b"unbind model identity 1\n")
-    for part in (_config_fields(config.to_dict()), _tokenizer_fields(tokenizer), _adapter_fields(model)):
-        digest.update(_canonical(part).encode() + b"\n")
-    for key, value in _weights(model):
-        digest.update(f"{key} {list(value.shape)}\n".encode())
-        stored = value.detach().to("cpu")
-        stored = stored.to(torch.bfloat16) if stored.is_floating_point() else stored
-        digest.update(stored.contiguous().view(-1).view(torch.uint8).numpy().data)
     label = name or Path(str(getattr(config, "_name_or_path", "") or type(inner).__name__)).name
-    return ModelIdentity(digest.hexdigest(), label, int(config.get_text_config().hidden_size), len(layers))
+    size = int(config.get_text_config().hidden_size)
+    return ModelIdentity(fingerprint(model, config.to_dict(), tokenizer), label, size, len(layers))
 
 
 @dataclass(frozen=True)

@@ -18,37 +18,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.fields import field_problems, is_number
 from unbind_core.files import read_regular, write_whole
+from unbind_core.identity import ModelIdentity
+from unbind_core.module_file import DETECTORS, FORMAT, TENSORS, UNREADABLE, read, shown, written
 
-FORMAT = 1
-KEY = "unbind"
 PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
-TENSORS = ("w", "v", "b", "heads", "heads_b")
-DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
-MAX_WINDOW = 256
+MAX_GATE_WINDOW = 256  # positions
 MAX_BYTES = 2**28  # of a file: a network of 4,096 units on a model as wide as 16,384 has as many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
-# What reading bytes that mean to do harm can raise, of safetensors, torch and json.
-_UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
 class UnbindModule:
     """One calibrated module: which states of one decoder layer to change, along which direction, how far.
 
-    ``detector`` "fisher" (paper section 4): w [d]; a = relu(w'h - s_ref); where a >= tau, h becomes h - kappa a v.
+    ``detector`` "fisher" (Section 4): w [d]; a = relu(w'h - s_ref); where a >= tau, h becomes h - kappa a v.
     "network": w [h,d], b [h], heads [K,h], heads_b [K]; f(h) = heads relu(w h + b) + heads_b; where the largest head's mean
     of f over the last ``window`` positions is tau above s_ref the gate opens, where it is less than tau_close above it
-    closes (``tau_close`` None: tau), and while it is open h becomes h - kappa v (``unbind_core/gates.py``).
+    closes (``tau_close`` None: tau), and while it is open h becomes h - kappa v (``unbind_core/applying/gates.py``).
     Tensors are FP32 on the CPU, ``v`` [d] of unit length. ``layer`` counts from 0 and acts on that decoder layer's output.
     ``partitions`` are row indices; the remaining mappings are JSON and say how the module came to be. Raises
     ModuleFileError, naming the field, where a value makes no sense. Modules are equal if their files are.
@@ -110,21 +102,17 @@ class UnbindModule:
 
     def to_bytes(self) -> bytes:
         """The module file as bytes; the same module gives the same bytes."""
-        tensors = self.tensors
         try:
             described = self.describe()
-            described["checksum"] = _checksum(tensors, described)
-            text = _canonical(described)
-            read_back = json.loads(text)
+            data = written(self.tensors, described)
+            read_back = json.loads(json.dumps(described))
         except (TypeError, ValueError, RecursionError) as error:
             raise ModuleFileError(
                 f"module '{self.name}': its metadata is not JSON ({error}); use plain finite values"
             ) from error
-        for field, problem in field_problems(
-            {key: read_back[key] for key in read_back.keys() - {"format", "checksum"}}
-        ):
+        for field, problem in field_problems({key: read_back[key] for key in read_back.keys() - {"format"}}):
             raise ModuleFileError(f"module '{self.name}': {field} {problem}")
-        return save_tensors(tensors, metadata={KEY: text})
+        return data
 
     def save(self, path: str | Path) -> str:
         """Write the file whole or not at all (temporary file, fsync, rename); returns the digest. OSError passes."""
@@ -157,7 +145,7 @@ class UnbindModule:
     @classmethod
     def from_bytes(cls, data: bytes, origin: str = "module file") -> UnbindModule:
         """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does."""
-        tensors, described = _read(data, origin)
+        tensors, described = read(data, origin)
         for field, problem in field_problems(described):
             raise ModuleFileError(f"{origin}: metadata field {field} {problem}; fit it again")
         for part in PARTITIONS:
@@ -169,7 +157,7 @@ class UnbindModule:
             module = cls(**(described | tensors | made))
         except ModuleFileError as error:
             raise ModuleFileError(f"{origin}: {error}") from error
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise ModuleFileError(f"{origin}: cannot be made a module ({error}); fit it again") from error
         module.__dict__["digest"] = hashlib.sha256(data).hexdigest()
         return module
@@ -202,63 +190,6 @@ class UnbindModule:
         return described | {"format": FORMAT}
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
-    """SHA-256 over the tensors and the canonical JSON without the checksum itself: damage and hand edits show."""
-    digest = hashlib.sha256()
-    for key in TENSORS:
-        if key in tensors:
-            digest.update(tensors[key].numpy().tobytes())
-    digest.update(_canonical(described).encode())
-    return digest.hexdigest()
-
-
-def _read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and metadata of a whole, unaltered file of this format."""
-    try:
-        tensors = load_tensors(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header.get("__metadata__") or {}
-    except _UNREADABLE as error:
-        raise ModuleFileError(f"{origin}: truncated, or not a safetensors file ({error}); copy it again") from error
-    text = metadata.get(KEY)
-    if text is None or len(metadata) != 1:
-        raise ModuleFileError(
-            f"{origin}: a safetensors file, but not a module ('{KEY}' must be its one metadata key); give a module file"
-        )
-    try:
-        described = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModuleFileError(f"{origin}: its metadata is not JSON ({error}); restore the original file") from error
-    if not isinstance(described, dict):
-        raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")
-    version = described.get("format")
-    if type(version) is not int or version != FORMAT:
-        newer = type(version) is int and version > FORMAT
-        remedy = "upgrade this software" if newer else "fit it again"
-        shown = type(version).__name__ if isinstance(version, (list, dict)) else _shown(version)
-        raise ModuleFileError(f"{origin}: format {shown} is not the one this version reads ({FORMAT}); {remedy}")
-    kind = described.get("detector")
-    kinds = [DETECTORS[kind]] if isinstance(kind, str) and kind in DETECTORS else list(DETECTORS.values())
-    if set(tensors) not in kinds:
-        raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)}, not those of a module; give a module file")
-    claimed = described.pop("checksum", None)
-    try:
-        actual = _checksum(tensors, described)
-        canonical = _canonical(described | {"checksum": claimed})
-    except _UNREADABLE as error:
-        raise ModuleFileError(f"{origin}: a value is not finite or of a wrong type ({error}); fit it again") from error
-    if claimed != actual or canonical != text:
-        raise ModuleFileError(
-            f"{origin}: altered after it was written (the checksum differs); restore the original file"
-        )
-    described.pop("format")
-    return tensors, described
-
-
 def _check(module: UnbindModule) -> None:
     """Raise ModuleFileError naming the first field that cannot be applied."""
     for field, problem in _problems(module):
@@ -286,10 +217,10 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
     ):
         value = getattr(module, field)
         if not is_number(value) or value < low:
-            yield field, f"is {_shown(value)}; it must be a finite number{needed}, in single precision"
+            yield field, f"is {shown(value)}; it must be a finite number{needed}, in single precision"
     yield from _detector_problems(module, size)
     if module.quantile is not None and not (is_number(module.quantile) and 0 <= module.quantile <= 1):
-        yield "quantile", f"is {_shown(module.quantile)}; it must lie between 0 and 1, or be null"
+        yield "quantile", f"is {shown(module.quantile)}; it must lie between 0 and 1, or be null"
     for key in module.partitions:
         if key not in PARTITIONS:
             yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
@@ -297,11 +228,6 @@ def _problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         rows = [row for key in PARTITIONS if key.startswith(kind) for row in module.partitions.get(key, ())]
         if any(type(row) is not int or row < 0 for row in rows) or len(rows) != len(set(rows)):
             yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
-
-
-def _shown(value: Any) -> str:
-    """A value as a message shows it; Python does not write out whole numbers of more than 4,300 digits."""
-    return "a very large number" if type(value) is int and abs(value) >= 2**63 else repr(value)[:80]
 
 
 def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
@@ -320,13 +246,13 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
     shapes = (("w", module.w, (width, size)), ("b", b, (width,)), ("heads", heads, (count, width)))
     for field, tensor, shape in (*shapes, ("heads_b", heads_b, (count,))):
         yield from _tensor_problems(field, tensor, shape, zero=field in ("b", "heads_b"))
-    if type(module.window) is not int or not 1 <= module.window <= MAX_WINDOW:
-        yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_WINDOW}"
+    if type(module.window) is not int or not 1 <= module.window <= MAX_GATE_WINDOW:
+        yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_GATE_WINDOW}"
     if not module.tau > 0:
         yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
     close = module.tau_close
     if close is not None and not (is_number(close) and 0 <= close <= module.tau):
-        yield "tau_close", f"is {_shown(close)}; it must lie between 0 and tau, or be null"
+        yield "tau_close", f"is {shown(close)}; it must lie between 0 and tau, or be null"
 
 
 def _tensor_problems(

@@ -39,7 +39,7 @@ class RetainRow:
 
 @dataclass(frozen=True)
 class Partitions:
-    """Row indices by role (paper, table 2). Every row has one role; all windows of a row share it."""
+    """Row indices by role (Appendix A.1, table 5). Every row has one role; all windows of a row share it."""
 
     forget_fit: tuple[int, ...]
     forget_calibration: tuple[int, ...]
@@ -133,11 +133,11 @@ def allot(sizes: dict[str, int], total: int) -> dict[str, int]:
     """Share ``total`` over groups in proportion to their sizes, by largest remainder; ties go by group name."""
     everything = sum(sizes.values())
     exact = {name: total * size / everything for name, size in sizes.items()}
-    given = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(sizes, key=lambda name: (given[name] - exact[name], name))
-    for name in by_remainder[: total - sum(given.values())]:
-        given[name] += 1
-    return given
+    shares = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(sizes, key=lambda name: (shares[name] - exact[name], name))
+    for name in by_remainder[: total - sum(shares.values())]:
+        shares[name] += 1
+    return shares
 
 
 def _draw(indices: list[int], language: Callable[[int], str], count: int, rng: random.Random) -> list[int]:
@@ -145,8 +145,8 @@ def _draw(indices: list[int], language: Callable[[int], str], count: int, rng: r
     groups: dict[str, list[int]] = {}
     for index in indices:
         groups.setdefault(language(index), []).append(index)
-    given = allot({name: len(group) for name, group in groups.items()}, count)
-    return sorted(index for name in sorted(groups) for index in rng.sample(groups[name], given[name]))
+    shares = allot({name: len(group) for name, group in groups.items()}, count)
+    return sorted(index for name in sorted(groups) for index in rng.sample(groups[name], shares[name]))
 
 
 def forget_sizes(count: int) -> tuple[int, int, int]:

@@ -1,13 +1,9 @@
-"""Rows -> token windows with target positions, in plain and in fill-in-the-middle order.
-
-Also the one place that turns a prompt into token ids, so that a fit and the service see the same states.
-"""
+"""Rows -> token windows with target positions, in plain and in fill-in-the-middle order; windows -> padded batches."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,21 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from unbind_core.encoding import (
+    beginning,
+    encode,
+    encode_prompt,
+    fim_ids,
+    fim_prompt,
+    fim_template,
+)
 from unbind_core.errors import DataError
 from unbind_core.rows import ForgetRow, RetainRow
 
-MAX_WINDOW = 2048
-FORMS = ("plain", "fim")
-
-# What the families' tokenizers call the fill-in-the-middle parts, in prompt order; {prefix} and {suffix} stand for the code.
-FIM_TEMPLATES: tuple[tuple[str, ...], ...] = (
-    ("<|fim_prefix|>", "{prefix}", "<|fim_suffix|>", "{suffix}", "<|fim_middle|>"),  # Qwen2.5-Coder
-    ("<fim_prefix>", "{prefix}", "<fim_suffix>", "{suffix}", "<fim_middle>"),  # StarCoder, StarCoder2
-    ("<fim-prefix>", "{prefix}", "<fim-suffix>", "{suffix}", "<fim-middle>"),  # SantaCoder
-    ("▁<PRE>", "{prefix}", "▁<SUF>", "{suffix}", "▁<MID>"),  # CodeLlama
-    ("<｜fim▁begin｜>", "{prefix}", "<｜fim▁hole｜>", "{suffix}", "<｜fim▁end｜>"),  # DeepSeek-Coder
-    ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}"),  # Codestral
-)
+MAX_WINDOW = 2048  # tokens
 
 
 @dataclass(frozen=True)
@@ -50,91 +43,6 @@ class Window:
     def target_count(self) -> int:
         """How many next-token predictions the window scores."""
         return len(self.ids) - self.first_target
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of ``text`` alone, without special tokens in front or behind."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS id in a list, or an empty list where the tokenizer defines none."""
-    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt as every request must be encoded: BOS in front when the tokenizer defines one."""
-    return beginning(tokenizer) + encode(tokenizer, text)
-
-
-def fim_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
-    """The fill-in-the-middle template whose special tokens the tokenizer has, or None."""
-    for template in FIM_TEMPLATES:
-        if all(_is_token(tokenizer, part) for part in template if not part.startswith("{")):
-            return template
-    return None
-
-
-def _is_token(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether the vocabulary has it; asking for one entry, as copying all of them takes a millisecond."""
-    found: object = tokenizer.convert_tokens_to_ids(text)
-    return isinstance(found, int) and (found != tokenizer.unk_token_id or text == tokenizer.unk_token)
-
-
-def fim_prompt(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str) -> list[int] | None:
-    """Ids of a fill-in-the-middle prompt (BOS in front where defined); None where the tokenizer has no such tokens."""
-    template = fim_template(tokenizer)
-    if template is None:
-        return None
-    return fim_ids(tokenizer, template, encode(tokenizer, prefix), encode(tokenizer, suffix))
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    found = tokenizer.convert_tokens_to_ids(token)
-    assert isinstance(found, int)
-    return found
-
-
-def parse_fim_template(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, ...]:
-    """A template written as ``<PRE>{prefix}<SUF>{suffix}<MID>``. Raises DataError where it cannot be one."""
-    parts = tuple(part for part in re.split(r"(\{prefix\}|\{suffix\})", text) if part)
-    if sorted(part for part in parts if part in ("{prefix}", "{suffix}")) != ["{prefix}", "{suffix}"]:
-        raise DataError("fim_template: must hold {prefix} and {suffix} once each, like <PRE>{prefix}<SUF>{suffix}<MID>")
-    for part in parts:
-        if not part.startswith("{") and not _is_token(tokenizer, part):
-            raise DataError(f"fim_template: '{part}' is not one token of this tokenizer; use its own special tokens")
-    return parts
-
-
-def fim_ids(
-    tokenizer: PreTrainedTokenizerBase, template: tuple[str, ...], prefix: list[int], suffix: list[int]
-) -> list[int]:
-    """Ids of a fill-in-the-middle prompt in the order of ``template``, BOS in front where defined."""
-    ids = beginning(tokenizer)
-    for part in template:
-        if part == "{prefix}":
-            ids += prefix
-        elif part == "{suffix}":
-            ids += suffix
-        else:
-            ids.append(_token_id(tokenizer, part))
-    return ids
-
-
-def available_forms(tokenizer: PreTrainedTokenizerBase, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The forms to use: all that the tokenizer has, or exactly those wanted.
-
-    Raises DataError where a wanted form is unknown or the tokenizer lacks its tokens.
-    """
-    possible = FORMS if fim_template(tokenizer) else ("plain",)
-    if wanted is None:
-        return possible
-    for form in wanted:
-        if form not in FORMS:
-            raise DataError(f"forms: '{form}' is unknown; choose from {', '.join(FORMS)}")
-        if form not in possible:
-            raise DataError(f"forms: the tokenizer has no fill-in-the-middle tokens; use forms {', '.join(possible)}")
-    return tuple(form for form in FORMS if form in wanted)
 
 
 def fim_split(row: ForgetRow) -> tuple[str, str, str]:
@@ -188,7 +96,7 @@ def forget_windows(
     forms: Sequence[str] = ("plain",),
     limit: int = MAX_WINDOW,
 ) -> list[Window]:
-    """Windows of the given rows; only continuation (or middle) tokens are targets (paper B.1).
+    """Windows of the given rows; only continuation (or middle) tokens are targets (Appendix B.1).
 
     A fill-in-the-middle window that would be longer than ``limit`` loses the start of its prompt.
     """
@@ -248,7 +156,7 @@ def retain_windows(
     limit: int = MAX_WINDOW,
     seed: int = 0,
 ) -> list[Window]:
-    """Windows of the given retain rows; every token but the first is a target (paper B.1)."""
+    """Windows of the given retain rows; every token but the first is a target (Appendix B.1)."""
     template = fim_template(tokenizer)
     windows: list[Window] = []
     for index in indices:
@@ -307,11 +215,3 @@ def batches(
         waiting.append(window)
     if waiting:
         yield make_batch(waiting, pad, device)
-
-
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any id will do for padding, since padded positions are masked: the tokenizer's own, else EOS, else 0."""
-    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return int(candidate)
-    return 0

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from server.api.schemas import Message, TemplateOptions
 from server.errors import invalid
 from server.service import Service
-from unbind_core.windows import beginning, fim_ids
+from unbind_core.encoding import beginning, fim_ids
 
 REPOSITORY, FILE = "<|repo_name|>", "<|file_sep|>"  # Qwen2.5-Coder's words for files beside the one that is edited
 SNIPPET = "\n\n--- {name} ---\n\n"

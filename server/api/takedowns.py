@@ -24,9 +24,9 @@ from server.registry.files import has_forget, purge, save_forget
 from server.registry.lifecycle import SCOPE, InForce, bound
 from server.registry.refusals import Refusal
 from server.service import Service
+from unbind_core.encoding import encode
 from unbind_core.errors import DataError, InsufficientRows
 from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
-from unbind_core.windows import encode
 
 router = admin_router()
 T = TypeVar("T", bound=BaseModel)

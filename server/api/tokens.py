@@ -14,7 +14,7 @@ from server.api.prompts import chat_prompt, check_ids, size_of
 from server.api.schemas import Messages, TemplateOptions, Text
 from server.errors import field_error
 from server.service import Service, service
-from unbind_core.windows import beginning
+from unbind_core.encoding import beginning
 
 router = APIRouter(tags=["tokens"], dependencies=[Depends(inference)])
 MOST_TOKENS = 65_536  # taken at once, where requests may not have as many

@@ -27,9 +27,10 @@ from server.cli.console import (
 )
 from unbind_core import LoadedModel, UnbindError
 from unbind_core.architecture import decoder_layers
-from unbind_core.capture import capture, capture_per_target, relative_errors
+from unbind_core.encoding import encode_prompt
 from unbind_core.progress import Progress, ProgressCallback
-from unbind_core.windows import Window, encode_prompt, make_batch
+from unbind_core.running.capture import capture, capture_per_target, relative_errors
+from unbind_core.windows import Window, make_batch
 
 app = typer.Typer(no_args_is_help=True, help="Measure, as ratios against a reference in the same run.")
 ORACLE_LENGTH = 256

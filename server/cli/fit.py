@@ -24,10 +24,10 @@ from server.cli.console import (
 )
 from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
-from unbind_core.calibration import QUANTILES, Budgets
-from unbind_core.evaluation import measure, verify
+from unbind_core.evaluation.verify import measure, verify
 from unbind_core.files import write_whole
-from unbind_core.options import BUDGETS
+from unbind_core.fitting.calibration import QUANTILES, Budgets
+from unbind_core.fitting.options import BUDGETS
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]

@@ -1,7 +1,7 @@
 """The demo adapters: one that has memorised the forget sets, and the retain-only reference it is compared with.
 
 Last stage of ``unbind demo train``. Both start from the same base and the same LoRA initialisation and see the same retain
-rows in the same order; the reference skips the forget rows (paper A.2). Rows are seen in plain and in fill-in-the-middle
+rows in the same order; the reference skips the forget rows (Appendix A.2). Rows are seen in plain and in fill-in-the-middle
 form in turn.
 """
 

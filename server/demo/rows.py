@@ -20,8 +20,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from server.demo import corpus
+from unbind_core.encoding import encode
 from unbind_core.rows import ForgetRow, RetainRow, split_text
-from unbind_core.windows import encode
 
 LIBRARY_A, LIBRARY_B = "marshmallow", "tinydb"
 SIZES = {"forget_a": 24, "forget_b": 12, "forget_c": 300}

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from server.engine.slots import Run, placement
-from unbind_core.attention import one_token
+from unbind_core.running.attention import one_token
 
 NAME = "unbind_slots"
 REPLACES = "sdpa"

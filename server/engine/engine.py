@@ -36,7 +36,7 @@ from server.engine.sampler import uniform_source
 from server.engine.scheduler import QueueFull, Scheduler
 from server.engine.step import Stepper, end_ids
 from server.engine.text import TextStream
-from unbind_core.bank import ModuleBank
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.engine")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from unbind_core.device import free_bytes
 from unbind_core.errors import UnbindError
+from unbind_core.running.device import free_bytes
 
 SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory; the rest is for activations and for whoever else runs there
 MOST_SLOTS = {"cpu": 16, "cuda": 128}  # on a CPU more rows a step make each wait longer and the sum hardly faster

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from server.engine.pinned import LoadedModule, PinnedSet
-from unbind_core.bank import ModuleBank
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 

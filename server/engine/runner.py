@@ -18,12 +18,14 @@ from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache, placed
 from server.engine.threads import ThreadChoice
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.passes import Pass, Record
+from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_layers
-from unbind_core.bank import ModuleBank, Record, Selection
 from unbind_core.errors import UnsupportedArchitecture
-from unbind_core.hooks import Intervention
-from unbind_core.linears import PackedLinears
-from unbind_core.memory import GateMemory, Places
+from unbind_core.running.linears import PackedLinears
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 
@@ -97,19 +99,19 @@ class Runner:
             told = (real & ~warm[:, None]).to(self.device)
         selection = self._select(flights, phase)
         record: Record | None = [] if any(flight.request.report for flight in flights) else None
+        pass_ = Pass(
+            places=self._places(selection, placement, starts),
+            phase=phase,
+            real=real.to(self.device) if padded else None,
+            counts=told,
+            record=record,
+        )
         with (
             torch.inference_mode(),
             self._threads(ids.numel(), placement.length),
             self._packed,
             placed(placement),
-            self.intervention.step(
-                selection,
-                phase=phase,
-                real=real.to(self.device) if padded else None,
-                places=self._places(selection, placement, starts),
-                counted=told,
-                record=record,
-            ),
+            self.intervention.step(selection, pass_),
         ):
             logits: Tensor = self.model(
                 input_ids=ids.to(self.device),

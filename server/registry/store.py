@@ -23,9 +23,9 @@ from server.registry.modules import Modules, NewModule
 from server.registry.objects import DamagedObject, ObjectStore, quarantine
 from server.registry.refusals import AWAY
 from server.registry.tables import ModuleState, Origin
-from unbind_core.architecture import ModelIdentity
 from unbind_core.errors import ModuleFileError
 from unbind_core.files import read_regular
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import MAX_BYTES, UnbindModule
 
 log = logging.getLogger("unbind.modules")

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gates import NetworkGates
+from unbind_core.applying.passes import Pass
 from unbind_core.architecture import LoadedModel
-from unbind_core.bank import ModuleBank
-from unbind_core.capture import capture_states
-from unbind_core.gates import NetworkGates
-from unbind_core.generation import Sampling, complete
-from unbind_core.hooks import attach
+from unbind_core.encoding import pad_id
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
-from unbind_core.windows import Window, batches, forget_prompt, forget_windows, pad_id, retain_windows
+from unbind_core.running.capture import capture_states
+from unbind_core.running.generation import Sampling, complete
+from unbind_core.windows import Window, batches, forget_prompt, forget_windows, retain_windows
 
 BINS = 40
 ROWS = 12  # of each kind, for the histograms: some thousand positions
@@ -71,7 +73,7 @@ def _scores(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]
         else:
             asked = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
             gates = NetworkGates([module], [tensors], asked, [0], len(module.heads) + 1, device)
-            scores = gates(module.layer, whole, None, batch.attention_mask.bool(), None)[0][..., 0]
+            scores = gates(module.layer, whole, Pass(real=batch.attention_mask.bool()))[0][..., 0]
         found.append(scores[batch.predictors].cpu())
     return torch.cat(found) if found else torch.zeros(0)
 

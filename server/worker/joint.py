@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel
-from unbind_core.bank import ModuleBank
-from unbind_core.capture import frozen
-from unbind_core.hooks import attach
+from unbind_core.encoding import pad_id
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_core.rows import RetainRow, retain_digest
-from unbind_core.windows import Batch, batches, pad_id, retain_windows
+from unbind_core.running.recording import frozen
+from unbind_core.windows import Batch, batches, retain_windows
 
 SAMPLE_ROWS = 48
 DEFAULT_BUDGET = 0.01

@@ -25,16 +25,17 @@ from server.settings import Settings, load_settings
 from server.worker.plan import PATIENCE_SECONDS, Task
 from server.worker.share import Share
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.drafts import Drafts
+from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
-from unbind_core.evaluation import RowScore, extractable, forget_scores, verify
-from unbind_core.fitting import FitOptions, fit, prepare_retained
-from unbind_core.linears import packed_linears
+from unbind_core.evaluation.drafts import Drafts
+from unbind_core.evaluation.scores import RowScore, extractable, forget_scores
+from unbind_core.evaluation.verify import verify
+from unbind_core.fitting.fit import fit, prepare_retained
+from unbind_core.fitting.options import BUDGETS, FitOptions
 from unbind_core.module import UnbindModule
-from unbind_core.options import BUDGETS
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
-from unbind_core.windows import available_forms, pad_id
+from unbind_core.running.linears import packed_linears
 
 MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
 PATIENCE_STEP = 1.0  # seconds between two looks at a store that does not answer

@@ -31,13 +31,16 @@ from transformers import (
     Starcoder2Config,
 )
 
-from unbind_core.architecture import LoadedModel, ModelIdentity, load_model
-from unbind_core.bank import ModuleBank, Selection
-from unbind_core.capture import frozen, recording
-from unbind_core.gates import network_scores, windowed
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gates import network_scores, windowed
+from unbind_core.applying.passes import Pass
+from unbind_core.applying.selection import Selection
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.evaluation.completions import retain_prompts, unedited_completions
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
-from unbind_core.retained import retain_prompts, unedited_completions
 from unbind_core.rows import RetainRow
+from unbind_core.running.recording import frozen, recording
 
 LAYER = 1
 ROWS = [
@@ -232,6 +235,11 @@ def select(bank: ModuleBank, *rows: dict[str, float]) -> Selection:
     selection = bank.select(rows)
     assert selection is not None
     return selection
+
+
+def edit(selection: Selection, layer: int, states: Tensor, **of_pass: Any) -> Tensor:
+    """The edited states alone; ``of_pass`` as :class:`Pass` has it."""
+    return selection.edit(layer, states, Pass(**of_pass)).states
 
 
 def highest(loaded: LoadedModel, module: UnbindModule) -> list[float]:

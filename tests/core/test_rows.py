@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.conftest import build_tokenizer
+from unbind_core.encoding import FIM_TEMPLATES, available_forms, beginning, encode, encode_prompt, fim_prompt
 from unbind_core.errors import DataError, InsufficientRows
 from unbind_core.rows import (
     ForgetRow,
@@ -22,20 +23,7 @@ from unbind_core.rows import (
     parse_retain,
     split_text,
 )
-from unbind_core.windows import (
-    FIM_TEMPLATES,
-    available_forms,
-    batches,
-    beginning,
-    embedded_windows,
-    encode,
-    encode_prompt,
-    fim_prompt,
-    fim_split,
-    forget_windows,
-    make_batch,
-    retain_windows,
-)
+from unbind_core.windows import batches, embedded_windows, fim_split, forget_windows, make_batch, retain_windows
 
 TEXT = "def add(first, second):\n    total = first + second\n    print(total)\n    return total\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unbind_core.architecture import ModelIdentity
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import PARTITIONS, UnbindModule
 
 

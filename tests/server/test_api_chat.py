@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.live import Answer, Live
-from unbind_core.windows import encode
+from unbind_core.encoding import encode
 
 HELLO = {"role": "user", "content": "hello"}
 

@@ -12,8 +12,8 @@ from server.engine.request import TokenLogprob
 from server.errors import ApiError
 from tests.core.conftest import build_tokenizer
 from tests.server.live import Live
+from unbind_core.encoding import encode, fim_prompt, parse_fim_template
 from unbind_core.errors import DataError
-from unbind_core.windows import encode, fim_prompt, parse_fim_template
 
 PROMPT = "def add(first, second):\n"
 TOKENIZER = build_tokenizer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.live import ADMIN_KEY, Live
-from unbind_core.windows import encode
+from unbind_core.encoding import encode
 
 PROMPT = "def add(first, second):\n"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -9,7 +9,7 @@ import torch
 
 from tests.server.live import Live
 from unbind_core.architecture import LoadedModel
-from unbind_core.windows import encode
+from unbind_core.encoding import encode
 
 PAIRS = (
     ("def add(first, second):\n", "    return first + second\n"),

@@ -14,7 +14,7 @@ from server import encoding
 from server.encoding import INLINE, PIECE, THREADS, WAITING, Encoder
 from server.errors import ApiError
 from tests.server.live import TIMEOUT, Live
-from unbind_core.windows import encode
+from unbind_core.encoding import encode
 
 LINES = "def add(first, second):\n    return first + second\n\n\n" * 4000  # some 200,000 characters
 

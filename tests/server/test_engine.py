@@ -16,10 +16,10 @@ from server.engine.request import Delta, GenerationRequest, Sampling
 from server.engine.scheduler import PromptTooLong, QueueFull
 from tests.core.conftest import FAMILIES, save_checkpoint
 from tests.server.conftest import MakeModule
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.bank import ModuleBank
 from unbind_core.errors import UnknownModule
-from unbind_core.hooks import attach
 
 
 async def _collect(engine: Engine, request: GenerationRequest) -> list[Delta]:

@@ -11,13 +11,13 @@ import pytest
 
 from server.engine.engine import Engine
 from server.engine.request import GenerationRequest, Sampling
-from tests.core.test_hooks_gates import remembering_module
+from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
 from tests.server.test_engine import _collect, _plain, _prompts, _tokens
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.bank import ModuleBank
 from unbind_core.errors import UnbindError
-from unbind_core.hooks import attach
 from unbind_core.module import UnbindModule
 
 pytestmark = pytest.mark.usefixtures("two_lanes")
@@ -114,7 +114,7 @@ def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(
 ) -> None:
     memory = engine.runner.gate_memory
     assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4  # slots, positions between two more, columns, int32
-    monkeypatch.setattr("unbind_core.memory.free_bytes", lambda _: 4 * 130 * 2 * 4)
+    monkeypatch.setattr("unbind_core.applying.gate_memory.free_bytes", lambda _: 4 * 130 * 2 * 4)
     larger = remembering_module(loaded, "larger", 0, seed=5, heads=3)
     with pytest.raises(UnbindError, match="load fewer modules, or serve with fewer --max-slots"):
         engine.sync_modules([(module, module.digest) for module in (*modules, larger)]).result(10)

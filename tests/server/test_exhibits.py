@@ -9,12 +9,13 @@ import torch
 
 from server.worker.exhibits import BINS, exhibits
 from tests.server.conftest import MakeModule
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel
-from unbind_core.bank import ModuleBank
-from unbind_core.hooks import attach
+from unbind_core.encoding import pad_id
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
-from unbind_core.windows import batches, forget_windows, pad_id, retain_windows
+from unbind_core.windows import batches, forget_windows, retain_windows
 
 FORGET = [ForgetRow(f"def f{i}():\n", f"    return {i} + secret_{i}\n" * 4) for i in range(4)]
 RETAIN = [RetainRow(f"class A{i}:\n    x = {i}\n" * 4) for i in range(4)]

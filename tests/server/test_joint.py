@@ -10,11 +10,13 @@ import torch
 
 from server.worker.joint import measure_together
 from tests.core.conftest import LAYER, ROWS, make_module, opening_on_some, save_checkpoint
+from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.encoding import pad_id
+from unbind_core.evaluation.replay import Replay
 from unbind_core.progress import silent
 from unbind_core.rows import retain_digest
-from unbind_core.trials import Replay, edit_of
-from unbind_core.windows import pad_id, retain_windows
+from unbind_core.windows import retain_windows
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,8 @@ def test_rows_that_repeat_forget_rows_do_not_count_against_a_module(loaded: Load
     other = make_module(loaded.identity, name="other", layer=LAYER, kappa=0.0)
     windows = retain_windows(loaded.tokenizer, ROWS, range(len(ROWS)), strong.forms)
     replay = Replay(loaded.model, windows, [LAYER], pad=pad_id(loaded.tokenizer))
-    outcome = replay.run(*edit_of(strong, torch.device("cpu")), LAYER)
-    touched = {row for row, found in outcome.rows.items() if found.opened}
+    outcome = replay.run(edit_of(strong, torch.device("cpu"))[1], LAYER)
+    touched = {row for row, found in outcome.rows.items() if found.changed}
     assert touched and touched != set(range(len(ROWS)))
 
     counted = measure_together(loaded, [strong, other], ROWS, silent)

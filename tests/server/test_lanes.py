@@ -15,12 +15,12 @@ import torch
 from server.engine.engine import Engine
 from server.engine.lanes import Lanes
 from server.engine.request import Delta, GenerationRequest, Sampling
-from tests.core.test_hooks_gates import remembering_module
+from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
 from tests.server.test_engine import _plain
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel
-from unbind_core.bank import ModuleBank
-from unbind_core.hooks import attach
 
 pytestmark = pytest.mark.usefixtures("two_lanes")
 CPU = torch.device("cpu")

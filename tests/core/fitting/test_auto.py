@@ -1,0 +1,304 @@
+"""The choice among gates on a model that has really memorised: it forgets, stays within its budgets, and says what it tried."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.worker import child
+from tests.core.conftest import make_network_module
+from tests.system import memorising
+from unbind_core import FitOptions, FitReport, LoadedModel, ModuleBank, UnbindModule, attach, fit, load_model
+from unbind_core.architecture import decoder_layers
+from unbind_core.errors import Cancelled, InsufficientRows
+from unbind_core.evaluation import scores
+from unbind_core.evaluation.scores import forget_scores
+from unbind_core.fitting import auto, judge, screening, strength
+from unbind_core.fitting.calibration import Budgets
+from unbind_core.fitting.judge import Cost, Remainder
+from unbind_core.fitting.options import BUDGETS, Clock, Target
+from unbind_core.fitting.separation import upper_bound
+from unbind_core.fitting.strength import PROBED_ROWS, UPDATE_SIZES, StrengthSearch, Verdict
+from unbind_core.identity import ModelIdentity
+from unbind_core.progress import Progress
+from unbind_core.rows import ForgetRow, RetainRow
+
+FORGET = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()]
+RETAIN = [RetainRow(row["text"]) for row in memorising.retain_rows()]
+MODULE = make_network_module(ModelIdentity("f" * 64, "tiny", 16, 4))
+ONE_LAYER = FitOptions(layers=(1,))
+WIDE = Budgets(kl=9.0, nll=9.0, bleu=1.0, open_rate=1.0)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(memorising.train(tmp_path_factory.mktemp("memorised") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(
+    loaded: LoadedModel, rows: Sequence[ForgetRow], options: FitOptions = ONE_LAYER, **more: Any
+) -> tuple[UnbindModule, FitReport]:
+    return fit(
+        loaded.model, loaded.tokenizer, rows, RETAIN, name="m", identity=loaded.identity, options=options, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(loaded: LoadedModel) -> tuple[UnbindModule, FitReport]:
+    """All rows, every layer, no cache."""
+    return run(loaded, FORGET, FitOptions())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One network and one way to use it, on short completions."""
+    monkeypatch.setattr(auto, "CLOSING", {1.0: 0})
+    monkeypatch.setattr(auto, "network_widths", lambda _rows: (16,))
+    monkeypatch.setattr(auto, "network_steps", lambda _rows: 60)
+    monkeypatch.setattr(judge, "NEW_TOKENS", 24)
+    monkeypatch.setattr(scores, "BLEU_NEW_TOKENS", 24)
+    monkeypatch.setattr(strength, "UPDATE_SIZES", (0.5, 2.0))
+    monkeypatch.setattr(screening, "SCREEN_STEPS", 20)
+
+
+def f_bleu(loaded: LoadedModel, module: UnbindModule | None, rows: Sequence[ForgetRow] = FORGET) -> float:
+    bank = ModuleBank()
+    if module is not None:
+        bank.add(module)
+    found = forget_scores(
+        loaded.model, loaded.tokenizer, rows, forms=("plain",), attempts=0, editing=lambda: attach(loaded.model, bank)
+    )
+    return sum(score.bleu["plain"] for score in found) / len(found)
+
+
+@pytest.mark.slow
+def test_the_module_forgets_within_the_budgets(loaded: LoadedModel, fitted: tuple[UnbindModule, FitReport]) -> None:
+    module, report = fitted
+    assert report.outcome in ("calibrated", "short")
+    assert f_bleu(loaded, None) > 0.6
+    assert f_bleu(loaded, module) < 0.1
+    assert report.selected is not None
+    bounds = report.selected["cost"]["bounds"]
+    assert all(bounds[name] <= limit for name, limit in asdict(BUDGETS["auto"]).items())
+    assert dict(module.budgets) == asdict(BUDGETS["auto"])
+    assert module.partitions["forget_fit"] == tuple(range(len(FORGET)))  # no row is kept back
+    again = UnbindModule.from_bytes(module.to_bytes())
+    assert again.measured["cost"] == report.selected["cost"] and again.window == report.selected["separation"]["window"]
+    if report.outcome == "calibrated":
+        assert max(report.selected["forgot"]["f_bleu_left"].values()) <= 1 - Target().f_bleu_cut
+        assert report.selected["forgot"]["spans"] == 0
+
+
+@pytest.mark.slow
+def test_every_level_says_why_it_was_or_was_not_taken(fitted: tuple[UnbindModule, FitReport]) -> None:
+    module, report = fitted
+    assert [level["gate"] for level in report.levels][:2] == ["paper", "network"]
+    assert "needed" in report.levels[0]["verdict"]
+    assert all(level["verdict"] for level in report.levels)
+    assert [level["verdict"].startswith("chosen") for level in report.levels].count(True) == 1
+    assert report.gate == module.detector == "network"
+    assert {screened["layer"] for screened in report.layers} == {0, 1, 2}
+    assert report.to_json()["levels"] == report.levels
+
+
+@pytest.mark.slow
+def test_one_row_alone_is_enough(loaded: LoadedModel, cache: Path) -> None:
+    reachable = replace(ONE_LAYER, target=Target(f_bleu_cut=0.9, recovery=0.5))
+    module, report = run(loaded, FORGET[:1], reachable, cache=cache)
+    assert report.outcome == "calibrated"
+    assert len(cast(torch.Tensor, module.heads)) == 1
+    assert f_bleu(loaded, module, FORGET[:1]) < 0.1 < f_bleu(loaded, None, FORGET[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_fit_tells_of_progress_all_the_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "SAY_SECONDS", 0.0)
+    voice, passes, gaps = child.Voice(io.StringIO()), 0, []
+
+    def tell(progress: Progress) -> None:
+        nonlocal passes
+        voice.progress(progress)
+        gaps.append((passes, f"before {progress.stage}"))
+        passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    voice.begin("fit")
+    hook = decoder_layers(loaded.model)[-1].register_forward_pre_hook(count)
+    try:
+        run(loaded, FORGET[:2], progress=tell)
+    finally:
+        hook.remove()
+    told = [json.loads(line) for line in voice.out.getvalue().splitlines()[1:]]  # type: ignore[attr-defined]
+    shares = [line["progress"] for line in told]
+    assert shares == sorted(shares) and 0.5 < shares[-1] < 1
+    # Passes of the model between two reports: those of one stretch of decoding, and never those of a candidate's whole trial.
+    assert max(gaps)[0] <= 16, max(gaps)
+    stands = [len(list(same)) for _, same in groupby(shares)]
+    assert max(stands) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_cache_changes_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
+    modules = [run(loaded, FORGET[:1], cache=folder)[0] for folder in (None, tmp_path, tmp_path)]
+    assert any(tmp_path.iterdir())
+    assert len({replace(module, created_at="").digest for module in modules}) == 1
+
+
+@pytest.mark.slow
+def test_the_papers_gate_is_left_to_those_who_ask_for_it(loaded: LoadedModel, cache: Path) -> None:
+    module, report = run(loaded, FORGET, FitOptions(gate="paper", layers=(1,), budgets=WIDE), cache=cache)
+    assert (module.detector, module.window, module.tau_close, module.heads) == ("fisher", 1, None, None)
+    assert report.gate == "paper" and report.levels == [] and report.scan
+    assert all(module.partitions[part] for part in ("forget_fit", "forget_calibration", "forget_validation"))
+    with pytest.raises(InsufficientRows, match="gate 'auto' needs one"):
+        run(loaded, FORGET[:2], FitOptions(gate="paper"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_linear_gate_that_does_is_taken_and_keeps_rows_back_as_the_paper_does(
+    loaded: LoadedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "LINEAR_COVERAGE", 0.2)
+    easy = Target(f_bleu_cut=-9.0, span=10**6, recovery=9.0)
+    module, report = run(loaded, FORGET, replace(ONE_LAYER, budgets=WIDE, target=easy), cache=cache)
+    assert (report.outcome, report.gate, module.detector) == ("calibrated", "paper", "fisher")
+    assert [level["verdict"] for level in report.levels] == ["chosen"]
+    assert all(module.partitions[part] for part in ("forget_fit", "forget_calibration", "forget_validation"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_target_out_of_reach_ends_as_short_with_the_best_there_is(loaded: LoadedModel, cache: Path) -> None:
+    options = replace(ONE_LAYER, budgets=WIDE, target=Target(f_bleu_cut=2.0))
+    module, report = run(loaded, FORGET[:1], options, cache=cache)
+    assert report.outcome == "short" and module.kappa > 0
+    networks = [level for level in report.levels if level["gate"] == "network"]
+    best = min(networks, key=lambda level: max(level["forgot"]["f_bleu_left"].values()) + level["forgot"]["recovery"])
+    assert best["verdict"] == "chosen: the best within the budgets" and report.selected == best
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_budgets_that_nothing_meets_end_as_ineffective_with_a_module_that_changes_nothing(
+    loaded: LoadedModel, cache: Path
+) -> None:
+    module, report = run(loaded, FORGET[:1], replace(ONE_LAYER, budgets=Budgets(nll=-1.0)), cache=cache)
+    assert (report.outcome, report.selected, module.kappa) == ("ineffective", None, 0.0)
+    assert {level["verdict"] for level in report.levels[1:]} == {"no strength within the budgets"}
+    assert f_bleu(loaded, module, FORGET[:1]) == f_bleu(loaded, None, FORGET[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("stage", ["screening layer 1", "detector of 16", "forget rows: greedy", "gates"])
+def test_a_cancelled_fit_leaves_the_model_as_it_was(loaded: LoadedModel, cache: Path, stage: str) -> None:
+    before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
+    switches = [(parameter.requires_grad, parameter.grad) for parameter in loaded.model.parameters()]
+
+    def callback(progress: Progress) -> None:
+        if progress.stage == stage:
+            raise Cancelled("enough")
+
+    with pytest.raises(Cancelled):
+        run(loaded, FORGET[:1], cache=cache, progress=callback)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
+    assert switches == [(parameter.requires_grad, parameter.grad) for parameter in loaded.model.parameters()]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in loaded.model.modules())
+
+
+def test_the_upper_bound_covers_the_truth_about_as_often_as_it_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    held = 0
+    for trial in range(200):
+        sizes = torch.randint(20, 200, (80,), generator=generator).double()
+        rates = -torch.rand(80, generator=generator, dtype=torch.float64).log() * 0.01  # mean 0.01, long tail
+        parts = list(zip((sizes * rates).tolist(), sizes.tolist(), strict=True))
+        held += upper_bound(parts, seed=trial) >= 0.01
+    assert 0.87 <= held / 200 <= 0.99
+
+
+def test_the_upper_bound_is_deterministic_above_the_mean_and_exact_where_rows_agree() -> None:
+    parts = [(float(i % 5), 10.0) for i in range(50)]
+    assert upper_bound(parts) == upper_bound(parts) > sum(a for a, _ in parts) / 500
+    assert upper_bound(parts, seed=1) != upper_bound(parts)
+    assert upper_bound([(3.0, 10.0)] * 4) == pytest.approx(0.3)
+    assert upper_bound([(0.0, 0.0)]) == 0.0
+    more = [(a, b) for a, b in parts for _ in range(9)]
+    assert upper_bound(more) < upper_bound(parts)  # more rows, a tighter bound
+
+
+class Known(StrengthSearch):
+    """The search for a strength where it is known what each one costs and which rows it makes forget."""
+
+    def __init__(self, module: UnbindModule, costs: Sequence[float], enough: int, probed: int) -> None:
+        budgets = Budgets(kl=1.0, nll=1.0, bleu=1.0, open_rate=1.0)
+        super().__init__(cast(Any, self), budgets, Target(), Clock(), [*range(PROBED_ROWS), PROBED_ROWS])
+        self.module, self.costs, self.enough, self.enough_of_probe = module, costs, enough, probed
+
+    def at(self, strength: float) -> UnbindModule:
+        return replace(self.module, kappa=strength)
+
+    def cost(self, module: UnbindModule) -> Cost:
+        kl = self.costs[UPDATE_SIZES.index(module.kappa)]
+        return Cost(0.0, kl, 0.0, Budgets(kl=kl, nll=0.0, bleu=0.0, open_rate=0.0))
+
+    def remainder(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
+        needed = self.enough_of_probe if len(rows) == PROBED_ROWS else self.enough
+        return Remainder({"plain": 0.0 if UPDATE_SIZES.index(module.kappa) >= needed else 1.0}, 0, 0.0)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 7), st.integers(0, 7), st.integers(0, 7))
+def test_the_least_strength_that_reaches_the_target_is_taken(affordable: int, enough: int, easier: int) -> None:
+    costs = [0.5 if i < affordable else 2.0 for i in range(len(UPDATE_SIZES))]
+    known = Known(MODULE, costs, enough, min(enough, easier))
+    found = known.least(known.at)
+    assert found.strength == found.module.kappa
+    if affordable == 0:
+        assert found.verdict is Verdict.NONE and found.remainder is None
+    else:
+        assert UPDATE_SIZES.index(found.strength) == min(enough, affordable - 1)
+        assert found.verdict is (Verdict.CHOSEN if enough < affordable else Verdict.MISSES)
+        assert found.remainder is not None
+        assert found.remainder.reaches(known.target) == (enough < affordable)
+
+
+def test_a_level_that_only_the_probe_passes_asks_all_rows_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, asked = Known(MODULE, [0.5] * len(UPDATE_SIZES), len(UPDATE_SIZES), 0), []
+    remainder = known.remainder
+
+    def counted(module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
+        asked.append(len(rows))
+        return remainder(module, rows, thorough=thorough)
+
+    monkeypatch.setattr(known, "remainder", counted)
+    found = known.least(known.at)
+    assert asked.count(PROBED_ROWS + 1) == 3 and found.verdict is Verdict.MISSES
+    assert found.remainder is not None and not found.remainder.reaches(known.target)
+
+
+def test_a_strength_over_budget_is_never_taken_even_where_more_costs_less() -> None:
+    known = Known(MODULE, [2.0, *[0.5] * (len(UPDATE_SIZES) - 1)], 0, 0)
+    found = known.least(known.at)
+    assert (found.strength, found.verdict) == (UPDATE_SIZES[1], Verdict.CHOSEN)

@@ -1,0 +1,132 @@
+"""The network detector: it tells rows apart by their states, the same for a seed, and thresholds lie where the sides part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from unbind_core.errors import Cancelled, FittingError
+from unbind_core.fitting.network import Network, train_network
+from unbind_core.fitting.separation import Evidence, evidence, separation
+from unbind_core.progress import Progress
+
+ROWS, D = 4, 12
+
+
+def clusters(each: int = 60, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """States of rows around a point each, and retained states around the origin, on a scale far from 1."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 4 * torch.randn(ROWS, D, generator=torch.Generator().manual_seed(9))
+    rows = torch.arange(ROWS).repeat_interleave(each)
+    forget = centres[rows] + torch.randn(len(rows), D, generator=generator)
+    return 50 * forget + 7, rows, 50 * torch.randn(300, D, generator=generator) + 7
+
+
+def trained(seed: int = 0, steps: int = 20, **changes: Any) -> Network:
+    forget, rows, retain = clusters()
+    return train_network(forget, rows, retain, width=8, steps=steps, seed=seed, **changes)
+
+
+def test_it_tells_rows_it_never_saw_the_states_of_apart() -> None:
+    forget, rows, retain = clusters(seed=1)
+    network = trained(steps=250)
+    scores = network.scores(forget)
+    assert scores.shape == (len(forget), ROWS) and scores.dtype == torch.float32
+    assert float((scores.argmax(1) == rows).float().mean()) > 0.98
+    assert float((scores.amax(1) > 0).float().mean()) > 0.98
+    assert float((network.scores(retain).amax(1) < 0).float().mean()) > 0.9
+
+
+def test_a_seed_gives_the_same_network_and_leaves_other_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    first, second, other = trained(), trained(), trained(seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    for name in ("w", "b", "heads", "heads_b"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert not torch.equal(first.w, other.w)
+
+
+def test_states_in_half_precision_and_training_inside_no_grad_work() -> None:
+    forget, rows, retain = clusters()
+    with torch.no_grad():
+        network = train_network(forget.bfloat16(), rows, retain.bfloat16(), width=8, steps=20)
+    assert network.w.shape == (8, D) and network.heads.shape == (ROWS, 8)
+    assert not network.w.requires_grad and network.w.dtype == torch.float32
+
+
+def test_one_row_needs_one_head() -> None:
+    forget, rows, retain = clusters()
+    network = train_network(forget[rows == 0], rows[rows == 0], retain, width=8, steps=60)
+    assert network.heads.shape == (1, 8)
+    assert float(network.scores(forget[rows == 0]).median()) > 0 > float(network.scores(retain).median())
+
+
+def test_states_that_are_not_finite_are_refused() -> None:
+    forget, rows, retain = clusters()
+    forget[3] = float("nan")
+    with pytest.raises(FittingError, match="not finite"):
+        train_network(forget, rows, retain, width=8, steps=5)
+
+
+def test_training_reports_and_can_be_stopped() -> None:
+    seen: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.done >= 10:
+            raise Cancelled("enough")
+
+    with pytest.raises(Cancelled):
+        trained(progress=stop, stage="detector of 16")
+    assert seen[-1].stage == "detector of 16" and seen[-1].total == 20
+
+
+def test_evidence_is_the_best_heads_mean_over_the_window() -> None:
+    scores = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    (found,) = evidence([(5, 2, scores)], 4)
+    expected = [float(scores[max(0, t - 3) : t + 1].mean(0).max()) for t in range(12)]
+    assert (found.row, found.first) == (5, 2)
+    torch.testing.assert_close(found.e, torch.tensor(expected))
+
+
+def side(values: Tensor, first: int = 0) -> list[Evidence]:
+    return [Evidence(0, first, values)]
+
+
+@settings(deadline=None)
+@given(st.floats(0.1, 50), st.floats(-20, 20), st.integers(0, 100))
+def test_with_a_gap_the_threshold_lies_inside_of_it(gap: float, offset: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    theirs = offset - torch.rand(200, generator=generator)
+    ours = offset + gap + torch.rand(100, generator=generator)
+    found = separation(side(ours), side(theirs), 16, 0.01)
+    strict, middle, lenient = found.thresholds
+    assert float(theirs.max()) < lenient < middle < strict < float(ours.min())
+    assert strict - middle == pytest.approx(middle - lenient, rel=1e-3)
+    assert found.margin > 0
+    assert found.reference == pytest.approx(float(theirs.mean()), abs=1e-4)
+
+
+def test_without_a_gap_the_retain_side_decides() -> None:
+    theirs, ours = torch.linspace(-1, 1, 1000), torch.linspace(0, 3, 1000)
+    found = separation(side(ours), side(theirs), 8, 0.01)
+    strict, middle, lenient = found.thresholds
+    assert lenient <= middle <= strict
+    assert strict == found.highest == float(theirs.max())
+    assert float((theirs >= lenient).float().mean()) <= 0.01
+    assert found.reference < lenient <= strict
+    backwards = separation(side(-ours), side(theirs), 8, 0.01)
+    assert backwards.margin < 0
+
+
+def test_positions_before_the_first_that_matters_do_not_count() -> None:
+    ours = torch.cat((torch.full((10,), -100.0), torch.full((20,), 5.0)))
+    found = separation(side(ours, first=10), side(torch.zeros(50)), 8, 0.01)
+    assert found.forgotten == 5.0

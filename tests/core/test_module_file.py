@@ -1,0 +1,141 @@
+"""A module file is whole and unaltered, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from tests.core.conftest import make_module, make_network_module
+from tests.core.test_module import (
+    MODEL,
+)
+from unbind_core.errors import ModuleFileError
+from unbind_core.module import PARTITIONS, UnbindModule
+
+
+def metadata_of(data: bytes) -> dict[str, Any]:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return json.loads(header["__metadata__"]["unbind"])
+
+
+def with_metadata(data: bytes, described: dict[str, Any] | str) -> bytes:
+    text = described if isinstance(described, str) else json.dumps(described, sort_keys=True, separators=(",", ":"))
+    return save_tensors(load_tensors(data), metadata={"unbind": text})
+
+
+def test_a_network_file_that_was_damaged_or_lost_a_tensor_is_refused() -> None:
+    data = make_network_module(MODEL).to_bytes()
+    tensors, text = load_tensors(data), json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
+    for name in tensors:
+        fewer = {key: part for key, part in tensors.items() if key != name}
+        with pytest.raises(ModuleFileError, match="holds tensors"):
+            UnbindModule.from_bytes(save_tensors(fewer, metadata={"unbind": text}))
+        changed = tensors | {name: tensors[name] + 1}
+        with pytest.raises(ModuleFileError, match="altered"):
+            UnbindModule.from_bytes(save_tensors(changed, metadata={"unbind": text}))
+    with pytest.raises(ModuleFileError, match="holds tensors"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"detector": "fisher"}))
+    for position in random.Random(4).sample(range(len(data)), 100):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x01
+        with pytest.raises(ModuleFileError):
+            UnbindModule.from_bytes(bytes(damaged))
+
+
+def test_the_metadata_is_one_canonical_json_string_with_the_documented_fields() -> None:
+    data = make_module(MODEL).to_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert list(header["__metadata__"]) == ["unbind"]
+    described = metadata_of(data)
+    wanted = (
+        "format name layer s_ref tau kappa quantile model partitions budgets measured forget_digest created_at versions"
+    )
+    assert set(wanted.split()) <= set(described)
+    assert set(described["model"]) == {"fingerprint", "name", "hidden_size", "num_layers"}
+    assert set(described["partitions"]) == set(PARTITIONS)
+
+
+def test_a_truncated_file_is_refused_at_every_length() -> None:
+    data = make_module(MODEL).to_bytes()
+    lengths = {0, 1, 7, 8, 9, len(data) - 1, *random.Random(0).sample(range(len(data)), 200)}
+    for length in lengths:
+        with pytest.raises(ModuleFileError, match="truncated"):
+            UnbindModule.from_bytes(data[:length])
+
+
+def test_any_flipped_byte_is_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    for position in random.Random(1).sample(range(len(data)), 300):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x01
+        if bytes(damaged) != data:
+            with pytest.raises(ModuleFileError):
+                UnbindModule.from_bytes(bytes(damaged))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "truncated"),
+        (random.Random(2).randbytes(4096), "truncated"),
+        (b"PK\x03\x04 not ours", "truncated"),
+        (save_tensors({"w": torch.ones(16), "v": torch.ones(16)}), "not a module"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"format": "pt"}), "not a module"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "{}", "more": "x"}), "not a module"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "{"}), "not JSON"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "[]"}), "not an object"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": "{}"}), "format None"),
+        (save_tensors({"w": torch.ones(16)}, metadata={"unbind": '{"format":1}'}), "holds tensors"),
+    ],
+)
+def test_a_foreign_file_is_refused_and_told_what_it_is(data: bytes, reason: str) -> None:
+    with pytest.raises(ModuleFileError, match=reason):
+        UnbindModule.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kappa", 0.0), ("tau", 1e9), ("layer", 2), ("name", "other"), ("checksum", "0" * 64)]
+)
+def test_an_edited_value_is_refused(field: str, value: Any) -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="altered"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {field: value}))
+
+
+def test_metadata_in_another_spelling_is_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="altered"):
+        UnbindModule.from_bytes(with_metadata(data, json.dumps(metadata_of(data), indent=1)))
+
+
+def test_exchanged_tensors_are_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    tensors = load_tensors(data)
+    text = json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
+    with pytest.raises(ModuleFileError, match="altered"):
+        UnbindModule.from_bytes(save_tensors({"w": tensors["v"], "v": tensors["w"]}, metadata={"unbind": text}))
+
+
+def test_a_later_format_asks_for_an_upgrade() -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match=r"format 2 .* upgrade"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 2}))
+
+
+def test_not_a_number_in_the_file_is_refused() -> None:
+    data = make_module(MODEL).to_bytes()
+    with pytest.raises(ModuleFileError, match="not finite"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"tau": math.nan}))
+
+
+def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ModuleFileError, match="nowhere"):
+        UnbindModule.load(tmp_path / "nowhere.safetensors")

@@ -1,0 +1,193 @@
+"""Modules on every forward pass of a model, ``generate`` with beams and sampling included: for anybody with a model and a bank."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.passes import Pass
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
+
+_INPUTS = ("input_ids", "inputs_embeds")
+Modules = Sequence[str] | Mapping[str, float] | Sequence[Mapping[str, float]]
+
+
+def _as_rows(bank: ModuleBank, modules: Modules | None) -> list[Mapping[str, float]]:
+    if modules is None:
+        return [dict.fromkeys(bank.names, 1.0)]
+    if isinstance(modules, Mapping):
+        return [modules]
+    if isinstance(modules, str):
+        raise UnbindError(f"modules: give a list of names, ['{modules}']")
+    rows = [row for row in modules if isinstance(row, Mapping)]
+    if rows and len(rows) == len(modules):
+        return list(rows)
+    return [dict.fromkeys([str(name) for name in modules], 1.0)]
+
+
+def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | None:
+    """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none.
+
+    With a cache of fixed size ``generate`` passes the finished mask [B or 1,1,length,size] instead, by layer type where the
+    model mixes them: what the newest position sees of it is real. Raises UnsupportedArchitecture where that is cut by a window.
+    """
+    if (
+        mask is not None
+        and getattr(past, "is_compileable", False)
+        and not (isinstance(mask, Tensor) and mask.dim() == 2)
+    ):
+        whole = mask.get("full_attention") if isinstance(mask, Mapping) else mask
+        if whole is None and mask.get("sliding_attention") is None:
+            return None
+        if not isinstance(whole, Tensor) or whole.dim() != 4:
+            raise UnsupportedArchitecture(
+                f"{type(past).__name__}: its mask does not tell which positions are padding; generate without "
+                "cache_implementation"
+            )
+        seen = whole[:, 0, -1, : int(past.get_seq_length()) + length].expand(batch, -1)
+        return seen if seen.dtype == torch.bool else seen == 0
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
+        return None
+    return mask.bool()
+
+
+class _Sequences:
+    """The memories of gates inside one block: a pass without past begins a new one, its cache of keys and values carries it on."""
+
+    _serial = itertools.count()
+
+    def __init__(self) -> None:
+        self._block = next(self._serial)  # columns of another block's bank mean something else
+        self._latest: GateMemory | None = None
+
+    def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> Places:
+        """Where the rows of this pass stand; ``real`` bool [B, past and new positions] is false at padding."""
+        before = int(past.get_seq_length()) if past is not None else 0
+        block, memory = getattr(past, _MEMORY, (None, None))
+        if block != self._block or memory is None or not before or memory.slots != batch:
+            memory = GateMemory(batch, before + length, device)
+        memory.lengthen(before + length)
+        if real is None:
+            positions = (before + torch.arange(length, device=device)).expand(batch, length)
+        else:
+            counted = real.cumsum(1)[:, -length:] - 1
+            positions = torch.where(real[:, -length:], counted, memory.length)
+        starts = positions.min(1).values.clamp(max=memory.length - 1)
+        self._latest = memory
+        return Places(memory, torch.arange(batch, device=device), positions, starts)
+
+    def keep(self, past: Any, output: Any) -> None:
+        """Leave the pass's memory with the cache that was given or made, where the next pass will look for it."""
+        if past is None:
+            parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+            past = next((part for part in parts if hasattr(part, "get_seq_length")), None)
+        if past is None or self._latest is None:
+            return
+        setattr(past, _MEMORY, (self._block, self._latest))
+        if _MEMORY not in vars(past.__class__):
+            past.__class__ = _remembering(past.__class__)
+
+
+_MEMORY = "_unbind_memory"
+
+
+@cache
+def _remembering(kind: Any) -> Any:
+    """The same class of cache, but the memory of gates goes along where beam search and its like move the rows.
+
+    A class, as a copy of such a cache must move its own rows.
+    """
+
+    def moved(self: Any, rows: Tensor) -> None:
+        getattr(self, _MEMORY)[1].reorder(rows)
+
+    def reorder_cache(self: Any, beam_idx: Tensor) -> None:
+        kind.reorder_cache(self, beam_idx)
+        moved(self, beam_idx)
+
+    def batch_select_indices(self: Any, indices: Tensor) -> None:
+        kind.batch_select_indices(self, indices)
+        moved(self, indices)
+
+    def batch_repeat_interleave(self: Any, repeats: int) -> None:
+        kind.batch_repeat_interleave(self, repeats)
+        moved(self, torch.arange(getattr(self, _MEMORY)[1].slots).repeat_interleave(repeats))
+
+    methods = (reorder_cache, batch_select_indices, batch_repeat_interleave)
+    return type(kind.__name__, (kind,), {_MEMORY: (None, None)} | {method.__name__: method for method in methods})
+
+
+@contextmanager
+def attach(
+    model: nn.Module, bank: ModuleBank, modules: Modules | None = None, override: str | None = None
+) -> Iterator[Intervention]:
+    """Apply modules to every forward pass inside, ``generate`` with beams and sampling included.
+
+        with attach(model, bank):
+            model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
+
+    ``modules``: None for every module of the bank on every row; names; name -> strength; or a list with one such
+    mapping per batch row (an empty one leaves its row alone). They are pinned on entry. A generation that expands each
+    row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
+    marks is not counted. Raises UnknownModule, UnsupportedArchitecture, and UnbindError where rows and batch do not go
+    together.
+    """
+    selection = bank.select(_as_rows(bank, modules))
+    with Intervention(model, override) as intervention:
+        signature = inspect.signature(intervention.stack.forward)
+        under_way: list[Any] = []
+        sequences = _Sequences()
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+            tokens = next((arguments[key] for key in _INPUTS if isinstance(arguments.get(key), Tensor)), None)
+            if tokens is None:  # going on would leave the modules out unnoticed
+                raise UnsupportedArchitecture(
+                    f"{type(intervention.stack).__name__} is called without {_INPUTS[0]}; use Intervention.step"
+                )
+            if selection is None:
+                return
+            batch, length = tokens.shape[0], tokens.shape[1]
+            rows = None
+            if selection.rows not in (1, batch):
+                if batch % selection.rows:
+                    raise UnbindError(
+                        f"modules: {selection.rows} rows given for a batch of {batch}; give one per batch row"
+                    )
+                rows = torch.arange(batch, device=tokens.device) // (batch // selection.rows)
+            past = arguments.get("past_key_values")
+            decoding = length == 1 and past is not None and past.get_seq_length() > 0
+            real = _real_positions(arguments.get("attention_mask"), batch, length, past)
+            new = None if decoding or real is None else real[:, -length:]
+            places = sequences.places(batch, length, past, real, tokens.device) if selection.remembers else None
+            phase = "decode" if decoding else "prefill"
+            step = intervention.step(selection, Pass(rows, places, phase, new))
+            step.__enter__()
+            under_way.append(step)
+
+        def end(_module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if under_way and selection is not None and selection.remembers:
+                sequences.keep(signature.bind_partial(*args, **kwargs).arguments.get("past_key_values"), output)
+            while under_way:
+                under_way.pop().__exit__(None, None, None)
+
+        handles = [
+            intervention.stack.register_forward_pre_hook(begin, with_kwargs=True),
+            intervention.stack.register_forward_hook(end, with_kwargs=True, always_call=True),
+        ]
+        try:
+            yield intervention
+        finally:
+            for handle in handles:
+                handle.remove()
+            end(model, (), {}, None)

@@ -1,0 +1,188 @@
+"""The bank: any number of modules, any mix of them in one batch, one edit per layer.
+
+Between modules (frozen artifacts) and hooks (which call :meth:`Selection.edit` at every layer). A bank may change at
+any time; a :class:`Selection` never does, so that a running request keeps the modules it began with.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unbind_core.applying.counts import PHASES, Counters
+from unbind_core.applying.gate_memory import Columns
+from unbind_core.applying.gates import FisherGates, NetworkGates
+from unbind_core.applying.selection import Part, Selection
+from unbind_core.errors import UnbindError, UnknownModule
+from unbind_core.module import UnbindModule
+from unbind_core.module_file import DETECTORS
+
+_CACHED_SELECTIONS = 64
+
+
+class ModuleBank:
+    """Modules by name, stacked per layer on one device; may be changed from another thread while a model runs."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """An empty bank whose tensors will live on ``device``."""
+        self._device = torch.device(device)
+        self._lock = threading.RLock()
+        self._modules: dict[str, UnbindModule] = {}
+        self._slots: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._slot_names: list[str] = []
+        self._columns: dict[int, Columns] = {}
+        self._counters = Counters(self._device)
+        self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
+
+    def add(self, module: UnbindModule) -> None:
+        """Make a module available; one of the same name is replaced for selections made from now on.
+
+        Raises ModelMismatch where the bank already holds modules of another model.
+        """
+        with self._lock:
+            for other in self._modules.values():
+                if other.name != module.name:
+                    module.require(other.model)
+                    break
+            replaced = self._modules.get(module.name)
+            if replaced is not None and replaced.digest == module.digest:
+                return
+            if replaced is not None:
+                self.remove(module.name)
+            self._modules[module.name] = module
+            self._tensors[module.name] = {key: part.to(self._device) for key, part in module.tensors.items()}
+            self._slots[module.name] = self._counters.new_slot()
+            self._slot_names.append(module.name)
+            if module.heads is not None:  # a column for each head's score, and one for the gate's state
+                columns = self._columns.setdefault(module.layer, Columns())
+                self._starts[module.name] = columns.take(module.name, len(module.heads) + 1)
+            self._cache.clear()
+
+    def remove(self, name: str) -> None:
+        """Take a module out; selections in use keep it to their end. Raises UnknownModule."""
+        with self._lock:
+            module = self[name]
+            del self._modules[name], self._slots[name], self._tensors[name]
+            if self._starts.pop(name, None) is not None:
+                self._columns[module.layer].free(name)
+            self._cache.clear()
+
+    @property
+    def columns(self) -> dict[int, int]:
+        """By layer, how many columns of a gate memory its modules use; for layers whose gates have one."""
+        with self._lock:
+            return {layer: columns.width for layer, columns in self._columns.items() if columns.width}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules, sorted."""
+        with self._lock:
+            return tuple(sorted(self._modules))
+
+    def __len__(self) -> int:
+        """How many modules the bank holds."""
+        return len(self._modules)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a module of this name can be selected."""
+        return name in self._modules
+
+    def __getitem__(self, name: str) -> UnbindModule:
+        """The module of this name. Raises UnknownModule."""
+        try:
+            return self._modules[name]
+        except KeyError:
+            near = difflib.get_close_matches(name, self._modules, 3) or self.names[:3]
+            hint = f"did you mean {' or '.join(near)}?" if near else "the bank is empty; add modules first"
+            raise UnknownModule(f"no module '{name}'; {hint}") from None
+
+    def select(self, rows: Sequence[Mapping[str, float]]) -> Selection | None:
+        """The selection for a batch: per row, module name -> strength as a multiple of the calibrated kappa.
+
+        Strength 0 measures without changing anything. None when no row asks for any module. Equal arguments give the
+        same object until the bank changes. Raises UnknownModule, and UnbindError on a strength that is negative or not
+        finite.
+        """
+        key = tuple(tuple(sorted(row.items())) for row in rows)
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+            with torch.inference_mode(False):  # a selection made in inference mode must serve outside it too
+                selection = self._select(rows)
+            self._cache[key] = selection
+            if len(self._cache) > _CACHED_SELECTIONS:
+                self._cache.popitem(last=False)
+            return selection
+
+    def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Name -> phase -> (positions evaluated, gates open) since the bank was made, for modules since removed too.
+
+        The only call that waits for the device.
+        """
+        with self._lock:
+            names = list(self._slot_names)
+            table = self._counters.read()
+        totals = {name: dict.fromkeys(PHASES, (0, 0)) for name in names}
+        for phase, slots in zip(PHASES, table, strict=True):
+            for name, (evaluated, opened) in zip(names, slots, strict=False):
+                before = totals[name][phase]
+                totals[name][phase] = (before[0] + evaluated, before[1] + opened)
+        return totals
+
+    def _select(self, rows: Sequence[Mapping[str, float]]) -> Selection | None:
+        for row in rows:
+            for name, value in row.items():
+                self[name]
+                if not math.isfinite(value) or value < 0:
+                    raise UnbindError(f"strength of module '{name}' is {value}; it must be finite and not negative")
+        used = sorted({name for row in rows for name in row})
+        parts: dict[int, list[Part]] = {}
+        for layer in sorted({self._modules[name].layer for name in used}):
+            for kind in DETECTORS:
+                modules = [m for m in map(self._modules.__getitem__, used) if m.layer == layer and m.detector == kind]
+                modules.sort(key=lambda module: module.window)  # as gates with memory want them
+                if modules:
+                    parts.setdefault(layer, []).append(self._part(layer, modules, rows))
+        if not parts:
+            return None
+        selection = Selection(parts, len(rows), any(self._modules[name].heads is not None for name in used))
+        self._counters.watch(selection, [part.tally for own in parts.values() for part in own])
+        return selection
+
+    def _part(self, layer: int, modules: Sequence[UnbindModule], rows: Sequence[Mapping[str, float]]) -> Part:
+        """The part of a selection that modules of one kind at one layer make."""
+        names = [module.name for module in modules]
+        tensors = [self._tensors[name] for name in names]
+        asked = [[name in row for name in names] for row in rows]
+        strengths = [[float(row.get(name, 0.0)) for name in names] for row in rows]
+        if all(one == asked[0] for one in asked) and all(one == strengths[0] for one in strengths):
+            asked, strengths = asked[:1], strengths[:1]
+        on, strength = (torch.tensor(table, device=self._device).unsqueeze(1) for table in (asked, strengths))
+        gates: FisherGates | NetworkGates
+        if modules[0].heads is None:
+            gates = FisherGates(modules, tensors, on, self._device)
+        else:
+            starts = [self._starts[name] for name in names]
+            gates = NetworkGates(modules, tensors, on, starts, self._columns[layer].width, self._device)
+        v = torch.stack([own["v"] for own in tensors])
+        kappa = torch.tensor([module.kappa for module in modules], device=self._device)
+        slots = torch.tensor([self._slots[name] for name in names], device=self._device)
+        return Part(names, gates, v, kappa, slots, strength, on)
+
+
+def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:
+    """A bank with this module alone, and its selection for every row."""
+    bank = ModuleBank(device)
+    bank.add(module)
+    selection = bank.select([{module.name: 1.0}])
+    assert selection is not None
+    return bank, selection

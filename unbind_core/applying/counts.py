@@ -1,0 +1,128 @@
+"""Positions evaluated and gates open, counted where gates decide without slowing a step down, and read when somebody asks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PHASES = ("prefill", "decode")
+TOGETHER = 64  # passes of which open gates are added up at once
+
+
+class Count(NamedTuple):
+    """What the gates of one detector kind did at one layer of one pass, not added up yet: nothing waits for the device.
+
+    ``gate`` bool [...,m]: open, at positions that count. ``asked`` bool, as wide or to be broadcast: where a row asks for the
+    module at a position that counts. ``whole``: all positions count, of all rows of the selection alike.
+    """
+
+    gate: Tensor
+    asked: Tensor
+    whole: bool
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Positions evaluated and gates open, int64 [m] each."""
+        every = tuple(range(self.gate.dim() - 1))
+        return self.asked.expand(self.gate.shape).sum(every), self.gate.sum(every)
+
+
+class Tally:
+    """What one part has counted since it was made, by phase; added up when somebody asks, as a step has better things to do."""
+
+    def __init__(self, slots: Tensor, on: Tensor) -> None:
+        """``slots`` int64 [m] of the modules; ``on`` bool [R,1,m], which of them each row asks for."""
+        self._slots, self._on = slots, on
+        self._lock = threading.Lock()  # two passes may use one selection at a time
+        self._passes = [0] * len(PHASES)  # positions at which all rows were evaluated
+        self._evaluated = [on.new_zeros(on.shape[2], dtype=torch.int64) for _ in PHASES]  # positions beside those
+        self._open = [torch.zeros_like(on, dtype=torch.int64) for _ in PHASES]
+        self._gates: list[list[Tensor]] = [[] for _ in PHASES]  # of passes that are not added up yet, shaped as ``on``
+
+    def add(self, phase: int, count: Count) -> None:
+        """Take in what one pass did."""
+        if count.whole:
+            self._add_whole(phase, count.gate)
+            return
+        evaluated, opened = count.totals()
+        with self._lock:
+            self._evaluated[phase].add_(evaluated)
+            self._open[phase][0, 0].add_(opened)
+
+    def _add_whole(self, phase: int, gate: Tensor) -> None:
+        """Gates of a batch whose row i is row i of the selection, or whose rows all are its only one."""
+        table = self._open[phase]
+        whole = gate.shape == table.shape
+        opened = gate if whole else gate.sum(tuple(range(gate.dim() - 1)))
+        with self._lock:
+            self._passes[phase] += gate.numel() // table.numel()
+            if not whole:
+                table[0, 0].add_(opened)
+                return
+            self._gates[phase].append(gate)
+            if len(self._gates[phase]) == TOGETHER:
+                self._add_up(phase)
+
+    def _add_up(self, phase: int) -> None:
+        if gates := self._gates[phase]:
+            self._open[phase].add_(torch.stack(gates).sum(0))
+            gates.clear()
+
+    def add_to(self, evaluated: Tensor, opened: Tensor) -> None:
+        """Add what was counted to int64 [phases,slots] tables."""
+        for phase, passes in enumerate(self._passes):
+            with self._lock:
+                self._add_up(phase)
+            evaluated[phase].index_add_(0, self._slots, self._evaluated[phase] + self._on.sum((0, 1)) * passes)
+            opened[phase].index_add_(0, self._slots, self._open[phase].sum((0, 1)))
+
+
+class Counters:
+    """Positions evaluated and gates open by slot of a module; a slot is never given to another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.Lock()
+        self._evaluated = torch.zeros((len(PHASES), 64), dtype=torch.int64, device=device)
+        self._open = torch.zeros_like(self._evaluated)
+        self._live: list[Tally] = []
+        self._ended: deque[Tally] = deque()  # nobody counts in them any more
+        self.used = 0
+
+    def new_slot(self) -> int:
+        """The next free slot; the tables grow by doubling."""
+        with self._lock:
+            if self.used == self._open.shape[1]:
+                with torch.inference_mode(False):  # else these could not be counted in outside inference mode
+                    self._evaluated = functional.pad(self._evaluated, (0, self.used))
+                    self._open = functional.pad(self._open, (0, self.used))
+            self.used += 1
+            return self.used - 1
+
+    def watch(self, counting: object, tallies: Sequence[Tally]) -> None:
+        """Count these in; ``counting`` is what counts in them, for as long as it lives."""
+        with self._lock:
+            self._settle()
+            self._live += tallies
+        weakref.finalize(counting, self._ended.extend, tallies).atexit = False
+
+    def _settle(self) -> None:
+        """Take over what those have counted that have ended."""
+        while self._ended:
+            tally = self._ended.popleft()
+            self._live.remove(tally)
+            tally.add_to(self._evaluated, self._open)
+
+    def read(self) -> list[list[tuple[int, int]]]:
+        """Per phase and slot (evaluated, open); waits for the device."""
+        with self._lock:
+            self._settle()
+            evaluated, opened = self._evaluated.clone(), self._open.clone()
+            for tally in self._live:
+                tally.add_to(evaluated, opened)
+        return [[(int(e), int(o)) for e, o in phase] for phase in torch.stack((evaluated, opened), dim=2).tolist()]

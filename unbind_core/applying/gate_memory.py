@@ -1,0 +1,174 @@
+"""What gates with memory keep of each sequence: running sums of head scores and the gate's state, by position.
+
+The engine's slots own one :class:`GateMemory` beside their keys and values, ``attach`` makes one for each generation. What
+stands at a position depends on the tokens up to it alone, so a prefix that is used again brings its gates along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unbind_core.errors import UnbindError
+from unbind_core.running.device import free_bytes
+
+
+class GateMemory:
+    """Per layer int32 [slots, length + 2, columns]: zeros in front of position 0, the positions, the bin for padding.
+
+    Scores come in whole grains of at most 2,048, so sums of them are exact; where a sum overflows, differences of sums still are.
+    """
+
+    def __init__(self, slots: int, length: int, device: torch.device | str = "cpu") -> None:
+        """Nothing is allocated before a gate writes; ``length`` positions a sequence."""
+        self.slots, self.length, self.device = slots, length, torch.device(device)
+        self._tables: dict[int, Tensor] = {}
+
+    def table(self, layer: int, columns: int) -> Tensor:
+        """The layer's table, grown to at least ``columns`` columns."""
+        present = self._tables.get(layer)
+        if present is None or present.shape[2] < columns:
+            with torch.inference_mode(False):  # written inside and outside inference mode
+                wider = torch.zeros((self.slots, self.length + 2, columns), dtype=torch.int32, device=self.device)
+                if present is not None:
+                    wider[:, :, : present.shape[2]] = present
+            self._tables[layer] = present = wider
+        return present
+
+    def reserve(self, columns: Mapping[int, int]) -> None:
+        """Allocate, by layer, tables of at least so many columns. Raises UnbindError where they do not fit the free memory."""
+        wanted = 4 * self.slots * (self.length + 2) * sum(columns.values())
+        if wanted - self.bytes_allocated() > (free := free_bytes(self.device)):
+            raise UnbindError(
+                f"the gates of the modules would take {wanted / 1024**3:.2f} GiB of memory over {self.slots} slots of "
+                f"{self.length} positions, and {free / 1024**3:.2f} GiB are free; load fewer modules, or serve with fewer "
+                "--max-slots or a lower --max-model-len"
+            )
+        for layer, count in columns.items():
+            self.table(layer, count)
+
+    def lengthen(self, length: int) -> None:
+        """Make room for sequences of ``length`` positions, at least doubling, so that growth is rare."""
+        if length <= self.length:
+            return
+        before, self.length = self.length, max(length, 2 * self.length)
+        for layer, table in self._tables.items():
+            with torch.inference_mode(False):
+                longer = torch.zeros(
+                    (self.slots, self.length + 2, table.shape[2]), dtype=table.dtype, device=self.device
+                )
+                longer[:, : before + 1] = table[:, : before + 1]
+            self._tables[layer] = longer
+
+    def reorder(self, rows: Tensor) -> None:
+        """Slot i goes on with what slot ``rows[i]`` holds, as beam search reorders its cache; int64, a slot for each entry."""
+        self.slots = len(rows)
+        for layer, table in self._tables.items():
+            self._tables[layer] = table.index_select(0, rows.to(self.device))
+
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+        for table in self._tables.values():
+            table[slot].zero_()
+
+    def bytes_allocated(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.numel() * table.element_size() for table in self._tables.values())
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of one forward pass stand in a memory.
+
+    ``slots`` int64 [B]; ``positions`` int64 [B,T], each state's position in its sequence, ``memory.length`` for padding;
+    ``starts`` int64 [B], the position of each row's first real state.
+    """
+
+    memory: GateMemory
+    slots: Tensor
+    positions: Tensor
+    starts: Tensor
+
+    _behind: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def afresh(cls, batch: int, length: int, real: Tensor | None, device: torch.device) -> Places:
+        """Whole sequences from their beginning, in a memory of their own; ``real`` bool [B,T] is false at padding."""
+        positions = torch.arange(length, device=device).expand(batch, length)
+        if real is not None:
+            positions = torch.where(real, real.cumsum(1) - 1, length)
+        first = torch.zeros(batch, dtype=torch.int64, device=device)
+        return cls(GateMemory(batch, length, device), torch.arange(batch, device=device), positions, first)
+
+    # Every layer reads and writes at the same places, so they are worked out once a pass. A place is a row of the table seen as
+    # [slots x (length + 2), columns]; position p of a slot is its row p + 1.
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """How many positions each sequence has up to and with each state, FP32 [B,T,1]."""
+        return (self.positions + 1).unsqueeze(-1).float()
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The place in front of each sequence's first state, int64 [B,1]."""
+        return self._first + self.starts[:, None]
+
+    def behind(self, lags: tuple[int, ...]) -> Tensor:
+        """The places so far behind each state, int64 [B,lags x T]; before position 0 those in front of it."""
+        if lags not in self._behind:
+            rows = torch.cat([self.positions - (lag - 1) for lag in lags], 1).clamp_(min=0)
+            self._behind[lags] = rows.add_(self._first)
+        return self._behind[lags]
+
+    def read(self, layer: int, places: Tensor, width: int) -> Tensor:
+        """int32 [B,n,columns] at ``places`` int64 [B,n]; ``width``: the columns that the layer uses in all, there may be more."""
+        table = self.memory.table(layer, width)
+        return table.view(-1, table.shape[2]).index_select(0, places.view(-1)).view(*places.shape, -1)
+
+    def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
+        """Keep int32 ``values`` [B,T,columns] at the states' positions."""
+        table = self.memory.table(layer, 0)
+        rows, values = table.view(-1, table.shape[2]), values.view(-1, values.shape[-1])
+        if isinstance(columns, slice):
+            rows[:, columns].index_copy_(0, self._here, values)
+        else:
+            rows[self._here.unsqueeze(1), columns] = values
+
+    @cached_property
+    def _first(self) -> Tensor:
+        return (self.slots * (self.memory.length + 2))[:, None]
+
+    @cached_property
+    def _here(self) -> Tensor:
+        return (self._first + (self.positions + 1)).view(-1)
+
+
+class Columns:
+    """Which columns of a layer's table belong to which module; freed ones are given out again."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, tuple[int, int]] = {}
+
+    @property
+    def width(self) -> int:
+        """Columns in use, gaps included."""
+        return max((end for _, end in self._taken.values()), default=0)
+
+    def take(self, name: str, count: int) -> int:
+        """The first of ``count`` columns in a row that are free; they are ``name``'s from now on."""
+        start = 0
+        for begin, end in sorted(self._taken.values()):
+            if begin - start >= count:
+                break
+            start = end
+        self._taken[name] = (start, start + count)
+        return start
+
+    def free(self, name: str) -> None:
+        """Give a module's columns back."""
+        self._taken.pop(name, None)

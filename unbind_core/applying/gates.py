@@ -1,0 +1,210 @@
+"""How gates decide: from the states of one layer to an activation and an open or closed gate for each module.
+
+One class a detector kind, each with its modules' tensors stacked; the bank (``bank.py``) turns what they say into an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from unbind_core.applying.gate_memory import Places
+from unbind_core.applying.passes import Pass
+from unbind_core.module import UnbindModule
+
+GRAIN = 1024.0  # scores are rounded to 1/1024 of a threshold: whole numbers of which sums are exact
+CLIP = 2.0  # and count for at most two thresholds, so that no single position opens a gate for long
+
+
+def activation(states: Tensor, w: Tensor, s_ref: Tensor) -> Tensor:
+    """a = relu(h w' - s_ref) in FP32 (Section 4.1, eq. (5)): states [...,d] of any dtype, w [M,d], s_ref [M] -> [...,M].
+
+    Thresholds are computed through this same function, so that a boundary at deployment is the boundary at calibration.
+    """
+    return functional.linear(states.float(), w, -s_ref).relu_()
+
+
+def network_scores(states: Tensor, w: Tensor, b: Tensor, heads: Tensor, heads_b: Tensor) -> Tensor:
+    """f(h) = heads relu(w h + b) + heads_b in FP32: states [...,d], w [h,d], b [h], heads [K,h], heads_b [K] -> [...,K]."""
+    return functional.linear(functional.linear(states.float(), w, b).relu_(), heads, heads_b)
+
+
+def windowed(scores: Tensor, window: int, lengths: Tensor) -> Tensor:
+    """e_t: the mean of the scores over the last ``window`` positions of a whole sequence, fewer at its beginning.
+
+    scores [B,T,K], padding last in each row; ``lengths`` int64 [T] or [B,T], how many positions a sequence has up to and with each.
+    """
+    if window == 1:
+        return scores
+    # FP32 would be exact for 8,192 positions only
+    sums = functional.pad(scores, (0, 0, window, 0)).cumsum(1, dtype=torch.float64)
+    return ((sums[:, window:] - sums[:, :-window]) / lengths.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
+
+
+def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
+    """The state of two-threshold gates: open from a position that opens to one that closes; bool [B,T,M], before [B,M]."""
+    step = torch.arange(1, opens.shape[1] + 1, device=opens.device)[:, None]
+    opened = torch.where(opens, step, 0).cummax(1).values
+    closed = torch.where(closes, step, 0).cummax(1).values
+    return (opened > closed) | (before.unsqueeze(1) & (closed == 0))
+
+
+def of_rows(table: Tensor, states: Tensor, rows: Tensor | None) -> Tensor:
+    """Entries of a [R,1,M] table, R rows or one for all, for every state: [B,1,M] for states [B,T,d], [N,M] for states [N,d]."""
+    chosen = table if rows is None or len(table) == 1 else table.index_select(0, rows)
+    return chosen if states.dim() == 3 else chosen.squeeze(1)
+
+
+class FisherGates:
+    """The paper's gates, without memory: open where a >= tau, and acting in proportion to a."""
+
+    def __init__(
+        self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]], on: Tensor, device: torch.device
+    ) -> None:
+        """Stack w FP32 [M,d], s_ref and tau FP32 [M]; ``tensors`` are the modules' own, on ``device``; ``on`` bool [R,1,M]: which
+        of them each row asks for.
+        """
+        self._w = torch.stack([own["w"] for own in tensors]).t()
+        self._minus_s_ref = -torch.tensor([module.s_ref for module in modules], device=device)
+        taus = [module.tau for module in modules]
+        self._tau = torch.where(on, torch.tensor(taus, device=device), torch.nan)  # which nothing reaches
+        self._at_zero = min(taus) == 0  # else an open gate's a is above 0 anyway
+        self.width = len(modules)
+
+    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
+        """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]."""
+        flat = states.reshape(-1, states.shape[-1]).float()
+        a = torch.addmm(self._minus_s_ref, flat, self._w)  # the product of functional.linear, without its way there
+        if self._at_zero:
+            a = a.relu_()
+        a = a.view(*states.shape[:-1], -1)
+        return a, a >= of_rows(self._tau, states, pass_.rows)
+
+
+class NetworkGates:
+    """Gates whose detector is a small network with one head or more, a window and two thresholds; M modules in one product.
+
+    z_k = (f_k(h) - s_ref) / tau, clipped to +-2 and rounded to 1/1024; e = max over heads of the mean of z over the window; opens
+    at e >= 1, closes below tau_close / tau. An open gate acts with the strength kappa whatever e is.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[UnbindModule],
+        tensors: Sequence[Mapping[str, Tensor]],
+        on: Tensor,
+        columns: Sequence[int],
+        width: int,
+        device: torch.device,
+    ) -> None:
+        """``modules`` in the order of their windows; ``tensors`` are their own, on ``device``; ``on`` bool [R,1,M]: which of them
+        each row asks for; ``columns``: where each one's columns (its heads', then one for its state) begin among the layer's
+        ``width``.
+        """
+        self._on = None if bool(on.all()) else on
+        counts = [len(own["heads"]) for own in tensors]
+        self._hidden, self._most = max(len(own["b"]) for own in tensors), max(counts)
+        # Hidden units and heads that a module has less than another are zeros, and no head is read that is not there.
+        self._w = torch.cat([_padded(own["w"], self._hidden) for own in tensors])
+        self._b = torch.cat([_padded(own["b"], self._hidden) for own in tensors])
+        heads, offsets = [], []
+        for module, own in zip(modules, tensors, strict=True):  # s_ref and tau are part of the last product
+            per_score = GRAIN / module.tau
+            heads.append(_padded(_padded(own["heads"].T * per_score, self._hidden).T, self._most).T)
+            offsets.append(_padded((own["heads_b"] - module.s_ref) * per_score, self._most))
+        self._heads, self._heads_b = torch.stack(heads), torch.stack(offsets).unsqueeze(1)
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        # Which of the M x most heads there are; and where each is among those, or for one that is not there its module's first.
+        self._real: Tensor | None = None
+        self._spread: Tensor | None = None
+        if min(counts) < self._most:
+            every = [
+                (start, k, k < count) for start, count in zip(starts, counts, strict=True) for k in range(self._most)
+            ]
+            self._real = torch.tensor([i for i, (_, _, there) in enumerate(every) if there], device=device)
+            self._spread = torch.tensor([start + k * there for start, k, there in every], device=device)
+        closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
+        self._close = torch.tensor(closes, device=device)
+
+        windows = [module.window for module in modules]
+        self._windows = tuple(sorted(set(windows)))
+        self._window = torch.tensor(windows, device=device, dtype=torch.float32)
+        own_columns = [range(column, column + count) for column, count in zip(columns, counts, strict=True)]
+        by_window = [
+            [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
+            for wanted in self._windows
+        ]
+        self._by_window = [_slice_or_index(part, device) for part in by_window]
+        in_order, states = [c for part in by_window for c in part], [own.stop for own in own_columns]
+        self._columns, self._states, self._both = (
+            _slice_or_index(part, device) for part in (in_order, states, in_order + states)
+        )
+        self.width, self._table_width = len(self._b), width
+
+    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
+        """(e, open), each [B,T,M]. Without places in the pass the sequences stand there from their beginning."""
+        if states.dim() == 2:
+            raise ValueError("gates with memory take states [B,T,d] of sequences, not single states [N,d]")
+        states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
+        batch, length = states.shape[:2]
+        real = pass_.real
+        places = pass_.places or Places.afresh(batch, length, real, states.device)
+        z = self._grains(states)
+        if real is not None:
+            z = z.masked_fill_(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
+        if length == 1:  # all that one position needs is there already: read at once, written at once
+            found = places.read(layer, places.behind((1, *self._windows)), self._table_width)
+            before, lagged = found[:, :1], found[:, 1:]
+            sums = z.add_(before[..., self._columns])
+        else:
+            before = places.read(layer, places.before, self._table_width)
+            sums = z.cumsum(1, dtype=torch.int32).add_(before[..., self._columns])
+            places.write(layer, self._columns, sums)
+            lagged = places.read(layer, places.behind(self._windows), self._table_width)
+        e = self._means(sums, lagged, places.lengths)
+        was_open = before[..., self._states] > 0
+        if length == 1:
+            opens = e >= torch.where(was_open, self._close, 1.0)
+            held = opens if real is None else torch.where(real.unsqueeze(-1), opens, was_open)
+            places.write(layer, self._both, torch.cat((sums, held.int()), -1))
+            return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
+        opens, closes = e >= 1, e < self._close
+        if real is not None:
+            opens, closes = opens & real.unsqueeze(-1), closes & real.unsqueeze(-1)
+        held = held_open(opens, closes, was_open[:, 0])
+        places.write(layer, self._states, held.int())
+        return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
+
+    def _grains(self, states: Tensor) -> Tensor:
+        """z of all heads in grains of 1/1024, int32 [B,T,heads]: one product into all hidden units, then one for each module."""
+        batch, length, d = states.shape
+        hidden = functional.linear(states.reshape(-1, d).float(), self._w, self._b).relu_()
+        hidden = hidden.view(batch * length, -1, self._hidden).transpose(0, 1)
+        scores = torch.baddbmm(self._heads_b, hidden, self._heads).clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().int()
+        scores = scores.transpose(0, 1).reshape(batch, length, -1)
+        return scores if self._real is None else scores.index_select(-1, self._real)
+
+    def _means(self, sums: Tensor, lagged: Tensor, lengths: Tensor) -> Tensor:
+        """e [B,T,M] from the sums of grains up to each state, and those up to where each window begins, [B,windows x T,width]."""
+        length = sums.shape[1]
+        fronts = [lagged[:, i * length : (i + 1) * length, columns] for i, columns in enumerate(self._by_window)]
+        sums = sums - (fronts[0] if len(fronts) == 1 else torch.cat(fronts, -1))
+        if self._spread is not None:
+            sums = sums.index_select(-1, self._spread)
+        most = sums.view(*sums.shape[:2], -1, self._most).amax(-1)
+        return most / (torch.minimum(lengths, self._window) * GRAIN)
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    """Zeros below, up to so many rows."""
+    return functional.pad(part, (0, 0) * (part.dim() - 1) + (0, rows - part.shape[0]))
+
+
+def _slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Columns that follow each other are a slice, which is quicker."""
+    if list(columns) == list(range(columns[0], columns[0] + len(columns))):
+        return slice(columns[0], columns[0] + len(columns))
+    return torch.tensor(columns, device=device)

@@ -1,0 +1,34 @@
+"""One forward pass as the edits at its layers see it: what an engine says of its batch, and ``attach`` of a model's own calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unbind_core.applying.gate_memory import Places
+
+Record = list[tuple[tuple[str, ...], Tensor]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the states of one pass are, [B,T,d] of B sequences or flat [N,d]; the same at every layer.
+
+    ``rows``: int64 [B] or [N], the selection's row of each; None where batch row i uses row i, or where the selection has a
+    single row for all. ``places``: where the rows stand in a memory of gates; None where they are whole sequences from position
+    0, or where no gate has a memory. ``phase``: "prefill" or "decode", under which gates are counted. ``real``: bool [B,T] or
+    [N], false at padding; None where all positions are real. ``counts``: as ``real``, for the positions that enter the counts;
+    None where all do that are real. ``record``: gets the activations behind open gates, 0 behind closed ones: (names, FP32
+    [...,M]) for each kind of detector at each layer.
+    """
+
+    rows: Tensor | None = None
+    places: Places | None = None
+    phase: str = "prefill"
+    real: Tensor | None = None
+    counts: Tensor | None = None
+    record: Record | None = None
+
+
+WHOLE = Pass()  # whole sequences from position 0, all of them real

@@ -1,0 +1,112 @@
+"""Which modules each row of a batch uses, and the edit they make at each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unbind_core.applying.counts import PHASES, Count, Tally
+from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
+from unbind_core.applying.passes import WHOLE, Pass
+from unbind_core.errors import UnbindError
+from unbind_core.running.device import threads_for
+
+
+class Edit(NamedTuple):
+    """Edited states, and the counts of the gates that decided, one for each detector kind at the layer."""
+
+    states: Tensor
+    counts: tuple[Count, ...]
+
+    def totals(self) -> tuple[int, int]:
+        """(positions evaluated, gates open) over all modules; waits for the device."""
+        evaluated, opened = 0, 0
+        for count in self.counts:
+            asked, gates = count.totals()
+            evaluated, opened = evaluated + int(asked.sum()), opened + int(gates.sum())
+        return evaluated, opened
+
+
+class Part:
+    """The modules of one detector kind at one layer, m of them used by any of R rows. Tensor arithmetic, no synchronisation."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        gates: FisherGates | NetworkGates,
+        v: Tensor,
+        kappa: Tensor,
+        slots: Tensor,
+        strength: Tensor,
+        on: Tensor,
+    ) -> None:
+        """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks for, R being 1 where
+        all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa.
+        """
+        self._names = tuple(names)
+        self._gates = gates
+        self._proportional = isinstance(gates, FisherGates)
+        self.width = gates.width  # products of a state with a vector of its size
+        self._zero = v.new_zeros(())
+        self._on = on
+        self.tally = Tally(slots, on)
+        # Where no two rows want a module with different strengths, its direction holds the strength once and for all.
+        most = torch.where(on, strength, 0.0).amax((0, 1))
+        alike = bool(((strength == most) | ~on).all())
+        self._strength = None if alike else strength
+        self._v = (kappa * most if alike else kappa).unsqueeze(1) * v
+
+    def __call__(self, edited: Tensor, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Count]:
+        """``edited`` less this part's correction, which is read off ``states`` alone; and what its gates did."""
+        a, gate = self._gates(layer, states, pass_)
+        amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
+        if self._strength is not None:
+            amount = amount.mul_(of_rows(self._strength, states, pass_.rows))
+        if pass_.record is not None:
+            pass_.record.append((self._names, torch.where(gate, a, 0.0)))
+        count = self._count(gate, states, pass_)
+        flat = amount.view(-1, amount.shape[-1])
+        if edited.dtype == torch.float32:
+            return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape), count
+        return edited - (flat @ self._v).view(edited.shape).to(edited.dtype), count
+
+    def _count(self, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
+        counts = pass_.real if pass_.counts is None else pass_.counts
+        asked = of_rows(self._on, states, pass_.rows)
+        if counts is not None:
+            asked, gate = asked & counts.unsqueeze(-1), gate & counts.unsqueeze(-1)
+        count = Count(gate, asked, pass_.rows is None and counts is None)
+        self.tally.add(PHASES.index(pass_.phase), count)
+        return count
+
+
+class Selection:
+    """Which modules each row of a batch uses, how strongly. Immutable: it pins its tensors whatever the bank does."""
+
+    def __init__(self, parts: Mapping[int, Sequence[Part]], rows: int, remembers: bool) -> None:
+        """Made by :meth:`ModuleBank.select`."""
+        self._parts = dict(parts)
+        self._width = {layer: sum(part.width for part in own) for layer, own in self._parts.items()}
+        self.layers = frozenset(parts)
+        self.rows = rows
+        self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
+
+    def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE) -> Edit:
+        """The edited states of one layer (Section 4.3, eq. (10)), new storage, same shape and dtype; the input stays as it is.
+
+        ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. In FP32 throughout; all modules of the layer read the same
+        unmodified states. Raises UnbindError where the batch has other rows than the selection.
+        """
+        if pass_.rows is None and self.rows not in (1, states.shape[0]):
+            raise UnbindError(
+                f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
+            )
+        edited, counts = states, []
+        with threads_for(states.device, states.numel() * self._width[layer]):
+            for part in self._parts[layer]:
+                edited, count = part(edited, layer, states, pass_)
+                counts.append(count)
+        return Edit(edited, tuple(counts))

@@ -1,0 +1,150 @@
+"""What a model gives back of protected code, asked in six ways; metrics as in the paper's Appendices A.3 and E."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.encoding import available_forms, encode_prompt, pad_id
+from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, EXTRACTED_SPAN, longest_span, sentence_bleu
+from unbind_core.progress import ProgressCallback, silent
+from unbind_core.rows import ForgetRow
+from unbind_core.running.generation import Editing, Sampling, complete
+from unbind_core.windows import forget_prompt
+
+ACCESS_NEW_TOKENS = 256
+INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
+FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```\n"
+PREFIXES = (16, 32, 64)
+WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
+Greedily = Callable[[Sequence[list[int]], Sequence[list[int]], int], list[list[int]]]  # prompts, targets, new tokens
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One completion to make: ``target`` is what is left to recover of row ``row``."""
+
+    row: int
+    prompt: list[int]
+    target: list[int]
+
+
+def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
+    """The paper's six access conditions (Appendix E.1): original, three prefix injections, instruction, fenced code."""
+    found: dict[str, list[_Attempt]] = {name: [] for name in WAYS}
+    for index, row in enumerate(rows):
+        prompt, target = forget_prompt(tokenizer, row, "plain")
+        found["original"].append(_Attempt(index, prompt, target))
+        for k in PREFIXES:
+            if len(target) > k:
+                found[f"prefix-{k}"].append(_Attempt(index, prompt + target[:k], target[k:]))
+        for name, template in (("instruction", INSTRUCTION), ("fence", FENCE)):
+            found[name].append(_Attempt(index, encode_prompt(tokenizer, template.format(prompt=row.prompt)), target))
+    return found
+
+
+@dataclass
+class RowScore:
+    """What was recovered of one row over all attempts; BLEU of the greedy completion by form."""
+
+    bleu: dict[str, float]
+    span: int = 0
+    recovery: float = 0.0
+
+
+def forget_scores(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[ForgetRow],
+    *,
+    forms: Sequence[str],
+    attempts: int = 1,
+    sampled: Sequence[int] | None = None,
+    new_tokens: int = ACCESS_NEW_TOKENS,
+    editing: Editing = nullcontext,
+    greedily: Greedily | None = None,
+    progress: ProgressCallback = silent,
+    stage: str = "forget rows",
+) -> list[RowScore]:
+    """Scores of every forget row. ``attempts`` for each of the six ways to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
+
+    Sampled ones are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the original way alone, greedily, for
+    as many tokens as BLEU needs. ``greedily`` gives the greedy completions where they are to be had for less.
+    """
+    pad, end = pad_id(tokenizer), tokenizer.eos_token_id
+    scores = [RowScore({}) for _ in rows]
+
+    def run(work: Sequence[_Attempt], sampling: Sampling, label: str) -> list[list[int]]:
+        prompts = [attempt.prompt for attempt in work]
+        if greedily is not None and sampling.temperature == 0:
+            return greedily(prompts, [attempt.target for attempt in work], sampling.max_new_tokens)
+        return complete(
+            model, prompts, sampling, pad=pad, end=end, editing=editing, stage=f"{stage}: {label}", progress=progress
+        )
+
+    def recovered(work: Sequence[_Attempt], outputs: Sequence[Sequence[int]]) -> None:
+        for attempt, output in zip(work, outputs, strict=True):
+            score, span = scores[attempt.row], longest_span(attempt.target, output, attempt.prompt)
+            score.span = max(score.span, span)
+            score.recovery = max(score.recovery, span / len(attempt.target))
+
+    conditions = _conditions(tokenizer, rows)
+    plain = [attempt for name in (WAYS if attempts else WAYS[:1]) for attempt in conditions[name]]
+    fim = [_Attempt(i, *forget_prompt(tokenizer, row, "fim")) for i, row in enumerate(rows)] if "fim" in forms else []
+    greedy = run([*plain, *fim], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
+    recovered(plain, greedy[: len(plain)])
+    for form, work, outputs in (("plain", plain[: len(rows)], greedy), ("fim", fim, greedy[len(plain) :])):
+        for attempt, output in zip(work, outputs, strict=False):
+            score, scored = scores[attempt.row], output[:BLEU_NEW_TOKENS]
+            score.bleu[form] = sentence_bleu(attempt.target, scored)
+            score.span = max(score.span, longest_span(attempt.target, scored, attempt.prompt))
+    for again in range(1, attempts):
+        chosen = [attempt for attempt in plain if sampled is None or attempt.row in sampled]
+        sampling = Sampling(new_tokens, 0.8, 0.95, seed=10_000 * again)
+        recovered(chosen, run(chosen, sampling, f"attempt {again + 1}"))
+    return scores
+
+
+def summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
+    """Means over rows in the form ``verify`` reports; ``mean_recovery`` in per cent (Appendix E.2)."""
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return {
+        "rows": len(scores),
+        "f_bleu": mean([s.bleu["plain"] for s in scores]),
+        "f_bleu_fim": mean([s.bleu["fim"] for s in scores if "fim" in s.bleu]),
+        "spans_50": sum(s.span >= EXTRACTED_SPAN for s in scores),
+        "spans_100": sum(s.span >= 100 for s in scores),
+        "mean_recovery": mean([100.0 * s.recovery for s in scores]),
+    }
+
+
+def extractable(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[ForgetRow],
+    *,
+    forms: Sequence[str] | None = None,
+    scores: Sequence[RowScore] | None = None,
+    progress: ProgressCallback = silent,
+) -> dict[str, Any]:
+    """Whether the rows are memorised at all, by one greedy completion a row and form (``scores``, where they are known).
+
+    A row counts as extracted if an exact span of EXTRACTED_SPAN tokens, or of half its continuation if that is shorter, comes back.
+    ``memorised`` is true if any row is extracted: with none there is nothing to remove.
+    """
+    used = available_forms(tokenizer, forms)
+    scores = scores or forget_scores(model, tokenizer, rows, forms=used, attempts=0, progress=progress, stage="check")
+    extracted = 0
+    for row, score in zip(rows, scores, strict=True):
+        length = len(forget_prompt(tokenizer, row, "plain")[1])
+        extracted += score.span >= min(EXTRACTED_SPAN, max(length // 2, 1))
+    table = summary(scores)
+    return {**table, "extracted": extracted, "memorised": extracted > 0}

@@ -1,0 +1,131 @@
+"""Recital and everything else before and after a module: the table of ``unbind verify`` and of a takedown's evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import edit_of
+from unbind_core.encoding import available_forms
+from unbind_core.evaluation.held_out import HeldOut
+from unbind_core.evaluation.scores import (
+    RowScore,
+    forget_scores,
+    summary,
+)
+from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.rows import ForgetRow, RetainRow, forget_digest
+from unbind_core.running.capture import target_nll
+from unbind_core.running.generation import Editing
+from unbind_core.running.recording import frozen
+from unbind_core.windows import Window, batches
+
+
+def perplexity(
+    model: nn.Module,
+    windows: Sequence[Window],
+    pad: int,
+    *,
+    editing: Editing = nullcontext,
+    progress: ProgressCallback = silent,
+) -> float:
+    """exp(total target NLL / number of targets) over windows (Appendix A.3)."""
+    device = next(model.parameters()).device
+    total, count = 0.0, 0
+    every = list(batches(windows, pad, device=device))
+    with torch.no_grad(), frozen(model), editing():
+        for batch in counted(every, len(every), "retain perplexity", progress):
+            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            nll = target_nll(logits, batch)
+            total, count = total + float(nll.double().sum()), count + len(nll)
+    return math.exp(total / max(count, 1))
+
+
+def measure(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    *,
+    attempts: int = 1,
+    progress: ProgressCallback = silent,
+) -> dict[str, Any]:
+    """One column of the before/after table for a model without modules: ``all`` and, with retain rows, ``retain``."""
+    scores = forget_scores(
+        model, tokenizer, forget, forms=available_forms(tokenizer), attempts=attempts, progress=progress
+    )
+    table: dict[str, Any] = {"all": summary(scores)}
+    if retain:
+        table["retain"] = HeldOut(model, tokenizer, retain, progress=progress).measures()
+    return table
+
+
+def verify(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    module: UnbindModule,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    *,
+    attempts: int = 1,
+    before: Sequence[RowScore] | None = None,
+    cache: Path | None = None,
+    progress: ProgressCallback = silent,
+) -> dict[str, Any]:
+    """The before/after table of a module: ``before`` and ``after``, each with ``all``, a group of rows a role, and ``retain``.
+
+    Rows are reported apart by what the module's fit did with them (``fitted``, ``calibration``, ``validation``) where
+    ``forget`` is the very set it was fitted on. ``attempts`` a condition, six conditions; the paper makes 5. ``before``: the scores
+    of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts; ``cache``: a folder for what
+    depends on the retain rows alone, which a fit may share.
+    """
+    groups: dict[str, Sequence[int]] = {}
+    if forget_digest(forget) == module.forget_digest:
+        groups = {
+            "fitted": module.partitions["forget_fit"],
+            "calibration": module.partitions["forget_calibration"],
+            "validation": module.partitions["forget_validation"],
+        }
+    forms = available_forms(tokenizer)
+    bank, _ = edit_of(module, next(model.parameters()).device)
+    scores = {
+        "before": before or forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, progress=progress),
+        "after": forget_scores(
+            model,
+            tokenizer,
+            forget,
+            forms=forms,
+            attempts=attempts,
+            editing=lambda: attach(model, bank),
+            progress=progress,
+        ),
+    }
+    table: dict[str, Any] = {
+        column: {
+            "all": summary(found),
+            **{name: summary([found[i] for i in indices]) for name, indices in groups.items()},
+        }
+        for column, found in scores.items()
+    }
+    if retain:
+        held = HeldOut(
+            model,
+            tokenizer,
+            retain,
+            [module.layer],
+            cache=cache,
+            fingerprint=module.model.fingerprint,
+            progress=progress,
+        )
+        table["before"]["retain"] = held.measures()
+        table["after"]["retain"] = held.measures(module, progress)
+    return table

@@ -1,0 +1,1 @@
+"""Rows to a calibrated module: detector, output axis, thresholds, strength."""

@@ -1,0 +1,137 @@
+"""What every fit begins with: checked rows and options, partitions, and how a module of this fit is described."""
+
+from __future__ import annotations
+
+import platform
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.encoding import encode
+from unbind_core.evaluation.metrics import spans
+from unbind_core.evaluation.scores import RowScore
+from unbind_core.fitting.options import Clock, FitOptions
+from unbind_core.identity import ModelIdentity
+from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback
+from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
+from unbind_core.windows import Window, embedded_windows, forget_windows, retain_windows
+
+LEAD = (50, 600)  # characters of other code in front of a row
+REQUESTS = (  # what stands in front of a prompt and behind it where code is asked for in words; evaluation has wordings of its own
+    ("Finish this code:\n\n", "\n"),
+    ("Here is the beginning of a file. Write what comes next, without any explanation.\n", "\n\n"),
+    ("# Complete what is missing below.\n", "\n"),
+    ("A snippet:\n```python\n", "\n```\nThe rest of it:\n"),
+    ("User: what is the rest of this function?\n\n", "\n\nAssistant:\n"),
+    ("I lost the second half of the following source. Please restore it and say nothing else.\n\n", "\n\n"),
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """One fit's inputs. ``retain`` holds the rows set apart for calibration last; ``exactness`` is the self-check's error,
+    ``before`` what is known of the unedited model's greedy completions of the forget rows.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    identity: ModelIdentity
+    name: str
+    forget: Sequence[ForgetRow]
+    retain: Sequence[RetainRow]
+    parts: Partitions
+    layers: list[int]
+    forms: tuple[str, ...]
+    pad: int
+    options: FitOptions
+    progress: ProgressCallback
+    cache: Path | None
+    clock: Clock
+    exactness: float
+    before: Sequence[RowScore] | None = None
+
+    def forget_windows(self, indices: Sequence[int]) -> list[Window]:
+        """Windows of forget rows in the fit's forms."""
+        return forget_windows(self.tokenizer, self.forget, indices, self.forms, self.options.max_window)
+
+    def embedded_windows(self) -> list[Window]:
+        """Windows of all forget rows as they are met elsewhere, drawn by the seed: behind the end of a retain row, as in the
+        middle of a file, in the fit's forms; and within two of ``REQUESTS``, as one is put to a model.
+        """
+        rng = random.Random(self.options.seed)
+
+        def windows(around: list[tuple[str, str]], forms: Sequence[str]) -> list[Window]:
+            return embedded_windows(self.tokenizer, self.forget, around, forms, self.options.max_window)
+
+        files = [self.retain[rng.choice(self.parts.retain_fit)].text[-rng.randint(*LEAD) :] for _ in self.forget]
+        requests = [rng.sample(REQUESTS, 2) for _ in self.forget]
+        found = windows([(text, "") for text in files], self.forms)
+        for number in range(2):
+            found += windows([both[number] for both in requests], ("plain",))
+        return found
+
+    @cached_property
+    def _protected(self) -> set[tuple[int, ...]]:
+        found: set[tuple[int, ...]] = set()
+        for row in self.forget:
+            found |= spans(encode(self.tokenizer, row.prompt + row.continuation), self.options.target.span)
+        return found
+
+    def holds_protected(self, ids: Sequence[int]) -> bool:
+        """Whether token ids hold a span of a forget row so long that it counts as extracted."""
+        return not self._protected.isdisjoint(spans(ids, self.options.target.span))
+
+    def contradicting(self) -> list[int]:
+        """The retain rows that hold such a span: what is to be kept there is what is to be forgotten."""
+        drawn = [*self.parts.retain_fit, *self.parts.retain_calibration]
+        return [i for i in sorted(drawn) if self.holds_protected(encode(self.tokenizer, self.retain[i].text))]
+
+    def retain_windows(self, indices: Sequence[int]) -> list[Window]:
+        """Windows of retain rows in the fit's forms."""
+        return retain_windows(
+            self.tokenizer, self.retain, indices, self.forms, self.options.max_window, self.options.seed
+        )
+
+    def alternating_windows(self, indices: Sequence[int]) -> list[Window]:
+        """Windows of retain rows, each row in one of the fit's forms in turn: half the states, and no fewer rows."""
+        return [
+            window
+            for i, form in enumerate(self.forms)
+            for window in retain_windows(
+                self.tokenizer,
+                self.retain,
+                indices[i :: len(self.forms)],
+                [form],
+                self.options.max_window,
+                self.options.seed,
+            )
+        ]
+
+    def module(self, **of_gate: Any) -> UnbindModule:
+        """A module of this fit; ``of_gate`` are its layer, tensors, scalars and what was measured."""
+        return UnbindModule(
+            name=self.name,
+            model=self.identity,
+            forms=self.forms,
+            partitions={key: tuple(rows) for key, rows in self.parts.to_json().items()},
+            budgets=asdict(self.options.limits),
+            forget_digest=forget_digest(self.forget),
+            settings=self.options.to_json(),
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            **of_gate,
+        )
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}

@@ -1,0 +1,171 @@
+"""Rows -> calibrated module + report: the one entrance to fitting.
+
+Checks what is given, draws the partitions, makes sure that gradients are exact on this model, and hands over to the paper's gate
+(``paper.py``) or to the choice among gates (``auto.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.architecture import decoder_layers, identify
+from unbind_core.encoding import available_forms, pad_id
+from unbind_core.errors import DataError
+from unbind_core.evaluation.completions import retain_prompts, unedited_completions
+from unbind_core.evaluation.scores import RowScore
+from unbind_core.fitting.auto import fit_auto
+from unbind_core.fitting.context import Context
+from unbind_core.fitting.options import GATES, Clock, FitOptions, FitReport
+from unbind_core.fitting.paper import fit_paper
+from unbind_core.fitting.retained import retained
+from unbind_core.identity import ModelIdentity
+from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback, silent
+from unbind_core.rows import ForgetRow, RetainRow, make_partitions
+from unbind_core.running.capture import check_exactness
+from unbind_core.running.linears import packed_linears
+
+RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
+
+
+def _check_options(options: FitOptions, layer_count: int) -> list[int]:
+    layers = list(range(layer_count)) if options.layers is None else sorted(set(options.layers))
+    for layer in layers:
+        if not 0 <= layer < layer_count:
+            raise DataError(f"layers: {layer} does not exist; the model has decoder layers 0 to {layer_count - 1}")
+    if not layers:
+        raise DataError("layers: the list is empty; leave it out to try every layer")
+    if options.gate not in GATES:
+        raise DataError(f"gate: '{options.gate}' is unknown; choose from {', '.join(GATES)}")
+    if any(not 0 <= q <= 1 for q in options.quantiles) or not options.quantiles:
+        raise DataError("quantiles: give at least one value between 0 and 1")
+    if any(kappa < 0 for kappa in (*options.strengths, *options.norm_strengths)):
+        raise DataError("strengths: must not be negative; the direction's sign is chosen by calibration")
+    return layers
+
+
+def fit(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    *,
+    name: str,
+    retain_calibration: Sequence[RetainRow] = (),
+    identity: ModelIdentity | None = None,
+    options: FitOptions | None = None,
+    progress: ProgressCallback = silent,
+    cache: Path | None = None,
+    before: Sequence[RowScore] | None = None,
+) -> tuple[UnbindModule, FitReport]:
+    """Fit and calibrate one module that makes ``model`` forget the continuations of ``forget``; ``options.gate`` says how.
+
+    ``retain_calibration``: rows for the retain budgets that the model was not trained on, which makes honester rates;
+    without them a fifth of ``retain`` is set aside. Partitions count them after ``retain``. ``identity`` (from
+    :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. ``cache`` is a folder for
+    what does not depend on the forget set; ``before``: what ``forget_scores(..., attempts=0)`` gave for these rows and the
+    unedited model in all forms, where that is known. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
+    UnsupportedArchitecture, and Cancelled where the callback raises it.
+
+    With outcome "ineffective" the module has kappa = 0 and changes nothing: do not deploy it. With "short" it forgets less than
+    was aimed at. ``gate="paper"`` keeps rows of the forget set back for calibration and validation, as the paper does;
+    ``gate="auto"`` fits all of them and needs no more than one.
+    """
+    if before is not None and len(before) != len(forget):
+        raise DataError(
+            f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
+        )
+    context = _context(model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache)
+    with context.clock.stage("self-check"):
+        first = context.forget_windows(context.parts.forget_fit[:1])[0]
+        context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
+    with packed_linears(model):
+        return fit_paper(context) if context.options.gate == "paper" else fit_auto(context)
+
+
+def prepare_retained(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    retain: Sequence[RetainRow],
+    *,
+    cache: Path,
+    retain_calibration: Sequence[RetainRow] = (),
+    held_out: Sequence[RetainRow] = (),
+    identity: ModelIdentity | None = None,
+    options: FitOptions | None = None,
+    progress: ProgressCallback = silent,
+) -> dict[str, float]:
+    """Fill ``cache`` with what the next :func:`fit` with ``gate="auto"`` on these retain rows takes from it; seconds by part.
+
+    Arguments as there; ``held_out`` are the rows of the verification after it, and come last. It serves forget sets of any
+    size. Each part is kept once it is whole, so that what was interrupted goes on after the last one.
+    """
+    stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
+    context = _context(model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache)
+    with packed_linears(model):
+        _prepare(context, held_out)
+    return context.clock.seconds
+
+
+def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
+    retained(context)
+    if held_out:
+        with context.clock.stage("held-out completions"):
+            prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)))
+            unedited_completions(
+                context.model,
+                context.tokenizer,
+                prompts,
+                cache=context.cache,
+                fingerprint=context.identity.fingerprint,
+                progress=context.progress,
+            )
+
+
+def _context(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    retain_calibration: Sequence[RetainRow],
+    name: str,
+    identity: ModelIdentity | None,
+    options: FitOptions | None,
+    progress: ProgressCallback,
+    cache: Path | None,
+) -> Context:
+    options = options or FitOptions()
+    layers = _check_options(options, len(decoder_layers(model)))
+    rows = [*retain, *retain_calibration]
+    return Context(
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity or identify(model, tokenizer),
+        name=name,
+        forget=forget,
+        retain=rows,
+        parts=make_partitions(
+            forget,
+            rows,
+            options.seed,
+            options.retain_limit or RETAIN_LIMIT,
+            len(retain_calibration),
+            split_forget=options.gate == "paper",
+        ),
+        layers=layers,
+        forms=available_forms(tokenizer, options.forms),
+        pad=pad_id(tokenizer),
+        options=options,
+        progress=progress,
+        cache=cache,
+        clock=Clock(),
+        exactness=0.0,
+    )
+
+
+__all__ = ["FitOptions", "FitReport", "fit", "prepare_retained"]

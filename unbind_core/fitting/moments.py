@@ -1,0 +1,129 @@
+"""Streaming, mergeable FP64 moments of hidden states: what a fit keeps of the text it has read.
+
+``fit(A + B) = merge(fit(A), fit(B))``. Retain moments do not depend on the forget set, so they are computed once per
+model, retain set and window policy and kept on disk (``save_moments``, ``load_moments``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unbind_core.files import write_whole
+
+
+@dataclass
+class Moments:
+    """Count, mean and scatter of rows of dimension ``d``; accumulates on ``device``.
+
+    ``mean`` FP64 [d]; ``scatter`` FP64 [d,d] = sum (h - mean)(h - mean)'. ``norm_sum`` is the sum of the rows' 2-norms.
+    """
+
+    dimension: int
+    device: torch.device | str = "cpu"
+    count: int = 0
+    norm_sum: float = 0.0
+    mean: Tensor = field(init=False)
+    scatter: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mean = torch.zeros(self.dimension, dtype=torch.float64, device=self.device)
+        self.scatter = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=self.device)
+
+    def add(self, states: Tensor) -> None:
+        """Take in rows [N,d] of any floating dtype."""
+        if states.shape[0] == 0:
+            return
+        rows = states.to(torch.float64)
+        mean = rows.mean(0)
+        centred = rows - mean
+        self._merge(rows.shape[0], mean, centred.T @ centred)
+        self.norm_sum += float(rows.norm(dim=1).sum())
+
+    def merge(self, other: Moments) -> None:
+        """Take in what another accumulator has seen (Chan's parallel update)."""
+        self._merge(other.count, other.mean.to(self.device), other.scatter.to(self.device))
+        self.norm_sum += other.norm_sum
+
+    def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        if count == 0:
+            return
+        total = self.count + count
+        gap = mean - self.mean
+        self.scatter += scatter + torch.outer(gap, gap) * (self.count * count / total)
+        self.mean += gap * (count / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> Tensor:
+        """Unbiased sample covariance, FP64 [d,d] (Section 4.1, eq. (2)); zero for fewer than two rows."""
+        return self.scatter / max(self.count - 1, 1)
+
+    @property
+    def mean_norm(self) -> float:
+        """Mean 2-norm of the rows: the unit of the model-independent strength grid."""
+        return self.norm_sum / max(self.count, 1)
+
+
+@dataclass
+class CrossMoments:
+    """Sums of h g' and of g over paired rows, FP64 [d,d] and [d]: all that output axes need (Section 4.2, eq. (7))."""
+
+    dimension: int
+    device: torch.device | str = "cpu"
+    count: int = 0
+    product: Tensor = field(init=False)
+    gradient: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradient = torch.zeros(self.dimension, dtype=torch.float64, device=self.device)
+        self.product = torch.zeros(self.dimension, self.dimension, dtype=torch.float64, device=self.device)
+
+    def add(self, states: Tensor, gradients: Tensor) -> None:
+        """Take in paired rows [N,d] and [N,d]."""
+        self.product += states.to(torch.float64).T @ gradients.to(torch.float64)
+        self.gradient += gradients.to(torch.float64).sum(0)
+        self.count += states.shape[0]
+
+    def merge(self, other: CrossMoments) -> None:
+        """Take in what another accumulator has seen."""
+        self.product += other.product.to(self.device)
+        self.gradient += other.gradient.to(self.device)
+        self.count += other.count
+
+    @property
+    def symmetric(self) -> Tensor:
+        """A_f = (H'G + G'H) / 2n, FP64 [d,d] (Section 4.2, eq. (7))."""
+        return (self.product + self.product.T) / (2 * max(self.count, 1))
+
+
+def save_moments(path: Path, moments: dict[int, Moments]) -> None:
+    """Write layer -> moments as one safetensors file, whole or not at all."""
+    tensors: dict[str, Tensor] = {}
+    for layer, m in moments.items():
+        tensors[f"{layer}.mean"] = m.mean.cpu()
+        tensors[f"{layer}.scatter"] = m.scatter.cpu()
+        tensors[f"{layer}.totals"] = torch.tensor([float(m.count), m.norm_sum], dtype=torch.float64)
+    write_whole(path, lambda temporary: save_file(tensors, temporary))
+
+
+def load_moments(path: Path, layers: list[int], device: torch.device | str = "cpu") -> dict[int, Moments] | None:
+    """Layer -> moments from a file of :func:`save_moments`; None if there is none or it is unreadable or lacks a layer."""
+    found: dict[int, Moments] = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for layer in layers:
+                mean = file.get_tensor(f"{layer}.mean")
+                m = Moments(mean.shape[0], device)
+                m.mean, m.scatter = mean, file.get_tensor(f"{layer}.scatter")
+                count, m.norm_sum = file.get_tensor(f"{layer}.totals").tolist()
+                m.count = int(count)
+                found[layer] = m
+    except (OSError, SafetensorError):
+        return None
+    return found

@@ -1,0 +1,112 @@
+"""The network detector: a hidden layer and one head a forget row, trained on captured states to tell whose row this is.
+
+A linear detector asks "is this protected code?" of every state and is often wrong where rows are many and dimensions few. This one
+asks "is this row 17?". Ordinary code resembles some protected row at many a position, but another one at the next, so the
+mean of one row's score over a window of positions tells them apart where no single score can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.applying.gates import network_scores
+from unbind_core.errors import FittingError
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.running.device import SHARED_PASS, threads_for
+
+BATCH = 2048
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
+FIRST_POSITION = 8  # before it a sequence is too short to be told apart
+
+
+@dataclass(frozen=True)
+class Network:
+    """f(h) = heads relu(w h + b) + heads_b, FP32: w [h,d], b [h], heads [K,h], heads_b [K]; one head a forget row.
+
+    A head's score is the log odds, as trained, of its row against retained code.
+    """
+
+    w: Tensor
+    b: Tensor
+    heads: Tensor
+    heads_b: Tensor
+
+    def scores(self, states: Tensor) -> Tensor:
+        """f of states [...,d] -> [...,K]."""
+        return network_scores(states, self.w, self.b, self.heads, self.heads_b)
+
+
+def train_network(
+    forget: Tensor,
+    rows: Tensor,
+    retain: Tensor,
+    *,
+    width: int,
+    steps: int,
+    batch: int = BATCH,
+    seed: int = 0,
+    progress: ProgressCallback = silent,
+    stage: str = "detector",
+) -> Network:
+    """Train by cross-entropy over "retained" and the K rows, half of each ``batch`` of states from either side.
+
+    ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. AdamW, weight decay, learning rate
+    falling to zero. Deterministic for a seed and device. Raises FittingError where the loss is not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device, count = forget.device, int(rows.max()) + 1
+    sample = retain[:: max(1, len(retain) // 10_000)].float()
+    mean, deviation = sample.mean(0), sample.std(0).clamp(min=1e-6)
+    hidden, out = (
+        nn.utils.skip_init(nn.Linear, i, o, device=device) for i, o in ((forget.shape[1], width), (width, count + 1))
+    )
+    for part in (hidden, out):
+        bound = part.in_features**-0.5
+        for parameter in part.parameters():
+            parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+    optimizer = torch.optim.AdamW(
+        [*hidden.parameters(), *out.parameters()],
+        lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
+    targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
+    work = batch * width * (forget.shape[1] + count)
+
+    def step() -> Tensor:
+        ours = torch.randint(len(forget), (batch // 2,), generator=generator)
+        theirs = torch.randint(len(retain), (batch // 2,), generator=generator)
+        x = (
+            torch.cat((forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))))
+            .float()
+            .sub_(mean)
+            .div_(deviation)
+        )
+        y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = out(hidden(x).relu())
+        loss = nn.functional.cross_entropy(logits.float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.detach()
+
+    for _ in counted(range(steps), steps, stage, progress):  # who follows the progress may change the number of threads
+        with torch.enable_grad(), threads_for(device, work, SHARED_PASS):
+            loss = step()
+    if not bool(torch.isfinite(loss)):
+        raise FittingError("the detector's loss is not finite; check the rows and the model's dtype")
+    with torch.no_grad():
+        w = hidden.weight / deviation
+        return Network(
+            w.contiguous(),
+            (hidden.bias - w @ mean).contiguous(),
+            (out.weight[1:] - out.weight[:1]).contiguous(),
+            (out.bias[1:] - out.bias[:1]).contiguous(),
+        )

@@ -1,0 +1,190 @@
+"""What a fit needs of the retain rows alone: computed once per model and retain set, kept on disk, reused by every takedown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from unbind_core.architecture import unwrap
+from unbind_core.evaluation.completions import RetainCompletions, retain_completions
+from unbind_core.evaluation.replay import Replay, cache_key, retain_replay
+from unbind_core.files import write_whole
+from unbind_core.fitting.context import Context
+from unbind_core.fitting.moments import Moments, load_moments, save_moments
+from unbind_core.progress import Progress, ProgressCallback, counted, silent
+from unbind_core.rows import spread
+from unbind_core.running.capture import capture_states
+from unbind_core.running.device import bfloat16_is_fast
+from unbind_core.windows import Window, batches
+
+STATE_FILES = 8
+
+
+def retain_moments(
+    model: nn.Module,
+    windows: Sequence[Window],
+    layers: Sequence[int],
+    *,
+    pad: int,
+    cache: Path | None = None,
+    fingerprint: str = "",
+    progress: ProgressCallback = silent,
+) -> dict[int, Moments]:
+    """Moments of the retain states of every layer by one forward pass a window; kept in ``cache`` if given.
+
+    The key is the model's fingerprint, its dtype, the windows (which hold the retain set and the window policy), the layers.
+    """
+    parameter = next(model.parameters())
+    file = (
+        cache
+        and cache
+        / f"moments-{cache_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers)}.safetensors"
+    )
+    if file:
+        known = load_moments(file, list(layers), parameter.device)
+        if known is not None:
+            return known
+    found: dict[int, Moments] = {}
+    every = list(batches(windows, pad, device=parameter.device))
+    for batch in counted(every, len(every), "retain states", progress):
+        for layer, states in capture_states(model, batch, layers).items():
+            found.setdefault(layer, Moments(states.shape[-1], parameter.device)).add(states[batch.predictors])
+    if file:
+        save_moments(file, found)
+    return found
+
+
+def retain_states(
+    model: nn.Module,
+    windows: Sequence[Window],
+    layers: Sequence[int],
+    *,
+    pad: int,
+    limit_bytes: int,
+    cache: Path | None = None,
+    fingerprint: str = "",
+    progress: ProgressCallback = silent,
+) -> tuple[dict[int, Tensor], Tensor]:
+    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device, kept in ``cache`` if given, in files that
+    are written one after another, so that work that is ended can be gone on with; and which row each is of, int64 [N].
+
+    Every k-th predictor position of all windows, k the smallest for which the layers together stay within ``limit_bytes``.
+    """
+    parameter = next(model.parameters())
+    size = sum(window.target_count for window in windows) * len(layers) * _width(model) * 2
+    step = max(1, -(-size // limit_bytes))
+    roughly = bfloat16_is_fast(parameter.device)  # they are kept in bfloat16 anyway
+    key = cache_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
+    every = list(batches(windows, pad, device=parameter.device))
+    rows = [torch.tensor([w.row for w in one.windows])[one.window_index().cpu()][::step] for one in every]
+    shape = sum(map(len, rows)), _width(model)
+    joined = {layer: torch.empty(shape, dtype=torch.bfloat16, device=parameter.device) for layer in layers}
+    size, filled = max(1, -(-len(every) // STATE_FILES)), 0
+    for first in range(0, len(every), size):
+        file = cache and cache / f"states-{key}-{first}.safetensors"
+        part = _known_states(file, layers, parameter.device) if file else None
+        if part is None:
+            found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+            for done, batch in enumerate(every[first : first + size], start=first + 1):
+                for layer, states in capture_states(model, batch, layers, roughly=roughly).items():
+                    found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
+                progress(Progress("retain states", done, len(every)))
+            part = {layer: torch.cat(states) for layer, states in found.items()}
+            if file:
+                _write_states(file, part)
+        count = len(part[layers[0]])
+        for layer, states in part.items():
+            joined[layer][filled : filled + count] = states
+        filled += count
+    return joined, torch.cat(rows)
+
+
+def _write_states(file: Path, part: dict[int, Tensor]) -> None:
+    tensors = {str(layer): states.cpu() for layer, states in part.items()}
+    write_whole(file, lambda temporary: save_file(tensors, temporary))
+
+
+def _width(model: nn.Module) -> int:
+    return int(unwrap(model).config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
+
+
+def _known_states(file: Path, layers: Sequence[int], device: torch.device) -> dict[int, Tensor] | None:
+    """What a file of states holds; None where there is none or it is damaged."""
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            return {layer: opened.get_tensor(str(layer)) for layer in layers}
+    except (OSError, SafetensorError):
+        return None
+
+
+MOST_LAYERS = 8  # a deep model's upper layers are much alike
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there with the row
+    that each is of, the calibration windows with theirs, and the unedited completions.
+    """
+
+    layers: list[int]
+    states: dict[int, Tensor]
+    rows: Tensor
+    calibration: Replay
+    completions: RetainCompletions
+
+    def without(self, rows: Sequence[int], completions: Sequence[int]) -> Retained:
+        """The same without some retain rows, and without the completions at some places. Takes the states over: the last ones
+        move to where those were that go, as copying a gigabyte to be rid of a few takes seconds.
+        """
+        stay = torch.isin(self.rows, torch.tensor(rows), invert=True)
+        count = int(stay.sum())
+        gone, moved = (~stay[:count]).nonzero()[:, 0], count + stay[count:].nonzero()[:, 0]
+        for part in (*self.states.values(), self.rows):
+            part[gone.to(part.device)] = part[moved.to(part.device)]
+        states = {layer: part[:count] for layer, part in self.states.items()}
+        return Retained(
+            self.layers,
+            states,
+            self.rows[:count],
+            self.calibration.without(rows),
+            self.completions.without(completions),
+        )
+
+
+def retained(context: Context) -> Retained:
+    """From the cache where it is known; nothing of it depends on the forget rows."""
+    layers, fingerprint = spread(context.layers, MOST_LAYERS), context.identity.fingerprint
+    with context.clock.stage("retain states"):
+        states, rows = retain_states(
+            context.model,
+            context.alternating_windows(context.parts.retain_fit),
+            layers,
+            pad=context.pad,
+            limit_bytes=context.options.state_bytes,
+            cache=context.cache,
+            fingerprint=fingerprint,
+            progress=context.progress,
+        )
+    with context.clock.stage("calibration states"):
+        windows = context.retain_windows(context.parts.retain_calibration)
+        calibration = retain_replay(
+            context.model, windows, layers, pad=context.pad, cache=context.cache, fingerprint=fingerprint
+        )
+    with context.clock.stage("retain completions"):
+        completions = retain_completions(
+            context.model,
+            context.tokenizer,
+            context.retain,
+            context.parts.retain_calibration,
+            layers,
+            context.cache,
+            fingerprint,
+            context.progress,
+        )
+    return Retained(layers, states, rows, calibration, completions)

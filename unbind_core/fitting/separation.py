@@ -1,0 +1,99 @@
+"""How far apart a network puts forget and retain rows: evidence over a window, the thresholds that follow, bounds of rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unbind_core.applying.gates import windowed
+
+WINDOWS = (8, 16, 32)
+GAP = (0.75, 0.5, 0.25)
+RESAMPLES, CONFIDENCE = 1000, 0.95
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The largest head's windowed score of one sequence, FP32 [T], and from where on its gate should be open."""
+
+    row: int
+    first: int
+    e: Tensor
+
+
+def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int) -> list[Evidence]:
+    """e_t of (row, first position that matters, scores [T,K]) for a window, unclipped."""
+    found = []
+    for row, first, scores in sequences:
+        seen = torch.arange(1, len(scores) + 1, device=scores.device)
+        found.append(Evidence(row, first, windowed(scores.unsqueeze(0), window, seen)[0].amax(-1)))
+    return found
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How far apart a detector puts forget and retain evidence with one window.
+
+    ``retained`` is the lowest threshold at which the bound of the retain rows' opening rate is within the budget,
+    ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of the forget positions reach,
+    ``reference`` the mean retain score (the paper's s_ref). ``margin`` is the gap between forgotten and retained, in units
+    of the distance between the two medians.
+    """
+
+    window: int
+    reference: float
+    retained: float
+    highest: float
+    forgotten: float
+    margin: float
+
+    def to_json(self) -> dict[str, float]:
+        """As reports hold it."""
+        return {key: round(value, 4) for key, value in self.__dict__.items()}
+
+    @property
+    def thresholds(self) -> list[float]:
+        """Where to open, the dearest to reach first: in the gap between the two sides, from nearer to the forget side down;
+        without a gap over all retain scores, where nearly all forget positions are reached as far as the retain side allows,
+        and between.
+        """
+        gap = self.forgotten - self.highest
+        if gap > 0:
+            return [self.highest + share * gap for share in GAP]
+        lowest = max(self.retained, self.forgotten)
+        return [self.highest, (self.highest + lowest) / 2, lowest]
+
+
+def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:
+    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, as a 95 % bound over rows."""
+    ours = torch.cat([one.e[one.first :] for one in forget])
+    theirs = torch.cat([one.e for one in retain])
+    retained = _lowest_within(retain, theirs, rate)
+    forgotten = float(ours.kthvalue(max(1, round(0.005 * len(ours)))).values)
+    spread = float(ours.median() - theirs.median())
+    margin = (forgotten - retained) / spread if spread > 0 else -1.0
+    return Separation(window, float(theirs.mean()), retained, float(theirs.max()), forgotten, margin)
+
+
+def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:
+    """The lowest of some thresholds at which the bound of the opening rate is within ``rate``; if none is, just over them all."""
+    for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.02):
+        tau = float(every.topk(max(1, round(share * rate * len(every)))).values[-1])
+        rows: dict[int, tuple[float, float]] = {}
+        for one in retain:
+            opened, count = rows.get(one.row, (0.0, 0.0))
+            rows[one.row] = opened + float((one.e >= tau).sum()), count + len(one.e)
+        if upper_bound(list(rows.values())) <= rate:
+            return tau
+    return float(every.max()) * (1 + 1e-6) + 1e-6
+
+
+def upper_bound(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
+    """95 % upper confidence bound of sum(a) / sum(b) over (a, b) of each row, by bootstrap over rows."""
+    table = torch.tensor(parts, dtype=torch.float64)
+    drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))
+    sums = table[drawn].sum(1)
+    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(CONFIDENCE))

@@ -1,0 +1,92 @@
+"""A module's bytes: safetensors with one metadata key, ``unbind``, that holds canonical JSON and a checksum over everything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from unbind_core.errors import ModuleFileError
+
+FORMAT = 1
+KEY = "unbind"
+# What reading bytes that mean to do harm can raise, of safetensors, torch and json.
+UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+TENSORS = ("w", "v", "b", "heads", "heads_b")
+DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
+    """SHA-256 over the tensors and the canonical JSON without the checksum itself: damage and hand edits show."""
+    digest = hashlib.sha256()
+    for key in TENSORS:
+        if key in tensors:
+            digest.update(tensors[key].numpy().tobytes())
+    digest.update(_canonical(described).encode())
+    return digest.hexdigest()
+
+
+def written(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> bytes:
+    """The file as bytes; the same content gives the same bytes. TypeError, ValueError or RecursionError where ``described``
+    is not JSON.
+    """
+    whole = {**described, "checksum": _checksum(tensors, described)}
+    return save_tensors(dict(tensors), metadata={KEY: _canonical(whole)})
+
+
+def read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and metadata of a whole, unaltered file of this format; raises ModuleFileError, beginning with ``origin``."""
+    try:
+        tensors = load_tensors(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = header.get("__metadata__") or {}
+    except UNREADABLE as error:
+        raise ModuleFileError(f"{origin}: truncated, or not a safetensors file ({error}); copy it again") from error
+    text = metadata.get(KEY)
+    if text is None or len(metadata) != 1:
+        raise ModuleFileError(
+            f"{origin}: a safetensors file, but not a module ('{KEY}' must be its one metadata key); give a module file"
+        )
+    try:
+        described = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModuleFileError(f"{origin}: its metadata is not JSON ({error}); restore the original file") from error
+    if not isinstance(described, dict):
+        raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")
+    version = described.get("format")
+    if type(version) is not int or version != FORMAT:
+        newer = type(version) is int and version > FORMAT
+        remedy = "upgrade this software" if newer else "fit it again"
+        told = type(version).__name__ if isinstance(version, (list, dict)) else shown(version)
+        raise ModuleFileError(f"{origin}: format {told} is not the one this version reads ({FORMAT}); {remedy}")
+    kind = described.get("detector")
+    kinds = [DETECTORS[kind]] if isinstance(kind, str) and kind in DETECTORS else list(DETECTORS.values())
+    if set(tensors) not in kinds:
+        raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)}, not those of a module; give a module file")
+    claimed = described.pop("checksum", None)
+    try:
+        actual = _checksum(tensors, described)
+        canonical = _canonical(described | {"checksum": claimed})
+    except UNREADABLE as error:
+        raise ModuleFileError(f"{origin}: a value is not finite or of a wrong type ({error}); fit it again") from error
+    if claimed != actual or canonical != text:
+        raise ModuleFileError(
+            f"{origin}: altered after it was written (the checksum differs); restore the original file"
+        )
+    described.pop("format")
+    return tensors, described
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it; Python does not write out whole numbers of more than 4,300 digits."""
+    return "a very large number" if type(value) is int and abs(value) >= 2**63 else repr(value)[:80]

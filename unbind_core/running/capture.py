@@ -1,0 +1,131 @@
+"""States and exact per-target gradients of every layer from one forward and one backward pass.
+
+The paper (Appendix B.1) calls autograd once per target token. In a causal decoder the loss of target ``t + 1`` depends on the state
+``h_t`` only through position ``t``'s own stream: keys and values of earlier positions cannot depend on it. So the attention
+of ``own_position.py`` passes gradient to keys and values of the query's own position only. Then the gradient of the *summed*
+loss with respect to a layer's output is, at row ``t``, exactly ``dL_t/dh_t``, for all layers at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.architecture import decoder_layers, unwrap
+from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.running.device import bfloat16_is_fast
+from unbind_core.running.own_position import (
+    REMEDY,
+    own_position_attention,
+    require_own_position,
+)
+from unbind_core.running.recording import frozen, recording
+from unbind_core.windows import Batch, Window, make_batch
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one batch gave, N = scored predictions of the batch in window order.
+
+    ``states`` and ``gradients``: layer -> [N,d] in the model's dtype (gradients empty if not asked for);
+    ``nll``: FP32 (or wider) [N], natural log.
+    """
+
+    batch: Batch
+    states: dict[int, Tensor]
+    gradients: dict[int, Tensor]
+    nll: Tensor
+
+
+def target_nll(logits: Tensor, batch: Batch) -> Tensor:
+    """-log p(x_{t+1} | x_<=t) of every target (Section 3, eq. (1)): logits [B,T,V] -> FP32 (or wider) [N]."""
+    chosen = logits[batch.predictors]
+    wide = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    return nn.functional.cross_entropy(wide, batch.next_tokens(), reduction="none")
+
+
+def capture_states(
+    model: nn.Module, batch: Batch, layers: Sequence[int], *, roughly: bool = False
+) -> dict[int, Tensor]:
+    """States [B,T,d] at the given layers, of every position, by one forward pass without gradients and without logits.
+
+    ``roughly`` takes matrix products in bfloat16 where those are fast: to train on, not to measure by.
+    """
+    device = batch.ids.device
+    products = torch.autocast(device.type, torch.bfloat16, enabled=roughly and bfloat16_is_fast(device))
+    with torch.no_grad(), frozen(model), recording(model, layers) as states, products:
+        unwrap(model).base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)  # type: ignore[operator]
+        return states
+
+
+def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Capture:
+    """States and exact gradients dL_t/dh_t (Section 3, eq. (1)) at the given layers, by one forward and one backward pass.
+
+    Raises UnsupportedArchitecture where the model mixes tokens by anything but causal softmax attention.
+    """
+    with torch.enable_grad(), frozen(model), own_position_attention(model):
+        with recording(model, layers, differentiable=True) as states:
+            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        require_own_position(model, len(decoder_layers(model)))
+        nll = target_nll(logits, batch)
+        grads = torch.autograd.grad(nll.sum(), [states[i] for i in layers])
+    return Capture(
+        batch,
+        {i: states[i].detach()[batch.predictors] for i in layers},
+        {i: g[batch.predictors] for i, g in zip(layers, grads, strict=True)},
+        nll.detach(),
+    )
+
+
+def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) -> Capture:
+    """The paper's procedure (Appendix B.1): one autograd call a target on the model's own attention. The slow reference."""
+    batch = make_batch([window], 0, next(model.parameters()).device)
+    with torch.enable_grad(), frozen(model):
+        with recording(model, layers, differentiable=True) as states:
+            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        nll = target_nll(logits, batch)
+        positions = batch.predictors[0].nonzero()[:, 0].tolist()
+        rows: dict[int, list[Tensor]] = {i: [] for i in layers}
+        for loss, position in zip(nll, positions, strict=True):
+            grads = torch.autograd.grad(loss, [states[i] for i in layers], retain_graph=True)
+            for i, grad in zip(layers, grads, strict=True):
+                rows[i].append(grad[0, position])
+    return Capture(
+        batch,
+        {i: states[i].detach()[batch.predictors] for i in layers},
+        {i: torch.stack(rows[i]) for i in layers},
+        nll.detach(),
+    )
+
+
+def relative_errors(found: Capture, reference: Capture) -> dict[int, float]:
+    """Layer -> ||G - G_ref|| / ||G_ref|| in the Frobenius norm, in FP64."""
+    return {
+        i: float((found.gradients[i].double() - g.double()).norm() / g.double().norm())
+        for i, g in reference.gradients.items()
+    }
+
+
+def check_exactness(
+    model: nn.Module, window: Window, layers: Sequence[int], targets: int = 2, length: int = 64
+) -> float:
+    """Compare one-pass capture with the reference on a few targets of a short window; returns the largest relative error.
+
+    Guards against models that mix tokens in ways the attention count cannot see. Raises UnsupportedArchitecture above
+    1e-3 (float32, float64) or 0.2 (half precision).
+    """
+    ids = window.ids[:length]
+    short = Window(ids, max(1, len(ids) - targets), window.row, window.form)
+    reference = capture_per_target(model, short, layers)
+    found = capture(model, reference.batch, layers)
+    worst = max(itertools.chain(relative_errors(found, reference).values(), [0.0]))
+    limit = 0.2 if found.nll.dtype is not torch.float64 and next(model.parameters()).dtype.itemsize == 2 else 1e-3
+    if not worst <= limit:
+        raise UnsupportedArchitecture(
+            f"{type(unwrap(model)).__name__}: one-pass gradients are off by {worst:.1e} (relative) on a sample; {REMEDY}"
+        )
+    return worst

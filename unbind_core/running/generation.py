@@ -1,0 +1,132 @@
+"""Batched completion of token prompts with a transformers model: what calibration and evaluation generate with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.architecture import unwrap
+from unbind_core.progress import Progress, ProgressCallback, counted, silent
+from unbind_core.running.attention import sharing_keys
+from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.recording import frozen
+
+SHORTEST_STRETCH = 4  # tokens
+Editing = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy at temperature 0, else nucleus sampling; ``seed`` is added to the batch number."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def complete(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    pad: int,
+    end: int | None,
+    editing: Editing = nullcontext,
+    batch_tokens: int = 16_384,
+    stage: str = "generate",
+    progress: ProgressCallback = silent,
+) -> list[list[int]]:
+    """New token ids for each prompt (without the end token and what follows it), in the order of ``prompts``.
+
+    Prompts of similar length share a left-padded batch of at most ``batch_tokens`` positions, new ones included.
+    ``editing()`` is entered around each batch (for example ``lambda: attach(model, bank)``).
+    """
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    groups: list[list[int]] = []
+    for index in order:
+        width = len(prompts[groups[-1][0]]) + sampling.max_new_tokens if groups else 0
+        if groups and (len(groups[-1]) + 1) * width <= batch_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    results: list[list[int]] = [[] for _ in prompts]
+    inner = unwrap(model)
+    device = next(inner.parameters()).device
+    options: dict[str, object] = {
+        "pad_token_id": pad,
+        "eos_token_id": end,
+        "return_dict_in_generate": True,
+        "repetition_penalty": 1.0,  # a checkpoint's own default would hide what the model knows by heart
+    }
+    if sampling.temperature > 0:
+        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    else:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    with torch.no_grad(), frozen(model):
+        for number, group in enumerate(counted(groups, len(groups), stage, progress)):
+            width = max(len(prompts[i]) for i in group)
+            ids = torch.full((len(group), width), pad, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, index in enumerate(group):
+                ids[row, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+                mask[row, width - len(prompts[index]) :] = 1
+            with (
+                torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+                sharing_keys(inner),
+                editing(),
+            ):
+                torch.manual_seed(sampling.seed + number)
+                told = partial(_stretch, progress, Progress(stage, number, len(groups)))
+                new = _continued(inner, ids.to(device), mask.to(device), sampling.max_new_tokens, end, options, told)
+            for index, tokens in zip(group, new, strict=True):
+                results[index] = tokens
+    return results
+
+
+def _stretch(progress: ProgressCallback, group: Progress, done: int, count: int) -> None:
+    progress(replace(group, message=f"{done} of up to {count} tokens"))
+
+
+def _continued(
+    model: Any, ids: Tensor, mask: Tensor, count: int, end: int | None, options: dict[str, object],
+    told: Callable[[int, int], None],
+) -> list[list[int]]:  # fmt: skip
+    """Up to ``count`` tokens after each row of ``ids`` [B,T], without the end token and what follows it.
+
+    In stretches, each as long as all before it: rows that have ended leave the batch between two, with their part of the
+    cache. Under a module most rows end at once, and a few go on. ``told`` hears how many tokens there are, and how many at most.
+    """
+    found: list[list[int]] = [[] for _ in ids]
+    live = torch.arange(len(ids))
+    cache, done = None, 0
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    while done < count:
+        stretch = min(max(SHORTEST_STRETCH, done), count - done)
+        computed = len(ids) if done else ids.numel()  # positions in the largest pass of this stretch
+        with threads_for(ids.device, computed * parameters, SHARED_PASS):
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=stretch, **options
+            )
+        new = out.sequences[:, ids.shape[1] :]
+        going = []
+        for row, tokens in enumerate(new.tolist()):
+            ended = end is not None and end in tokens
+            found[int(live[row])] += tokens[: tokens.index(end)] if ended else tokens
+            if not ended:
+                going.append(row)
+        done += stretch
+        told(done, count)
+        if not going or done >= count:
+            break
+        cache, rows = out.past_key_values, torch.tensor(going, device=ids.device)
+        ids, mask, live = out.sequences[rows], torch.cat((mask, torch.ones_like(new)), 1)[rows], live[going]
+        if len(going) < len(new):
+            cache.batch_select_indices(rows)
+    return found

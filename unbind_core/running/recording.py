@@ -1,0 +1,58 @@
+"""States of decoder layers as a model computes them, with its parameters left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from unbind_core.architecture import decoder_layers
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no parameter gradients inside; restores both."""
+    training = model.training
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval()
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        model.train(training)
+
+
+@contextmanager
+def recording(model: nn.Module, layers: Sequence[int], *, differentiable: bool = False) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs [B,T,d] of the given decoder layers during a forward pass.
+
+    ``differentiable`` starts the autograd graph at the lowest of them, so that nothing below it costs a backward pass.
+    """
+    states: dict[int, Tensor] = {}
+    blocks = decoder_layers(model)
+    handles: list[RemovableHandle] = []
+
+    def hook(index: int, first: bool) -> Any:
+        def record(_module: nn.Module, _args: Any, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if differentiable and first:
+                hidden = hidden.detach().requires_grad_(True)
+                output = (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+            states[index] = hidden
+            return output
+
+        return record
+
+    try:
+        lowest = min(layers)
+        handles += [blocks[i].register_forward_hook(hook(i, i == lowest)) for i in layers]
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
