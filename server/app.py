@@ -10,25 +10,11 @@ from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from server import errors
-from server.api import (
-    access,
-    audit,
-    chat,
-    completions,
-    console,
-    evidence,
-    fim,
-    health,
-    infill,
-    jobs,
-    models,
-    modules,
-    native,
-    takedowns,
-    tokens,
-)
+from server.api import console, health, models
+from server.api.admin import access, audit, evidence, jobs, modules, takedowns
 from server.api.admission import KeyFirst, OwnName
 from server.api.characters import whole_characters
+from server.api.inference import chat, completions, fim, infill, native, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.policy import HEADER
 from server.service import Service, load_served

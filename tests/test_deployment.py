@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from server.settings import PREFIX, Settings
-from tests.repository import FILES, ROOT, relative
+from tests.support.repository import FILES, ROOT, relative
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 KUBERNETES = ROOT / "deploy/kubernetes"

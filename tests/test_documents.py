@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import unbind_core
 from server.cli import build
 from server.settings import PREFIX, Settings
-from tests.repository import FILES, ROOT, relative
+from tests.support.repository import FILES, ROOT, relative
 
 
 def test_make_knows_the_targets_that_documents_name() -> None:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tests.repository import FILES, PYTHON, ROOT, TEXT, relative
+from tests.support.repository import FILES, PYTHON, ROOT, TEXT, relative
 
 
 def test_every_python_file_opens_with_a_docstring() -> None:

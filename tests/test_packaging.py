@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.repository import FILES, ROOT, files_of, imports, relative
+from tests.support.repository import FILES, ROOT, files_of, imports, relative
 
 
 def project() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.repository import ROOT
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "PYTHONPATH": str(ROOT)}

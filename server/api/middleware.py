@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.answers import DONE, event_bytes
-from server.api.call import PROFILE_KEY
+from server.api.inference.answers import DONE, event_bytes
+from server.api.inference.call import PROFILE_KEY
 from server.errors import ApiError, error_body, response
 from server.settings import Settings
 

@@ -132,7 +132,7 @@ def bench_filter(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """What modules cost: the bank's time as a share of a forward pass, for 1 to 512 modules."""
-    from server.bench_filter import run
+    from server.bench.filter import run
 
     with clear_errors():
         figures = run(load(model, adapter, dtype, device))
@@ -158,7 +158,7 @@ def gate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
-    from server.bench_gate import gate_figures
+    from server.bench.gate import gate_figures
 
     with clear_errors():
         chosen = numbers(sizes, int, "--sizes", "24,40") or ()
@@ -208,7 +208,7 @@ def bench_serve(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """How fast the engine serves, against the library's static and continuous batching; prefix reuse; HTTP."""
-    from server import bench_serve as figures_of
+    from server.bench import serve as figures_of
 
     named = {"model": model, "adapter": adapter or (None if model else demo.ADAPTER), "dtype": dtype, "device": device}
     settings: dict[str, object] = {key: value for key, value in named.items() if value is not None}

@@ -24,7 +24,7 @@ def fuzz(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Spoilt bodies, uploads and HTTP to every route of a server: no 5xx but 503, and /health within half a second."""
-    from server.bench_fuzz import run
+    from server.bench.fuzz import run
 
     settings: dict[str, object] = {"model": model} if model is not None else {}
     with clear_errors():

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from server.bench_takedown import measure_takedown
+from server.bench.takedown import measure_takedown
 from server.cli.bench import app as bench
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.settings import DEMO

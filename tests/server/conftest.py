@@ -15,9 +15,9 @@ from server.engine.engine import Engine
 from server.registry.database import connect, upgrade
 from server.registry.registry import Registry
 from tests.core.conftest import save_checkpoint
-from tests.server.databases import KINDS, NOTE, new_database, postgresql
-from tests.server.live import Live, live
-from tests.server.modules import build_module
+from tests.support.databases import KINDS, NOTE, new_database, postgresql
+from tests.support.live import Live, live
+from tests.support.modules import build_module
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.module import UnbindModule
 

@@ -22,7 +22,7 @@ from server.registry.files import job_dir, save_json
 from server.registry.registry import Registry
 from server.registry.tables import JobState
 from server.settings import Settings
-from tests.server.test_registry import claim, made_by, submit
+from tests.server.registry.test_registry import claim, made_by, submit
 
 HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single'"
 TRIAL = {"layer": 2, "quantile": 0.9, "kappa": 3.0, "forget_gain": 1.5, "verdict": "selected",

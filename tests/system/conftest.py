@@ -20,7 +20,7 @@ import pytest
 
 from server.worker.process import python
 from tests.core.conftest import CORPUS, save_checkpoint
-from tests.system.disks import Disk, small_disk
+from tests.support.disks import Disk, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from server.cli import build
 from tests.server.conftest import build_module
+from tests.support.disks import Disk
 from tests.system.conftest import ADMIN_KEY, ServerProcess, serving
-from tests.system.disks import Disk
 from unbind_core.architecture import load_model
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + secret_{i}\n"} for i in range(5)]

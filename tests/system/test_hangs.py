@@ -30,7 +30,7 @@ def shop(tmp_path: Path) -> Iterator[Workshop]:
 @contextmanager
 def supervised(shop: Workshop) -> Iterator[Supervisor]:
     """A worker under a server's supervisor, which runs in a loop of its own as in the server."""
-    supervisor = Supervisor(shop.settings, python("tests.system.fast_stages", "worker"))
+    supervisor = Supervisor(shop.settings, python("tests.support.fast_stages", "worker"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system import markers
+from tests.support import markers
 from tests.system.test_worker import LEASE, Workshop, workshop
 
 KILLS = 2  # at each place: the next worker is killed there as well

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, RateLimitError
 
-from tests.server.modules import build_module
+from tests.support.modules import build_module
 from tests.system.conftest import ServerProcess, serving
 from unbind_core.architecture import load_model
 

@@ -14,8 +14,8 @@ import pytest
 from openai import OpenAI
 
 from server.evidence.signing import verify
+from tests.support.memorising import forget_rows, retain_rows, train, write_rows
 from tests.system.conftest import ServerProcess, serving
-from tests.system.memorising import forget_rows, retain_rows, train, write_rows
 
 ROWS = forget_rows()
 UNKNOWN = [

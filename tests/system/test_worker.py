@@ -22,8 +22,8 @@ from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
 from server.worker.process import python
+from tests.support.disks import Disk
 from tests.system.conftest import ROOT
-from tests.system.disks import Disk
 
 ADMIN = Actor("admin", "test")
 LEASE = 1.5
@@ -43,7 +43,7 @@ class Workshop:
         """A worker process."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         process = subprocess.Popen(
-            python("tests.system.fast_stages", "worker"), cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            python("tests.support.fast_stages", "worker"), cwd=ROOT, stderr=subprocess.PIPE, text=True,
             env={**inherited, **self.settings.to_environment(), "PYTHONPATH": str(ROOT), **environment},
         )  # fmt: skip
         threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True).start()
@@ -87,7 +87,7 @@ class Workshop:
             except OSError:
                 continue
             mine = f"{PREFIX}DATA_DIR={self.settings.data_dir}".encode() in environment.split(b"\0")
-            if mine and b"tests.system.fast_stages" in command and b"worker" not in command and state != "Z":
+            if mine and b"tests.support.fast_stages" in command and b"worker" not in command and state != "Z":
                 found.append(int(entry.name))
         return found
 

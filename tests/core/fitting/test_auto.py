@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from server.worker import child
 from tests.core.conftest import make_network_module
-from tests.system import memorising
+from tests.support import memorising
 from unbind_core import FitOptions, FitReport, LoadedModel, ModuleBank, UnbindModule, attach, fit, load_model
 from unbind_core.architecture import decoder_layers
 from unbind_core.errors import Cancelled, InsufficientRows

@@ -1,0 +1,189 @@
+"""``/admin/v1``: keys, profiles and policies. Every route needs a key with the admin scope."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+
+from server.api.admin.routes import Acting, Served, admin_router, refusals
+from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
+from server.errors import ApiError
+from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope
+from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths
+from server.service import Service
+
+router = admin_router()
+
+
+class KeyBody(BaseModel):
+    """A key to be made."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    name: Annotated[StrictStr, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
+    scopes: Annotated[list[Scope], Field(min_length=1, max_length=len(SCOPES))] = ["inference"]
+    enforced: Strengths = {}
+    allowed: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] | None = None
+    shadow: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] = []
+    profile: ProfileName | None = None
+    expires_at: Annotated[float, Field(gt=0, lt=1e11, description="seconds since the epoch, UTC")] | None = None
+    expires_in: Annotated[float, Field(gt=0, lt=1e10, description="seconds from now")] | None = None
+    requests_per_minute: (
+        Annotated[float, Field(gt=0, le=1_000_000, description="each prompt of a call, times its answers, is one")]
+        | None
+    ) = None
+    burst: Annotated[StrictInt, Field(ge=1, le=1_000_000, description="requests at once")] | None = None
+    tokens_per_minute: (
+        Annotated[
+            float,
+            Field(gt=0, le=1e12, description="of prompts and answers; what a call used is taken off when it is known"),
+        ]
+        | None
+    ) = None
+
+
+@router.post("/keys", status_code=201)
+def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
+    """Make a key; its text is in this answer and nowhere else."""
+    now = time.time()
+    if body.expires_at is not None and body.expires_in is not None:
+        raise ApiError(400, "expires_in: goes without expires_at", param="expires_in", code="invalid_value")
+    if body.profile is not None:
+        _known_profile(served, body.profile)
+    rules = Rules.model_validate({"enforced": body.enforced, "allowed": body.allowed, "shadow": body.shadow})
+    with refusals():
+        key, text = served.access.create_key(
+            body.name, actor, now, scopes=tuple(dict.fromkeys(body.scopes)), rules=rules, profile=body.profile,
+            expires_at=now + body.expires_in if body.expires_in is not None else body.expires_at,
+            per_minute=body.requests_per_minute, burst=body.burst, tokens_per_minute=body.tokens_per_minute,
+        )  # fmt: skip
+    return {**key_view(key, rules), "key": text}
+
+
+@router.get("/keys")
+async def list_keys(served: Served) -> dict[str, Any]:
+    """Every key, revoked ones too, without their texts."""
+    current = served.access.current
+    keys = sorted(current.keys.values(), key=lambda key: key.created_at)
+    return {"object": "list", "data": [key_view(key, current.of(f"key:{key.id}")) for key in keys]}
+
+
+@router.delete("/keys/{key_id}")
+def revoke_key(key_id: str, served: Served, actor: Acting) -> dict[str, Any]:
+    """Make a key useless for good."""
+    try:
+        with refusals():
+            key = served.access.revoke_key(key_id, actor, time.time())
+    except NoSuchKey as error:
+        raise ApiError(404, str(error), param="key_id", code="key_not_found") from None
+    return key_view(key, served.access.current.of(f"key:{key.id}"))
+
+
+def key_view(key: Key, rules: Rules) -> dict[str, Any]:
+    """A key as the API and the command line show it."""
+    return {
+        "id": key.id,
+        "object": "key",
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "profile": key.profile,
+        **rules.model_dump(include={"enforced", "allowed", "shadow"}),
+        "requests_per_minute": key.per_minute,
+        "burst": key.burst if key.per_minute is not None else None,
+        "tokens_per_minute": key.tokens_per_minute,
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
+    }
+
+
+@router.get("/profiles")
+async def list_profiles(served: Served) -> dict[str, Any]:
+    """Every profile and where it is defined."""
+    return {"object": "list", "data": [_profile_view(served, name) for name in profile_names(served)]}
+
+
+@router.get("/profiles/{name}")
+async def show_profile(name: str, served: Served) -> dict[str, Any]:
+    """One profile."""
+    _known_profile(served, name)
+    return _profile_view(served, name)
+
+
+@router.put("/profiles/{name}")
+def put_profile(name: ProfileName, rules: Rules, served: Served, actor: Acting) -> dict[str, Any]:
+    """Define a profile, or define it anew; the next request runs under it."""
+    _changeable(served, name)
+    with refusals():
+        served.access.put_rules(PREFIX + name, rules, actor, time.time())
+    return _profile_view(served, name)
+
+
+@router.delete("/profiles/{name}")
+def delete_profile(name: str, served: Served, actor: Acting) -> dict[str, Any]:
+    """Forget a profile. A key that has it is refused until it exists again."""
+    _known_profile(served, name)
+    _changeable(served, name)
+    with refusals():
+        served.access.delete_rules(PREFIX + name, actor, time.time())
+    return {"name": name, "object": "profile", "deleted": True}
+
+
+def _known_profile(served: Service, name: str) -> None:
+    if name not in profile_names(served):
+        known = ", ".join(profile_names(served)) or "none"
+        raise ApiError(
+            404, f"profile '{name[:80]}' does not exist; there are: {known}", param="profile", code="profile_not_found"
+        )
+
+
+def _changeable(served: Service, name: str) -> None:
+    if name in served.settings.profiles:
+        raise ApiError(
+            409, f"profile '{name}' is defined in the settings; change it there", param="name", code="profile_fixed"
+        )
+
+
+def _profile_view(served: Service, name: str) -> dict[str, Any]:
+    source: Literal["settings", "registry"] = "settings" if name in served.settings.profiles else "registry"
+    return {"name": name, "object": "profile", "source": source, **profile_rules(served, name).model_dump()}
+
+
+@router.get("/policies/{scope}")
+async def show_policy(scope: str, served: Served) -> dict[str, Any]:
+    """The rules of ``global``, ``key:ID`` or ``profile:NAME``; those of the settings apply beside the global ones."""
+    _known_scope(served, scope)
+    rules = served.settings.profiles.get(scope.removeprefix(PREFIX)) if scope.startswith(PREFIX) else None
+    return _policy_view(served, scope, rules or served.access.current.of(scope))
+
+
+@router.put("/policies/{scope}")
+def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[str, Any]:
+    """Write the rules of a scope, whole; the next request runs under them."""
+    _known_scope(served, scope)
+    if scope.startswith(PREFIX):
+        _changeable(served, scope.removeprefix(PREFIX))
+    with refusals():
+        served.access.put_rules(scope, rules, actor, time.time())
+    return _policy_view(served, scope, rules)
+
+
+def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
+    fixed = {"settings": {"enforced": served.settings.enforced}} if scope == SERVER_SCOPE else {}
+    missing = sorted({*rules.modules, *rules.enforced} - served.applicable)
+    return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
+
+
+def _known_scope(served: Service, scope: str) -> None:
+    if scope in scopes(served):
+        return
+    if scope.startswith(PREFIX):
+        _known_profile(served, scope.removeprefix(PREFIX))
+        return
+    raise ApiError(
+        404,
+        f"scope '{scope[:80]}' does not exist; use global, key:ID or profile:NAME",
+        param="scope",
+        code="scope_not_found",
+    )

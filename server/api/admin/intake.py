@@ -1,0 +1,137 @@
+"""A posted forget set -> rows: JSON rows, JSONL, or an archive of source files.
+
+Every refusal is a DataError that names the row or file. Limits are checked while reading, so that a small upload cannot become a
+large one. How archives are read: ``archives.py``. How files become rows: see ``pieces``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
+from typing import Any
+
+from server.api.admin.archives import shown, tar_files, zip_files
+from unbind_core.errors import DataError, InsufficientRows
+from unbind_core.rows import ForgetRow, forget_row, parse_forget
+
+MAX_ROWS = 100_000
+MAX_ROW_CHARACTERS = 200_000
+PIECE_LINES = 60
+SHORTEST_PIECE_LINES = 20
+LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines cuts
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A forget set that can be used, and what was left out of it."""
+
+    rows: list[ForgetRow]
+    duplicates_dropped: int
+    files_skipped: int = 0
+
+
+def from_json(rows: Sequence[dict[str, Any]]) -> Intake:
+    """Rows of a JSON body."""
+    return _checked([(f"rows.{index}", forget_row(row, f"rows.{index}")) for index, row in enumerate(rows)])
+
+
+def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> Intake:
+    """Rows of an uploaded file: .zip, .tar.gz or JSONL, told apart by content."""
+    if data[:4] == b"PK\x03\x04":
+        return _from_files(zip_files(data), include, exclude)
+    if data[:2] == b"\x1f\x8b":
+        return _from_files(tar_files(data), include, exclude)
+    if not data.strip():
+        raise DataError("file: it is empty; give JSONL, .zip or .tar.gz")
+    if b"\x00" in data:
+        raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL or one of these")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"file: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    lines = text.split("\n")
+    _check_rows(sum(bool(line.strip()) for line in lines))
+    rows = parse_forget(lines, "file")
+    return _checked([(f"file row {number}", row) for number, row in enumerate(rows, start=1)])
+
+
+def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> Intake:
+    _check_rows(len(rows))
+    kept: dict[tuple[str, str], ForgetRow] = {}
+    for where, row in rows:
+        if len(row.prompt) + len(row.continuation) > MAX_ROW_CHARACTERS:
+            raise DataError(f"{where}: longer than {MAX_ROW_CHARACTERS} characters; split it into several rows")
+        if "\x00" in row.prompt or "\x00" in row.continuation:
+            raise DataError(f"{where}: holds a NUL character, so it is not text; leave it out")
+        try:
+            f"{row.prompt}{row.continuation}{row.source}{row.language}".encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{where}: holds half of a surrogate pair, which is no character; mend its encoding"
+            ) from None
+        kept.setdefault((row.prompt, row.continuation), row)
+    if not kept:
+        raise InsufficientRows("rows: none given; at least one is needed")
+    return Intake(list(kept.values()), len(rows) - len(kept), files_skipped)
+
+
+def _check_rows(count: int) -> None:
+    if count > MAX_ROWS:
+        raise DataError(f"rows: {count} given, at most {MAX_ROWS} in one takedown; split them into several")
+
+
+def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], exclude: Sequence[str]) -> Intake:
+    rows: list[tuple[str, ForgetRow]] = []
+    skipped = found = lines = 0
+    for name, data in files:
+        if (include and not any(fnmatch(name, glob) for glob in include)) or any(
+            fnmatch(name, glob) for glob in exclude
+        ):
+            continue
+        found += 1
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = "\x00"
+        if "\x00" in text:
+            skipped += 1  # images and the like lie in every source tree
+            continue
+        lines += sum(text.count(end) for end in LINE_ENDS)
+        if lines > MAX_ROWS * PIECE_LINES:
+            raise DataError(
+                f"file: '{shown(name)}' and the files before it have more than {MAX_ROWS * PIECE_LINES} lines; split it"
+            )
+        language = PurePosixPath(name).suffix.lstrip(".")
+        where = shown(name)
+        rows += [
+            (where, forget_row({"text": piece, "language": language, "source": name}, where)) for piece in pieces(text)
+        ]
+        _check_rows(len(rows))
+    if not rows:
+        raise DataError(
+            f"file: no rows in the archive ({found} files match, {skipped} of them are not UTF-8 text); check 'include'"
+        )
+    return _checked(rows, skipped)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Cut a source file into rows.
+
+    At most 60 lines each, cut where an unindented line follows a blank one, if there is such a place after the twentieth line.
+    Pieces of fewer than two lines that are not blank are left out.
+    """
+    lines = text.splitlines(keepends=True)
+    start = 0
+    while start < len(lines):
+        end = min(start + PIECE_LINES, len(lines))
+        if end < len(lines):
+            places = range(end, start + SHORTEST_PIECE_LINES, -1)
+            end = next(
+                (i for i in places if not lines[i - 1].strip() and lines[i].strip() and not lines[i][0].isspace()), end
+            )
+        piece = "".join(lines[start:end]).strip("\r\n")
+        if sum(bool(line.strip()) for line in piece.splitlines()) >= 2:
+            yield piece + "\n"
+        start = end

@@ -1,0 +1,153 @@
+"""``/admin/v1/modules``: the versions there are, and every change of their state. A change names the revision it is meant for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Response
+from sqlalchemy.exc import OperationalError
+from starlette.responses import JSONResponse
+
+from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
+from server.errors import ApiError
+from server.registry.files import has_forget
+from server.registry.lifecycle import Action
+from server.registry.refusals import JointOutdated
+from server.registry.tables import JobKind
+from server.service import Service
+
+router = admin_router()
+WITHHELD = (
+    "suspended in this server process only: the registry cannot be written now. It is written as soon as it can be; make room "
+    "in the data folder. Until then other servers go on with the module, and so does this one after a restart."
+)
+
+
+@router.get("/modules")
+async def list_modules(
+    served: Served,
+    state: Annotated[Literal["loaded", "all"], Query()] = "loaded",
+    name: str | None = None,
+    after: Annotated[str, Query(max_length=100, description="id of the module that the list goes on behind")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
+    """The modules a request can name, by name, and the files that could not be loaded and why; or all versions."""
+    with refusals():
+        await served.refresh_modules()
+        records = await asyncio.to_thread(served.registry.modules.versions, name)
+    data = [_described(served, record) for record in records]
+    if state == "loaded":
+        data = [module for module in data if module["loaded"]]
+    if after:
+        place = next((number for number, module in enumerate(data, 1) if module["id"] == after), None)
+        if place is None:
+            raise ApiError(
+                400, "after: no module of this list has this id; begin anew", param="after", code="invalid_value"
+            )
+        data = data[place:]
+    problems = [{"file": file, "reason": reason} for file, reason in sorted(served.scan.problems.items())]
+    return {"object": "list", "data": data[:limit], "has_more": len(data) > limit, "problems": problems}
+
+
+@router.get("/modules/{reference}")
+def show_module(reference: str, served: Served, response: Response) -> dict[str, Any]:
+    """One module by id; by name, the version that is loaded, else the newest."""
+    with refusals():
+        record = served.registry.modules.get(reference)
+    response.headers["ETag"] = record["etag"]
+    return _described(served, record)
+
+
+@router.post("/modules/{reference}/activate")
+async def activate(
+    reference: str, served: Served, actor: Acting, if_match: IfMatch = None, override: bool = False
+) -> JSONResponse:
+    """Make a version available, and enforce it in its scope; the one before it is superseded.
+
+    Beside other modules in force their joint cost is measured first: then the answer is 202 with the job that does it and, where
+    the budgets hold, activates. ``override`` activates at once.
+    """
+    modules, beside = served.registry.modules, None if override else ()
+    with refusals():
+        try:
+            changed = await asyncio.to_thread(
+                modules.act, reference, Action.ACTIVATE, if_match, actor, time.time(), beside
+            )
+        except JointOutdated:
+            record = await asyncio.to_thread(modules.get, reference)
+            create = served.registry.jobs.create
+            job = await asyncio.to_thread(create, JobKind.ACTIVATE, record, {"etag": if_match}, actor, time.time())
+            return JSONResponse(
+                {"job_id": job["id"], "module": record}, 202, {"Location": f"/admin/v1/jobs/{job['id']}"}
+            )
+        return await _changed(served, changed)
+
+
+@router.post("/modules/{reference}/rollback")
+async def rollback(reference: str, served: Served, actor: Acting, if_match: IfMatch = None) -> JSONResponse:
+    """Activate the version before this one, which is superseded."""
+    with refusals():
+        changed = await asyncio.to_thread(served.registry.modules.rollback, reference, if_match, actor, time.time())
+        return await _changed(served, changed)
+
+
+@router.post("/modules/{reference}/verify")
+def verify(reference: str, served: Served, actor: Acting) -> JSONResponse:
+    """Measure before and after once more, by a job. The forget rows must still be kept."""
+    with refusals():
+        record = served.registry.modules.get(reference)
+        takedown = served.registry.takedowns.get(record["takedown_id"]) if record["takedown_id"] else None
+        if takedown is None or not has_forget(served.settings.data_dir, takedown["forget_digest"]):
+            raise ApiError(
+                409,
+                f"module {record['id']} cannot be verified: its forget rows are not kept here",
+                code="rows_not_kept",
+            )
+        job = served.registry.jobs.create(JobKind.VERIFY, record, {}, actor, time.time())
+    return JSONResponse({"job_id": job["id"]}, 202, {"Location": f"/admin/v1/jobs/{job['id']}"})
+
+
+@router.post("/modules/{reference}/{action}")
+async def change(
+    reference: str,
+    action: Literal["shadow", "suspend", "retire"],
+    served: Served,
+    actor: Acting,
+    if_match: IfMatch = None,
+) -> JSONResponse:
+    """Put a module into shadow (measured, not applied), out of use for a while, or out of use for good."""
+    return await _change(served, reference, Action(action), if_match, actor)
+
+
+async def _change(served: Service, reference: str, action: Action, if_match: str | None, actor: Any) -> JSONResponse:
+    modules = served.registry.modules
+    with refusals():
+        try:
+            changed = await asyncio.to_thread(modules.act, reference, action, if_match, actor, time.time())
+        except (OperationalError, OSError):
+            if action != Action.SUSPEND:
+                raise
+            # A module that does harm goes even where no change can be written, as on a full disk.
+            changed = await asyncio.to_thread(modules.withhold, reference, if_match, actor, time.time())
+        return await _changed(served, changed)
+
+
+async def _changed(served: Service, record: dict[str, Any]) -> JSONResponse:
+    await served.refresh_modules()  # the answer comes once it is so
+    described = _described(served, record)
+    return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
+
+
+def _described(served: Service, record: dict[str, Any]) -> dict[str, Any]:
+    stored = served.scan.modules.get(record["name"])
+    loaded = stored is not None and stored.digest == record["digest"]
+    current = served.engine.modules.current.get(record["name"])
+    if loaded and current is not None and current.digest == record["digest"]:
+        return {**served.engine.modules.describe(record["name"]), **record, "loaded": True}
+    return {
+        **record,
+        "loaded": False,
+        **({"withheld": WITHHELD} if record["id"] in served.registry.modules.withheld else {}),
+    }

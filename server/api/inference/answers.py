@@ -1,0 +1,89 @@
+"""How answers leave: whole as JSON, or as server-sent events; a client that goes away takes its requests with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from server.api.inference.generation import Generation, Result
+from server.errors import ApiError, error_body, response
+
+DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+def event_bytes(event: Any) -> bytes:
+    """One event, ended as the protocol wants it."""
+    return b"data: " + _encode(event).encode() + b"\n\n"
+
+
+async def whole(request: Request, generation: Generation, shape: Callable[[list[Result]], Any]) -> Response:
+    """The answer as JSON."""
+    work = asyncio.create_task(generation.whole())
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=499)
+        return JSONResponse(shape(work.result()), headers=generation.headers)
+    finally:
+        generation.cancel()
+        for task in (work, gone):
+            task.cancel()
+            with suppress(asyncio.CancelledError, ApiError):
+                await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; whatever ends the connection frees the requests. ``done``: the last line, where there is one.
+
+    Nothing is sent before the first event is there: what fails until then is an error with its own status.
+    """
+
+    def __init__(self, generation: Generation, events: AsyncIterator[dict[str, Any]], done: bytes = DONE) -> None:
+        self._generation = generation
+        self._events, self._done = events, done
+        headers = {**generation.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send, and put away."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.cancel()
+
+    async def stream_response(self, send: Send) -> None:
+        """The first event waited for, then all of them."""
+        try:
+            first = await anext(self._events)
+        except ApiError as error:
+            refusal = response(error)
+            await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
+            await send({"type": "http.response.body", "body": refusal.body})
+            return
+        self.body_iterator = _encoded(first, self._events, self._done)
+        await super().stream_response(send)
+
+
+async def _encoded(first: dict[str, Any], events: AsyncIterator[dict[str, Any]], done: bytes) -> AsyncIterator[bytes]:
+    yield event_bytes(first)
+    try:
+        async for event in events:
+            yield event_bytes(event)
+    except ApiError as error:
+        yield event_bytes(error_body(error.status, error.message, error.param, error.code))
+    if done:
+        yield done

@@ -1,0 +1,82 @@
+"""One call for inference: who asks, through which door, for which model, and so under which modules.
+
+What every route that generates shares, before the prompt is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+
+from server.api.caller import Caller, charge_answers, charge_tokens, inference
+from server.api.inference.generation import Generation
+from server.api.inference.prompts import Prompt, truncated
+from server.api.inference.schemas import GenerationBody, ScoredBody
+from server.api.models import check_model
+from server.api.profiles import PREFIX, profile_rules
+from server.engine.pinned import PinnedSet
+from server.errors import ApiError
+from server.policy import HEADER, pin, requested, resolve, standing
+from server.registry.access import SERVER_SCOPE
+from server.rules import NO_RULES, Rules
+from server.service import Service, service
+
+PROFILE_KEY = "unbind.profile"  # where the middleware leaves the profile of the path
+
+
+class Call:
+    """A request on its way to the engine."""
+
+    def __init__(self, request: Request, served: Service, caller: Caller) -> None:
+        self.request, self.served, self.caller = request, served, caller
+
+    def submit(self, body: GenerationBody, prompts: Sequence[Prompt], *, echo: bool = False) -> Generation:
+        """Everything that can refuse, then the requests in the engine's queue."""
+        options = body.unbind
+        report = options is not None and options.report
+        if report and not self.caller.may("report"):
+            raise ApiError(
+                403, "unbind.report: this key does not have the scope 'report'", param="unbind.report",
+                code="missing_scope",
+            )  # fmt: skip
+        if isinstance(body, ScoredBody) and (kept := body.kept(self.served.settings.max_model_len)) is not None:
+            prompts = [truncated(self.served, prompt, kept) for prompt in prompts]
+        charge_answers(self.served, self.caller, len(prompts) * body.n)
+        pinned = self.modules(body.model, options.modules if options else None)
+        charge = partial(charge_tokens, self.served, self.caller)
+        generation = Generation(self.served, prompts, pinned, charge, report=report, echo=echo)
+        generation.submit(body)
+        return generation
+
+    def modules(self, model: str | None, named: list[str] | dict[str, float] | None) -> PinnedSet:
+        """The modules of this call, from every source at once. Raises ApiError, UnknownModule."""
+        served = self.served
+        chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
+        rules, scan = served.access.current, served.scan
+        key = self.caller.key
+        scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE)]
+        holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen if name)]
+        if key is not None:
+            scopes += [rules.of(f"key:{key.id}"), profile_rules(served, key.profile) if key.profile else NO_RULES]
+            holding += [f"key:{key.id}", *([PREFIX + key.profile] if key.profile else [])]
+        profiles = [profile_rules(served, name, asked=True) for name in chosen if name]
+        asked = requested(named, self.request.headers.getlist(HEADER))
+        effective = resolve(asked, [*scopes, standing(scan, holding)], profiles)
+        return pin(served.engine.modules, effective, scan.shadow, scan.absent)
+
+
+async def _call(
+    request: Request,
+    served: Annotated[Service, Depends(service)],
+    caller: Annotated[Caller, Depends(inference)],
+    x_unbind_modules: Annotated[  # noqa: ARG001 - read from the request, where it may stand several times
+        list[str] | None, Header(description="module names with commas between, NAME or NAME=STRENGTH")
+    ] = None,
+) -> Call:
+    return Call(request, served, caller)
+
+
+Admitted = Annotated[Call, Depends(_call)]

@@ -1,0 +1,139 @@
+"""From what clients send to token ids, encoded as fitting encodes them: plain, fill in the middle, chat, infill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from server.api.inference.schemas import Message, TemplateOptions
+from server.errors import invalid
+from server.service import Service
+from unbind_core.encoding import beginning, fim_ids
+
+REPOSITORY, FILE = "<|repo_name|>", "<|file_sep|>"  # Qwen2.5-Coder's words for files beside the one that is edited
+SNIPPET = "\n\n--- {name} ---\n\n"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, and the text to give back where an echo is asked for."""
+
+    ids: Sequence[int]
+    text: str = ""
+    truncated: bool = False
+
+
+def completion_prompts(served: Service, prompt: str | Sequence[Any], suffix: str | None, echo: bool) -> list[Prompt]:
+    """The prompts of a completion. ``suffix`` makes the one prompt a gap to fill."""
+    tokenizer, encoder = served.loaded.tokenizer, served.encoder
+    if isinstance(prompt, str):
+        ids = encoder.ids(prompt, "prompt")
+        if suffix is not None:
+            return [Prompt(gap(served, ids, encoder.ids(suffix, "suffix"), "suffix"), prompt)]
+        return [Prompt(beginning(tokenizer) + ids, prompt)]
+    prompts = []
+    items: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
+    if len(items) > served.most_requests:
+        raise invalid(
+            f"prompt: {len(items)} prompts are over the {served.most_requests} that this server holds", "prompt"
+        )
+    for item in items:
+        if isinstance(item, str):
+            prompts.append(Prompt(beginning(tokenizer) + encoder.ids(item, "prompt"), item))
+        else:
+            encoder.check(item, "prompt")
+            check_ids(served, item, "prompt")
+            prompts.append(Prompt(list(item), str(tokenizer.decode(item)) if echo else ""))
+    return prompts
+
+
+def truncated(served: Service, prompt: Prompt, kept: int) -> Prompt:
+    """The prompt's last ``kept`` tokens."""
+    if len(prompt.ids) <= kept:
+        return prompt
+    ids = list(prompt.ids[-kept:])
+    return Prompt(ids, str(served.loaded.tokenizer.decode(ids)) if prompt.text else "", truncated=True)
+
+
+def check_ids(served: Service, ids: Sequence[int], field: str) -> None:
+    """Raise 400 where a token id is not one of the model's."""
+    if not all(0 <= token < served.vocabulary for token in ids):
+        raise invalid(f"{field}: token ids must be from 0 to {served.vocabulary - 1}", field)
+
+
+def gap(served: Service, prefix: list[int], suffix: list[int], field: str) -> list[int]:
+    """A fill-in-the-middle prompt. Raises ApiError where the model has no tokens for it."""
+    if served.fim is None:
+        raise invalid(
+            f"{field}: this model's tokenizer has no fill-in-the-middle tokens; leave {field} out, or name the tokens in "
+            "the setting fim_template",
+            field,
+            "no_fill_in_the_middle",
+        )
+    return fim_ids(served.loaded.tokenizer, served.fim, prefix, suffix)
+
+
+def chat_prompt(
+    served: Service, messages: Sequence[Message], options: TemplateOptions, most: int | None = None
+) -> Prompt:
+    """A conversation through the tokenizer's own chat template, of at most ``most`` tokens (None: a request's).
+
+    Raises ApiError where there is no template or it refuses them.
+    """
+    tokenizer = served.loaded.tokenizer
+    if not tokenizer.chat_template:
+        raise invalid(
+            "messages: this model's tokenizer has no chat template; send a prompt to /v1/completions instead",
+            param="messages",
+            code="no_chat_template",
+        )
+    going_on, begun = options.continue_final_message, options.add_generation_prompt
+    try:
+        text = tokenizer.apply_chat_template(
+            [message.plain for message in messages],
+            tokenize=False,
+            add_generation_prompt=begun if begun is not None else not going_on,
+            continue_final_message=going_on,
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise invalid(f"messages: the chat template refuses them: {str(error)[:300]}", param="messages") from None
+    return Prompt(served.encoder.ids(str(text), "messages", most), str(text))
+
+
+def infill_prompt(
+    served: Service, prefix: str, suffix: str, extra: Sequence[tuple[str, str]], after: str, new_tokens: int
+) -> Prompt:
+    """A gap with other files in front and ``after`` behind its last token, cut to what fits beside ``new_tokens``.
+
+    The text near the gap stays: three quarters of the room for the prefix, the rest for the suffix, either taking what
+    the other leaves; then the files nearest to the end of ``extra``.
+    """
+    encoder = served.encoder
+    tail = encoder.ids(after, "prompt")
+    room = served.settings.max_model_len - new_tokens - len(gap(served, [], [], "input_suffix")) - len(tail)
+    behind, all_behind = encoder.first(suffix, room)
+    kept, all_before = encoder.last(prefix, max(room * 3 // 4, room - len(behind)))
+    rest = behind[: max(0, room - len(kept))]
+    shown, all_files = encoder.last(_files(served, extra), room - len(kept) - len(rest))
+    truncated = not (all_before and all_behind and all_files and len(rest) == len(behind))
+    ids = gap(served, kept, rest, "input_suffix")
+    start = len(beginning(served.loaded.tokenizer))
+    return Prompt([*ids[:start], *shown, *ids[start:], *tail], truncated=truncated)
+
+
+def _files(served: Service, extra: Sequence[tuple[str, str]]) -> str:
+    if not extra:
+        return ""
+    if {REPOSITORY, FILE} <= served.loaded.tokenizer.get_vocab().keys():
+        parts = "".join(f"{FILE}{name}\n{text}" for name, text in extra)
+        return f"{REPOSITORY}project\n{parts}{FILE}file\n"
+    return "".join(SNIPPET.format(name=name or "snippet") + text for name, text in extra) + "\n"
+
+
+def size_of(prompt: str | Sequence[Any], *more: str | None) -> int:
+    """Characters and ids of a prompt and other texts, which say how long the tokenizer will take."""
+    own = len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(one, int) else len(one) for one in prompt)
+    return own + sum(len(text) for text in more if text)

@@ -1,0 +1,140 @@
+"""How long a takedown takes on a running service, and what that costs the streams it serves meanwhile.
+
+A real server on loopback with the demo model. A first takedown, posted as soon as it answers, leaves the retain statistics in the
+cache; then the streams are measured alone, and again from the POST of the second takedown until its module is active.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.request import Request, urlopen
+
+from server.bench.server import served
+
+KEY = "bench"
+STREAM_TOKENS = 64
+TIMEOUT_SECONDS = 1800.0
+
+
+def measure_takedown(
+    rows: list[dict[str, str]], first: list[dict[str, str]], prompts: list[str], streams: int, quiet: float,
+    tell: Callable[[str], None], settings: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Seconds from POST to an active module, by stage: of the first takedown, cold and alone; of the second, beside streams,
+    with the mean time between their tokens before and during it.
+    """
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        given = {"admin_key": KEY, "modules_dir": folder / "none", "log_level": "warning", **settings}
+        with served(given, folder) as url:
+            tell("first takedown, nothing cached")
+            cold = _takedown(url, "first", first, tell)
+            with _Streams(url, prompts, streams) as load:
+                tell(f"{streams} streams alone, {quiet:g} s")
+                time.sleep(min(quiet / 2, 3.0))
+                load.clear()
+                time.sleep(quiet)
+                alone = load.clear()
+                tell(f"takedown of {len(rows)} rows beside {streams} streams")
+                warm = _takedown(url, "second", rows, tell)
+                beside = load.clear()
+                failed = load.failed
+    return {
+        **warm, "streams": streams, "inter_token_ms": {"alone": _milliseconds(alone), "beside": _milliseconds(beside)},
+        "rise": round(median(beside) / median(alone) - 1, 3) if alone and beside else None, "failed_requests": failed,
+        "cold": cold,
+    }  # fmt: skip
+
+
+def _takedown(url: str, name: str, rows: list[dict[str, str]], tell: Callable[[str], None]) -> dict[str, Any]:
+    began = time.monotonic()
+    job = _wait(url, _post(url, name, rows), tell)
+    return {
+        "rows": len(rows), "outcome": job["outcome"], "seconds": round(time.monotonic() - began, 2),
+        "stages": job["timings"], "fit": (job["result"] or {}).get("fit", {}).get("seconds"),
+    }  # fmt: skip
+
+
+def _milliseconds(gaps: list[float]) -> float | None:
+    return round(1000 * median(gaps), 2) if gaps else None
+
+
+def _call(url: str, path: str, body: Any = None) -> Any:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body is not None else None
+    with urlopen(Request(url + path, data=data, headers=headers), timeout=120) as answer:  # noqa: S310 - our own server
+        return json.loads(answer.read())
+
+
+def _post(url: str, name: str, rows: list[dict[str, str]]) -> str:
+    return str(_call(url, "/admin/v1/takedowns", {"name": name, "rows": rows})["job_id"])
+
+
+def _wait(url: str, job_id: str, tell: Callable[[str], None]) -> dict[str, Any]:
+    deadline, stage = time.monotonic() + TIMEOUT_SECONDS, ""
+    while time.monotonic() < deadline:
+        job: dict[str, Any] = _call(url, f"/admin/v1/jobs/{job_id}")
+        if job["state"] in ("succeeded", "failed", "cancelled"):
+            return job
+        if job["stage"] != stage:
+            stage = job["stage"]
+            tell(f"  {stage}")
+        time.sleep(0.1)
+    raise RuntimeError(f"job {job_id} did not end in {TIMEOUT_SECONDS:g} s")
+
+
+class _Streams:
+    """Clients that stream one completion after another until the end, and keep the mean time between tokens of each."""
+
+    def __init__(self, url: str, prompts: list[str], count: int) -> None:
+        self._url, self._prompts = url, prompts
+        self._gaps: list[float] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(count)]
+        self.failed = 0
+
+    def __enter__(self) -> _Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def clear(self) -> list[float]:
+        """One figure for each completion since the last call, in seconds."""
+        kept, self._gaps = self._gaps, []
+        return kept
+
+    def _run(self, number: int) -> None:
+        while not self._over.is_set():
+            prompt = self._prompts[number % len(self._prompts)]
+            number += len(self._threads)
+            body = {"prompt": prompt, "max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+            request = Request(  # noqa: S310 - our own server
+                f"{self._url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            try:
+                with urlopen(request, timeout=120) as answer:  # noqa: S310
+                    first = last = 0.0
+                    for line in answer:
+                        if line.startswith(b"data: [DONE]"):
+                            break
+                        if line.startswith(b"data: "):
+                            last = time.monotonic()
+                            first = first or last
+                    else:
+                        self.failed += 1
+                        continue
+                self._gaps.append((last - first) / (STREAM_TOKENS - 1))  # an event may hold a few tokens
+            except OSError:
+                self.failed += 1

@@ -1,0 +1,234 @@
+"""Keys, profiles and policies: made, listed, held to, revoked; and a server that is not open by mistake."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import build
+from server.exposure import Exposed, check_exposure, on_loopback
+from server.ratelimit import RateLimiter
+from server.registry.access import Access, key_digest
+from server.registry.audit import Actor
+from server.registry.registry import open_registry
+from server.settings import Settings
+from tests.support.live import ADMIN_KEY, Answer, Live, live
+
+MODELS = "/v1/models"
+
+
+@pytest.fixture(scope="module")
+def guarded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that somebody has made a key for."""
+    with live(checkpoint, tmp_path_factory.mktemp("guarded"), profiles={"safe": {"modules": ["one"]}}) as running:
+        make(running, name="first")
+        yield running
+
+
+def make(server: Live, **fields: Any) -> tuple[str, str]:
+    """Id and text of a new key."""
+    made = server.admin("/keys", {"name": "test", **fields})
+    assert made.status == 201, made.raw
+    return made.body["id"], made.body["key"]
+
+
+def refusal(answer: Answer) -> tuple[int, str]:
+    """Status and code."""
+    return answer.status, answer.error["code"]
+
+
+def test_once_a_key_exists_every_request_needs_one(guarded: Live) -> None:
+    _, text = make(guarded)
+    assert refusal(guarded.complete()) == refusal(guarded.complete(key="ubk_wrong")) == (401, "invalid_api_key")
+    assert guarded.complete(key=text).status == guarded.complete(key=ADMIN_KEY).status == 200
+    for header in ("api-key", "x-api-key"):
+        assert guarded.complete(headers={header: text}).status == 200
+    assert refusal(guarded.call(MODELS)) == refusal(guarded.call("/tokenize", {"content": "a"}))
+    assert guarded.call("/health").status == guarded.call("/ready").status == 200
+
+
+def test_a_key_is_shown_once_and_stored_as_its_hash(guarded: Live) -> None:
+    key_id, text = make(guarded, name="only once")
+    listed = guarded.admin("/keys")
+    assert text not in listed.raw.decode() and key_id in {key["id"] for key in listed.body["data"]}
+    database = guarded.service.settings.data_dir / "unbind.sqlite"
+    stored = b"".join(path.read_bytes() for path in database.parent.glob(database.name + "*"))
+    assert text.encode() not in stored and key_digest(text).encode() in stored
+
+
+def test_scopes_are_held_to(guarded: Live) -> None:
+    _, admin = make(guarded, scopes=["admin"])
+    _, plain = make(guarded, scopes=["inference"])
+    _, reporter = make(guarded, scopes=["inference", "report"])
+    assert guarded.call("/admin/v1/keys", key=admin).status == 200
+    assert guarded.call("/admin/v1/modules", key=admin).status == 200
+    assert refusal(guarded.complete(key=admin)) == refusal(guarded.call("/admin/v1/keys", key=plain))
+    assert refusal(guarded.call("/admin/v1/keys", key=plain)) == (403, "missing_scope")
+    assert guarded.complete(key=reporter, unbind={"report": True}).status == 200
+    refused = guarded.complete(key=plain, unbind={"report": True})
+    assert (refused.status, refused.error["param"]) == (403, "unbind.report")
+
+
+def test_a_key_brings_its_own_modules_and_limits(guarded: Live) -> None:
+    _, enforced = make(guarded, enforced=["two"], allowed=["one"])
+    assert guarded.complete(key=enforced).headers["x-unbind-modules"].startswith("two@")
+    assert guarded.complete(key=enforced, unbind={"modules": ["one"]}).headers["x-unbind-modules"].count("@") == 2
+    assert refusal(guarded.complete(key=enforced, unbind={"modules": ["-two"]})) == (403, "module_enforced")
+    _, narrow = make(guarded, allowed=["one"])
+    assert refusal(guarded.complete(key=narrow, unbind={"modules": ["two"]})) == (403, "module_not_allowed")
+    assert guarded.complete(key=narrow, unbind={"modules": ["one"]}).status == 200
+    _, profiled = make(guarded, profile="safe")
+    assert guarded.complete(key=profiled).headers["x-unbind-modules"].startswith("one@")
+
+
+def test_expired_and_revoked_keys_are_useless(guarded: Live) -> None:
+    key_id, text = make(guarded)
+    assert guarded.complete(key=text).status == 200
+    assert guarded.admin(f"/keys/{key_id}", method="DELETE").body["revoked_at"] > 0
+    assert refusal(guarded.complete(key=text)) == (401, "invalid_api_key")
+    _, short = make(guarded, expires_in=0.05)
+    time.sleep(0.06)
+    assert "expired" in guarded.complete(key=short).error["message"]
+    assert refusal(guarded.admin("/keys/key_nobody", method="DELETE")) == (404, "key_not_found")
+
+
+def test_a_key_may_ask_only_so_often(guarded: Live) -> None:
+    _, text = make(guarded, requests_per_minute=6, burst=2)
+    statuses = [guarded.complete(key=text, max_tokens=1).status for _ in range(2)]
+    refused = guarded.complete(key=text, max_tokens=1)
+    assert statuses == [200, 200] and refusal(refused) == (429, "rate_limited")
+    assert 0 < int(refused.headers["retry-after"]) <= 10 and "x-should-retry" not in refused.headers
+
+
+def test_every_answer_of_a_call_counts(guarded: Live) -> None:
+    _, text = make(guarded, requests_per_minute=6, burst=6)
+    batch = {"prompt": ["a", "b"], "n": 2, "max_tokens": 1, "key": text}
+    assert guarded.complete(**batch).status == 200  # four of six
+    refused = guarded.complete(**batch)  # which itself counted for one
+    assert refusal(refused) == (429, "rate_limited") and 20 < int(refused.headers["retry-after"]) <= 30
+    assert guarded.complete(max_tokens=1, key=text).status == 200
+    assert refusal(guarded.complete(max_tokens=1, key=text)) == (429, "rate_limited")
+    _, other = make(guarded, requests_per_minute=6, burst=6)
+    never = guarded.complete(prompt=["a"] * 7, max_tokens=1, key=other)
+    assert refusal(never) == (400, "batch_too_large") and "6 at once" in never.error["message"]
+    _, free = make(guarded)
+    assert guarded.complete(prompt=["a"] * 7, max_tokens=1, key=free).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_prompts_and_answers_count_and_what_is_owed_is_waited_for(guarded: Live, stream: bool) -> None:
+    key_id, text = make(guarded, tokens_per_minute=60)
+    shown = next(key for key in guarded.admin("/keys").body["data"] if key["id"] == key_id)
+    assert shown["tokens_per_minute"] == 60 and shown["requests_per_minute"] is None
+    ask = {"key": text, "ignore_eos": True, "stream": stream}
+    assert guarded.complete(prompt=[9] * 40, max_tokens=2, **ask).status == 200
+    assert guarded.complete(prompt=[9] * 8, max_tokens=50, **ask).status == 200  # there were some left
+    refused = guarded.complete(prompt=[9], max_tokens=1, **ask)
+    assert refusal(refused) == (429, "rate_limited") and "tokens a minute" in refused.error["message"]
+    assert 30 < int(refused.headers["retry-after"]) <= 41  # 40 are owed, and one a second comes
+
+
+def test_a_bucket_owes_what_was_spent_beyond_it() -> None:
+    limiter = RateLimiter()
+    limiter.spend("k", 60, 10, 0.0, 25)
+    assert limiter.wait("k", 60, 10, 0.0) == 16 and limiter.wait("k", 60, 10, 16.0) == 0
+    assert limiter.take("k", 60, 10, 20.0, 6) == 1 and limiter.take("k", 60, 10, 20.0, 5) == 0
+
+
+def test_a_bucket_refills_with_time() -> None:
+    limiter = RateLimiter()
+    assert [limiter.take("k", 60, 2, 0.0) for _ in range(3)] == [0, 0, 1]
+    assert limiter.take("k", 60, 2, 0.5) == 0.5 and limiter.take("k", 60, 2, 1.0) == 0
+    assert [limiter.take("k", 60, 2, 1000.0) for _ in range(3)] == [0, 0, 1]
+    assert limiter.take("other", 60, 2, 1000.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "name"),
+        ({"name": ""}, "name"),
+        ({"name": "a\x00b"}, "name"),
+        ({"name": "a", "scopes": ["root"]}, "scopes.0"),
+        ({"name": "a", "expires_in": -1}, "expires_in"),
+        ({"name": "a", "requests_per_minute": 0}, "requests_per_minute"),
+        ({"name": "a", "enforced": {"one": -1}}, "enforced.one"),
+        ({"name": "a", "profile": "nobody"}, "profile"),
+        ({"name": "a", "expires_in": 1, "expires_at": 5e9}, "expires_in"),
+        ({"name": "a", "key": "mine"}, "key"),
+    ],
+)
+def test_a_bad_key_is_refused_by_the_name_of_its_field(guarded: Live, body: Any, param: str) -> None:
+    refused = guarded.admin("/keys", body)
+    assert refused.status in (400, 404) and refused.error["param"] == param, refused.raw
+
+
+def test_profiles_and_policies_take_effect_at_once(guarded: Live) -> None:
+    assert guarded.admin("/profiles/team", {"modules": {"one": 0.5}, "enforced": ["two"]}, "PUT").status == 200
+    assert "tiny~team" in {model["id"] for model in guarded.call(MODELS, key=ADMIN_KEY).body["data"]}
+    answer = guarded.complete(key=ADMIN_KEY, model="tiny~team")
+    assert answer.headers["x-unbind-modules"].count("@") == 2
+    assert guarded.admin("/policies/profile:team").body["modules"] == {"one": 0.5}
+    assert guarded.admin("/profiles/team", method="DELETE").status == 200
+    assert guarded.complete(key=ADMIN_KEY, model="tiny~team").status == 404
+    key_id, text = make(guarded)
+    lost = guarded.admin(f"/policies/key:{key_id}", {"enforced": ["one", "lost"]}, "PUT")
+    assert lost.body["missing"] == ["lost"] and refusal(guarded.complete(key=text)) == (503, "module_unavailable")
+    assert guarded.admin(f"/policies/key:{key_id}", {"enforced": ["one"]}, "PUT").body["missing"] == []
+    assert guarded.complete(key=text).headers["x-unbind-modules"].startswith("one@")
+    assert guarded.admin("/policies/global").body["enforced"] == {}
+    assert refusal(guarded.admin("/policies/everything")) == (404, "scope_not_found")
+    assert refusal(guarded.admin("/profiles/safe", {}, "PUT")) == (409, "profile_fixed")
+    assert guarded.admin("/profiles/gpt-o1", {}, "PUT").status == 400
+
+
+def test_a_key_whose_profile_is_gone_is_not_served_without_it(guarded: Live) -> None:
+    guarded.admin("/profiles/passing", {"enforced": ["one"]}, "PUT")
+    _, text = make(guarded, profile="passing")
+    guarded.admin("/profiles/passing", method="DELETE")
+    assert refusal(guarded.complete(key=text)) == (503, "profile_unavailable")
+
+
+def test_access_routes_need_the_admin_scope(guarded: Live) -> None:
+    for method, path in (("GET", "/keys"), ("POST", "/keys"), ("PUT", "/profiles/a"), ("GET", "/policies/global")):
+        answer = guarded.call(f"/admin/v1{path}", {} if method != "GET" else None, method=method)
+        assert refusal(answer) == (401, "invalid_api_key")
+
+
+def test_the_command_line_makes_lists_and_revokes(guarded: Live) -> None:
+    folder = str(guarded.service.settings.data_dir)
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(build(), ["key", *arguments, "--data-dir", folder])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    made = json.loads(run("create", "by hand", "--enforce", "two", "--per-minute", "60", "--days", "1", "--json"))
+    guarded.service.access.refresh()  # the server does it every second
+    assert guarded.complete(key=made["key"]).headers["x-unbind-modules"].startswith("two@")
+    assert made["id"] in run("list") and made["key"] not in run("list")
+    assert "revoked" in run("revoke", made["id"])
+    guarded.service.access.refresh()
+    assert guarded.complete(key=made["key"]).status == 401
+    assert CliRunner().invoke(build(), ["key", "create", "x", "--scope", "root", "--data-dir", folder]).exit_code == 1
+
+
+def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        assert on_loopback(Settings(host=host))
+        check_exposure(Settings(host=host, data_dir=tmp_path))
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(Exposed, match="--insecure"):
+            check_exposure(Settings(host=host, data_dir=tmp_path))
+    check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path, insecure=True))
+    check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path, admin_key="set"))
+    registry = open_registry(Settings(data_dir=tmp_path))
+    Access(registry.transactions).create_key("one", Actor("test"), time.time())
+    registry.close()
+    check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path))

@@ -1,0 +1,205 @@
+"""Limits of connections, asked with raw sockets: what never ends, never comes or never stops."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli.loading import bind, not_ready
+from server.settings import Settings
+from tests.support.live import Live, live
+
+ASK = {"prompt": "def add(", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def bounded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with short time limits."""
+    limits: dict[str, Any] = {
+        "header_timeout": 0.4, "body_timeout": 0.4, "keep_alive_timeout": 1, "max_connections": 30,
+        "max_header_bytes": 4096, "max_headers": 20, "max_model_len": 512,
+    }  # fmt: skip
+    with live(checkpoint, tmp_path_factory.mktemp("bounded"), **limits) as running:
+        yield running
+
+
+@contextmanager
+def connected(port: int, sent: bytes = b"") -> Iterator[socket.socket]:
+    """A connection on which something was sent."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as made:
+        made.sendall(sent)
+        yield made
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def request(body: Any = None, headers: str = "", path: str = "/v1/completions") -> bytes:
+    """A request as bytes."""
+    raw = json.dumps(ASK if body is None else body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+def refused(answer: bytes, status: int, code: str) -> None:
+    """The answer is one error object and the connection ends with it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in head, answer[:300]
+    assert json.loads(body)["error"]["code"] == code
+
+
+def test_a_header_that_never_ends_is_refused_while_it_is_sent(bounded: Live) -> None:
+    with connected(bounded.port, b"GET /health HTTP/1.1\r\nX: ") as connection:
+        sent = 0
+        with pytest.raises(OSError):  # noqa: PT012 - which write fails is the system's choice
+            while sent < 200_000_000:
+                sent += connection.send(b"x" * 65536)
+        assert sent < 200_000_000
+
+
+@pytest.mark.parametrize(
+    "head", [b"X: " + b"x" * 5000, b"".join(b"X-%d: 1\r\n" % n for n in range(30)), b"X: 1\r\n" * 30]
+)
+def test_a_head_over_the_limits_gets_431(bounded: Live, head: bytes) -> None:
+    with connected(bounded.port, b"GET /health HTTP/1.1\r\n" + head + b"\r\n\r\n") as connection:
+        refused(read_all(connection), 431, "headers_too_large")
+    with connected(bounded.port, b"GET /" + b"x" * 9000) as connection:  # an address without an end
+        refused(read_all(connection), 431, "headers_too_large")
+
+
+def test_trailers_and_chunk_extensions_without_an_end_are_refused(bounded: Live) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(bounded.port, head) as connection:
+        time.sleep(0.05)
+        connection.sendall(b"1;x=" + b"x" * 20_000)
+        refused(read_all(connection), 431, "headers_too_large")
+    with connected(bounded.port, head + b"1\r\n{\r\n0\r\n") as connection:
+        time.sleep(0.05)
+        connection.sendall(b"X: " + b"x" * 20_000)
+        assert b" 431 " in read_all(connection)
+
+
+def test_what_is_no_http_gets_an_error_object(bounded: Live) -> None:
+    with connected(bounded.port, b"\x16\x03\x01 nonsense\r\n\r\n") as connection:
+        refused(read_all(connection), 400, "invalid_http")
+
+
+@pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\nX-A: ", b"GET /health HTTP/1.1\r\n", b"\r\n"])
+def test_a_head_that_does_not_arrive_in_time_gets_408_however_it_drips(bounded: Live, begun: bytes) -> None:
+    with connected(bounded.port, begun) as connection:
+        connection.settimeout(0.05)
+        answer = b""
+        deadline = time.monotonic() + 20
+        while not answer and time.monotonic() < deadline:
+            connection.sendall(b"\n" if begun == b"\r\n" else b"a")
+            try:
+                answer = connection.recv(65536)
+            except TimeoutError:
+                continue
+        refused(answer, 408, "header_timeout")
+
+
+def test_a_body_that_does_not_arrive_in_time_gets_408(bounded: Live) -> None:
+    whole = request()
+    with connected(bounded.port, whole[:-5]) as connection:
+        refused(read_all(connection), 408, "body_timeout")
+    with connected(bounded.port, whole) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_hundreds_of_idle_and_half_sent_connections_are_closed_and_the_server_answers_health_meanwhile(
+    bounded: Live,
+) -> None:
+    with ExitStack() as stack:
+        held = [
+            stack.enter_context(connected(bounded.port, (b"", b"GET / HT", request()[:-9], b"\r\n")[number % 4]))
+            for number in range(50)
+        ]
+        assert bounded.call("/health").status == 200
+        full = bounded.complete()
+        assert (full.status, full.error["code"]) == (503, "too_many_connections")
+        assert full.headers["retry-after"] == "2" and full.headers["connection"] == "close"
+        over = [stack.enter_context(connected(bounded.port)) for _ in range(30)]  # beyond twice the limit
+        for connection in (*held, *over):
+            try:
+                assert read_all(connection).count(b"HTTP/1.1") <= 1
+            except ConnectionResetError:
+                continue
+    assert bounded.complete().status == 200
+
+
+def test_a_connection_kept_alive_is_closed_when_it_asks_nothing(bounded: Live) -> None:
+    with connected(bounded.port, request()) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 200")  # and its end, which waits for the server
+    with connected(bounded.port, request(path="/nowhere")[:-3]) as connection:  # answered before its body has come
+        assert read_all(connection).count(b"HTTP/1.1 40") == 1
+
+
+def test_pipelined_requests_are_answered_in_order(bounded: Live) -> None:
+    ids = [f"number-{number}" for number in range(8)]
+    burst = b"".join(request(headers=f"X-Request-Id: {name}\r\n") for name in ids)
+    with connected(bounded.port, burst) as connection:
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 200 OK") == len(ids)
+    places = [answers.index(b"x-request-id: " + name.encode()) for name in ids]
+    assert places == sorted(places)
+
+
+def test_more_pipelined_requests_than_are_held_end_the_connection(bounded: Live) -> None:
+    with connected(bounded.port, request({**ASK, "max_tokens": 40}) + b"GET / HTTP/1.1\r\n\r\n" * 500) as connection:
+        assert read_all(connection).count(b"HTTP/1.1") <= 1
+    assert bounded.complete().status == 200
+
+
+def test_a_stream_longer_than_every_time_limit_runs_to_its_end(bounded: Live) -> None:
+    decode = bounded.service.engine.runner.decode
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.03)
+        return decode(*arguments)
+
+    bounded.service.engine.runner.decode = slowly  # type: ignore[method-assign]
+    try:
+        body = {**ASK, "max_tokens": 50, "ignore_eos": True, "stream": True}
+        began = time.monotonic()
+        with connected(bounded.port, request(body) + b"GET /health HTTP/1.1\r\nHost: ") as connection:
+            # behind the stream half of the next request waits for longer than a head may take
+            seen = b""
+            while b"[DONE]" not in seen:
+                seen += connection.recv(65536)
+            assert time.monotonic() - began > 1.2
+            connection.sendall(b"localhost\r\nConnection: close\r\n\r\n")
+            assert b'{"status":"ok"}' in read_all(connection)
+    finally:
+        bounded.service.engine.runner.decode = decode  # type: ignore[method-assign]
+
+
+def test_the_port_has_the_same_limits_while_the_model_loads() -> None:
+    settings = Settings(header_timeout=0.3, keep_alive_timeout=1, max_header_bytes=4096, max_connections=5)
+    with bind("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        with not_ready(bound, settings):
+            with connected(port, b"GET /health HTTP/1.1\r\nX: " + b"x" * 9000) as connection:
+                refused(read_all(connection), 431, "headers_too_large")
+            with connected(port, b"GET /he") as connection:
+                refused(read_all(connection), 408, "header_timeout")
+            before = threading.active_count()
+            with ExitStack() as stack:
+                for _ in range(8):
+                    stack.enter_context(connected(port))
+                with connected(port, request()) as connection:
+                    refused(read_all(connection), 503, "too_many_connections")
+                assert threading.active_count() == before

@@ -1,0 +1,130 @@
+"""Forget sets as people send them, bad ones above all: each gets a definite answer that names the row or file."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import time
+import zipfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.api.admin import archives, intake
+from server.api.admin.intake import from_json, from_upload, pieces
+from unbind_core.errors import UnbindError
+
+ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i}\n"} for i in range(4)]
+SOURCE = "".join(f"def function_{i}(value):\n    first = value + {i}\n    return first\n\n\n" for i in range(40))
+
+
+def jsonl(rows: object) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()  # type: ignore[attr-defined]
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def tarred(files: dict[str, bytes], link: str = "") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+        if link:
+            member = tarfile.TarInfo(link)
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(member)
+    return out.getvalue()
+
+
+def test_jsonl_and_archives_become_rows() -> None:
+    assert len(from_upload(jsonl(ROWS), [], []).rows) == 4
+    assert len(from_upload(b"\xef\xbb\xbf" + jsonl(ROWS).replace(b"\n", b"\r\n"), [], []).rows) == 4
+    files = {
+        "src/a.py": SOURCE.encode(),
+        "src/b.js": SOURCE.encode().replace(b"def", b"function"),
+        "logo.png": b"\x89PNG\x00\x01",
+    }
+    for archive in (zipped(files), tarred(files)):
+        found = from_upload(archive, [], [])
+        assert found.files_skipped == 1 and {row.source for row in found.rows} == {"src/a.py", "src/b.js"}
+        assert {row.language for row in found.rows} == {"py", "js"}
+        only = from_upload(archive, ["*.py"], [])
+        assert {row.source for row in only.rows} == {"src/a.py"}
+        assert {row.source for row in from_upload(archive, [], ["src/a*"]).rows} == {"src/b.js"}
+
+
+def test_a_source_file_is_cut_where_a_new_block_begins() -> None:
+    cut = list(pieces(SOURCE))
+    assert all(piece.startswith("def function_") and len(piece.splitlines()) <= intake.PIECE_LINES for piece in cut)
+    assert "".join(cut).split() == SOURCE.split()
+    assert list(pieces("one line\n")) == [] and list(pieces("")) == []
+
+
+@given(st.text(max_size=3000))
+def test_no_text_is_lost_by_cutting(text: str) -> None:
+    lines = text.splitlines()
+    kept = [line for piece in pieces(text) for line in piece.splitlines() if line.strip()]
+    assert set(kept) <= {line for line in lines if line.strip()} and len(kept) <= len(lines)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "it is empty"),
+        (b"  \n\n", "it is empty"),
+        (jsonl(ROWS)[:-20], "file line 4: not JSON"),
+        (b"\x7fELF\x00\x00", "binary, but neither"),
+        (jsonl(ROWS).decode().encode("utf-16"), "binary, but neither"),
+        ('{"text": "über"}'.encode("latin-1"), r"not UTF-8 \(byte 10\)"),
+        (jsonl([*ROWS, {"text": "a\n\u0000b\n" * 9}]), "file row 5: holds a NUL"),
+        (jsonl([*ROWS, {"prompt": "x", "continuation": "\ud800"}]), "file row 5: holds half of a surrogate"),
+        (jsonl([*ROWS, {"prompt": "x", "continuation": "y" * 300_000}]), "file row 5: longer than 200000"),
+        (jsonl([*ROWS, ["list"]]), "file line 5: a JSON object"),
+        (jsonl([*ROWS, {"prompt": "x"}]), "field 'continuation' is missing"),
+        (zipped({"../../etc/cron.d/x": SOURCE.encode()}), "'../../etc/cron.d/x' in the archive leads out of it"),
+        (zipped({"/etc/passwd": SOURCE.encode()}), "leads out of it"),
+        (zipped({"a\\..\\..\\b.py": SOURCE.encode()}), "leads out of it"),
+        (zipped({"C:/b.py": SOURCE.encode()}), "leads out of it"),
+        (tarred({"../x.py": SOURCE.encode()}), "leads out of it"),
+        (tarred({"x.py": SOURCE.encode()}, link="y.py"), "'y.py' in the archive is a link"),
+        (zipped({"a.png": b"\x00\x01"}), "no rows in the archive .1 files match, 1 of them"),
+        (zipped({}), "binary, but neither|no rows"),
+        (zipped({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .zip"),
+        (tarred({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .tar.gz"),
+        (gzip.compress(b"not a tar"), "damaged or unusual .tar.gz"),
+    ],
+)  # fmt: skip
+def test_a_bad_upload_is_refused_with_the_reason(data: bytes, says: str) -> None:
+    with pytest.raises(UnbindError, match=says):
+        from_upload(data, [], [])
+
+
+def test_bombs_are_refused_before_they_go_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = b" " * (200 * 2**20)
+    began = time.monotonic()
+    for bomb in (zipped({"a.py": zeros}), tarred({"a.py": zeros}), tarred({"skipped.bin": zeros, "b.py": b"x"})):
+        assert len(bomb) < 2**20
+        with pytest.raises(UnbindError, match="unpacks to more than"):
+            from_upload(bomb, ["*.py"], [])
+    assert time.monotonic() - began < 20
+    monkeypatch.setattr(archives, "MAX_FILES", 50)
+    with pytest.raises(UnbindError, match="more than 50 files"):
+        from_upload(zipped({f"{i}.py": b"x = 1\ny = 2\n" for i in range(51)}), [], [])
+
+
+def test_rows_of_a_json_body_are_named_by_their_place() -> None:
+    assert from_json([*ROWS, ROWS[0]]).duplicates_dropped == 1
+    assert len(from_upload(jsonl(ROWS[:1] * 9), [], []).rows) == 1
+    with pytest.raises(UnbindError, match=r"rows\.4: field 'text'"):
+        from_json([*ROWS, {"text": 5}])

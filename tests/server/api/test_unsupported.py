@@ -1,0 +1,109 @@
+"""What would change an answer and is not built is refused by name; what asks for nothing of it passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.api.inference.unsupported import UNSUPPORTED
+from tests.support.live import Live
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "def a(", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1},
+    "/v1/fim/completions": {"prompt": "def a(", "suffix": "\n", "max_tokens": 1},
+    "/infill": {"input_prefix": "def a(", "n_predict": 1},
+    "/completion": {"prompt": "def a(", "n_predict": 1},
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+ASKED: list[tuple[str, Any]] = [
+    ("tools", [TOOL]), ("tool_choice", "required"), ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("web_search_options", {}),
+    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("grammar", 'root ::= "yes"'), ("json_schema", {}), ("structured_outputs", {"regex": "a+"}), ("guided_json", {"a": 1}),
+    ("guided_choice", ["a", "b"]), ("guided_regex", "a+"), ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}),
+    ("prediction", {"type": "content", "content": "x"}), ("use_beam_search", True), ("bad_words", ["x"]),
+    ("mirostat", 2), ("typical_p", 0.5), ("skip_special_tokens", False), ("chat_template", "{{ messages }}"),
+]  # fmt: skip
+HARMLESS: dict[str, Any] = {
+    "tools": [], "tool_choice": "auto", "functions": None, "function_call": "none", "parallel_tool_calls": False,
+    "response_format": {"type": "text"}, "grammar": "", "json_schema": None, "structured_outputs": None, "guided_json": None,
+    "guided_choice": [], "modalities": ["text"], "audio": None, "prediction": None, "web_search_options": None,
+    "use_beam_search": False, "length_penalty": 1.0, "mirostat": 0, "typical_p": 1.0, "skip_special_tokens": True,
+    "user": "me", "metadata": {"a": "b"}, "reasoning_effort": "low", "store": True, "samplers": ["top_k"], "id_slot": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(server: Live, path: str) -> None:
+    for name, value in ASKED:
+        refused = server.call(path, {**BODIES[path], name: value})
+        assert refused.status == 400, (name, value, refused.raw)
+        assert (refused.error["code"], refused.error["param"]) == ("unsupported_parameter", name)
+        assert refused.error["message"].startswith(f"{name}: ") and "leave it out" in refused.error["message"]
+        assert refused.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_values_that_ask_for_nothing_pass(server: Live, path: str) -> None:
+    answer = server.call(path, {**BODIES[path], **HARMLESS})
+    assert answer.status == 200, answer.raw
+
+
+def test_what_one_route_has_another_refuses(server: Live) -> None:
+    for name, value in (("echo", True), ("suffix", "x"), ("n_probs", 3), ("repeat_penalty", 1.5)):
+        refused = server.call("/v1/chat/completions", {**BODIES["/v1/chat/completions"], name: value})
+        assert (refused.error["code"], refused.error["param"]) == ("unsupported_parameter", name)
+    assert server.complete(echo=True, suffix="x").status == 200
+    assert server.call("/completion", {**BODIES["/completion"], "repeat_penalty": 1.5}).status == 200
+
+
+def test_every_refused_field_has_a_value_that_passes_everywhere(server: Live) -> None:
+    for path, body in BODIES.items():
+        nothing = {name: harmless[0] for name, harmless in UNSUPPORTED.items() if harmless and name not in body}
+        nothing |= {"add_special_tokens": False} if "chat" in path else {}
+        nothing.pop("logprobs") if path == "/v1/completions" else None
+        answer = server.call(path, {**body, **nothing})
+        assert answer.status == 200, (path, answer.raw)
+
+
+def test_calls_of_tools_in_a_conversation_are_refused(server: Live) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    refused = server.call("/v1/chat/completions", {"messages": messages})
+    assert (refused.status, refused.error["code"]) == (400, "unsupported_parameter")
+    assert refused.error["param"] == "messages.1.tool_calls"
+    messages[1] = {"role": "assistant", "content": "hello", "tool_calls": [], "refusal": None}
+    assert server.call("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": ["a", "b"], "suffix": "c"}, "suffix"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
+        (
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "continue_final_message",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together_are_named(server: Live, body: dict[str, Any], param: str) -> None:
+    refused = server.call("/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert (refused.status, refused.error["param"], refused.error["code"]) == (400, param, "invalid_value")
+    assert refused.error["message"].startswith(f"{param}: ")
+
+
+def test_an_unknown_route_names_what_there_is(server: Live) -> None:
+    for path in ("/v1/responses", "/v1/embeddings", "/v1/messages", "/p/safe/v1/responses"):
+        answer = server.call(path, {"input": "x"})
+        assert (answer.status, answer.error["code"]) == (404, "unknown_route")
+        assert "/v1/chat/completions" in answer.error["message"] and "/v1/completions" in answer.error["message"]
+        assert "admin" not in answer.error["message"] and answer.headers["x-should-retry"] == "false"

@@ -1,0 +1,26 @@
+"""The benchmark of the bank covers every combination it promises and leaves the model as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from server.bench.filter import run
+from tests.core.conftest import save_checkpoint
+from unbind_core.architecture import decoder_layers, load_model
+
+
+def test_every_combination_is_measured_as_a_share_of_the_plain_pass(tmp_path: Path) -> None:
+    loaded = load_model(save_checkpoint("qwen2", tmp_path))
+    figures = run(loaded, counts=(1, 20), repeats=1)
+    measured = [(row["modules"], row["placement"], row["phase"], row["kind"]) for row in figures["cost"]]
+    assert measured == [
+        (count, placement, phase, kind)
+        for phase in ("decode", "prefill")
+        for placement in ("one layer", "spread")
+        for kind in ("fisher", "network")
+        for count in (1, 20)
+    ]
+    assert all(row["share"] > 0 and row["forward_ms"] > 0 for row in figures["cost"])
+    assert {row["phase"] for row in figures["cost_one_module_a_row"]} == {"decode"}
+    assert figures["model"]["layers"] == 3
+    assert not any(layer._forward_hooks for layer in decoder_layers(loaded.model))

@@ -1,0 +1,43 @@
+"""The benchmark of gates tells retain rows that repeat protected code from those that do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.bench.gate import Retained, World, apart_figures, nearest
+from tests.server.conftest import MakeModule
+from unbind_core.architecture import LoadedModel
+from unbind_core.progress import silent
+from unbind_core.rows import ForgetRow, RetainRow
+
+BODY = "".join(f"    total = total + values[{i}] * weights[{i}]\n" for i in range(12))
+FORGET = ForgetRow("def weigh(values, weights):\n    total = 0\n", BODY)
+REPEATS = RetainRow("def weigh_again(values, weights):\n    total = 0\n" + BODY)
+OTHERS = [RetainRow(f"def read_{name}(path):\n    return open(path, '{name}').read()\n") for name in ("rb", "rt", "r")]
+
+
+@pytest.fixture
+def world(loaded: LoadedModel) -> World:
+    """One row to forget; of four held-out rows one holds it."""
+    return World(loaded, {"a": [FORGET], "b": [], "c": []}, OTHERS, OTHERS, [*OTHERS, REPEATS])
+
+
+def test_held_out_rows_that_repeat_a_forget_row_are_counted_and_left_out(world: World, make_module: MakeModule) -> None:
+    retained = Retained(world, silent)
+    module = make_module("one")
+    found = apart_figures(world, retained, [FORGET], module)
+    before, after = retained.perplexities((module,), OTHERS)
+    assert found == {"repeating_rows": 1, "ppl_increase": after / before - 1}
+    every = retained.perplexities((module,), world.test)
+    assert every[1] / every[0] - 1 != pytest.approx(found["ppl_increase"], abs=1e-6)
+    assert retained.measure((module,))["ppl_increase"] == pytest.approx(every[1] / every[0] - 1, abs=1e-9)
+
+
+def test_the_nearest_row_shares_the_most_telling_identifiers(world: World) -> None:
+    assert nearest([FORGET], world.test) == [REPEATS]
+
+
+def test_without_modules_nothing_rises(world: World) -> None:
+    retained = Retained(world, silent)
+    assert retained.rise((), OTHERS) == 0.0
+    assert retained.measure(())["unchanged"] == 1.0

@@ -1,0 +1,41 @@
+"""The benchmark of the engine runs every system on the same requests, and says what it could not run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.bench.serve import LOAD, PARTS, run
+from server.bench.systems import vllm_system
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.errors import UnbindError
+from unbind_core.progress import silent
+
+
+def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
+    figures = run(
+        load_model(checkpoint), workloads=("3x6->4",), repeats=1, module_counts=(1, 3), keystrokes=4, keystroke_tokens=40,
+        settings={"model": checkpoint}, progress=silent, parts=(*PARTS, LOAD),
+    )  # fmt: skip
+    assert set(figures["workloads"]["3x6->4"]["tokens_per_second"]) == {"engine", "static", "library"}
+    assert figures["vs_static_generate"].keys() == figures["vs_library_batching"].keys() == {"3x6->4"}
+    assert figures["module_slowdown"].keys() == figures["module_slowdown_networks"].keys() == {"1", "3"}
+    assert all(value > 0 for value in (figures["keystroke_warm_over_cold"], figures["http_over_engine"]))
+    assert "vs_vllm" not in figures
+    waited = figures["load"]["3x6->4"]["worst_seconds"]
+    assert set(waited) == {"/health", "/ready", "/metrics"} and min(waited.values()) > 0
+
+
+@pytest.mark.parametrize("workloads", ["3x6", "0x6->4", "3x6->4->5"])
+def test_a_workload_that_is_none_is_refused(loaded: LoadedModel, workloads: str) -> None:
+    with pytest.raises(UnbindError, match="REQUESTSxPROMPT->NEW"):
+        run(loaded, workloads=(workloads,), settings={}, progress=silent)
+
+
+def test_a_python_that_has_no_vllm_is_named(loaded: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(UnbindError, match="could not run vLLM"), vllm_system(Path(sys.executable), loaded, 2, 16):
+        pass
+    with pytest.raises(UnbindError, match="is not a Python that runs"), vllm_system(tmp_path / "none", loaded, 2, 16):
+        pass

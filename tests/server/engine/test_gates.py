@@ -1,0 +1,141 @@
+"""The engine under gates that remember: a request gets in any company and any chunks what it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine.engine import Engine
+from server.engine.request import GenerationRequest, Sampling
+from tests.core.applying.test_hooks_gates import remembering_module
+from tests.server.conftest import MakeModule
+from tests.server.engine.test_engine import _collect, _plain, _prompts, _tokens
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
+
+pytestmark = pytest.mark.usefixtures("two_lanes")
+SETS: tuple[tuple[str, ...], ...] = ((), ("n",), ("m",), ("m", "n"))
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def modules(loaded: LoadedModel) -> list[UnbindModule]:
+    """Two layers, windows of 5 and 3."""
+    first = remembering_module(loaded, "n", 0, window=5)
+    return [first, remembering_module(loaded, "m", 1, seed=1, window=3, heads=1)]
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel, modules: list[UnbindModule]) -> list[list[int]]:
+    """Ten prompts under four sets of modules, one by one with plain ``generate``."""
+    bank = ModuleBank()
+    for module in modules:
+        bank.add(module)
+    found = []
+    for i, prompt in enumerate(_prompts(10)):
+        with attach(loaded.model, bank, list(SETS[i % 4])):
+            found.append(_plain(loaded.model, prompt, NEW))
+    return found
+
+
+@pytest.fixture(params=[7, 64])
+def engine(request: pytest.FixtureRequest, checkpoint: Path, modules: list[UnbindModule]) -> Iterator[Engine]:
+    """Four slots; prompts of up to 70 tokens in chunks of a few tokens, or in one or two."""
+    fresh = load_model(checkpoint)
+    running = Engine(
+        fresh.model, fresh.tokenizer, max_slots=4, max_length=128, queue_limit=16, chunk_tokens=request.param
+    )
+    running.start()
+    running.sync_modules([(module, module.digest) for module in modules]).result(10)
+    yield running
+    running.close()
+
+
+def _run(engine: Engine, numbers: list[int]) -> list[list[int]]:
+    async def all_at_once() -> list[list[int]]:
+        prompts = _prompts(10)
+        requests = [
+            GenerationRequest(prompts[i], Sampling(max_tokens=NEW), engine.modules.pin(SETS[i % 4])) for i in numbers
+        ]
+        return [_tokens(deltas) for deltas in await asyncio.gather(*(_collect(engine, r) for r in requests))]
+
+    return asyncio.run(all_at_once())
+
+
+def test_requests_in_mixed_batches_and_chunks_equal_the_same_request_alone(
+    engine: Engine, loaded: LoadedModel, expected: list[list[int]]
+) -> None:
+    assert _run(engine, list(range(10))) == expected  # ten requests share four slots, so every slot is used again
+    assert _run(engine, [5]) == [expected[5]]
+    assert _run(engine, [3, 2, 1, 0, 7, 6]) == [expected[i] for i in (3, 2, 1, 0, 7, 6)]
+    plain = [_plain(loaded.model, prompt, NEW) for prompt in _prompts(10)]
+    assert sum(a != b for a, b in zip(plain, expected, strict=True)) >= 4  # the modules do something
+    counts = engine.gate_counts().result(10)
+    for name in "nm":
+        evaluated, opened = (sum(phase[i] for phase in counts[name].values()) for i in (0, 1))
+        assert 0 < opened < evaluated
+
+
+def test_a_new_version_of_a_module_leaves_running_requests_their_gates(
+    engine: Engine, loaded: LoadedModel, modules: list[UnbindModule], expected: list[list[int]]
+) -> None:
+    """The new one has other columns, in a table that grows while the old ones are in use."""
+    other = remembering_module(loaded, "n", 0, seed=4, window=9, heads=5)
+    prompt = _prompts(10)[1]
+
+    async def swap_midway() -> tuple[list[int], list[int]]:
+        tokens: list[int] = []
+        newer: Any = None
+        request = GenerationRequest(prompt, Sampling(max_tokens=NEW), engine.modules.pin(["n"]))
+        async for delta in engine.generate(request):
+            if len(tokens) >= 4 and newer is None:
+                await asyncio.wrap_future(engine.sync_modules([(m, m.digest) for m in (other, modules[1])]))
+                fresh = GenerationRequest(prompt, Sampling(max_tokens=NEW), engine.modules.pin(["n"]))
+                newer = asyncio.create_task(_collect(engine, fresh))
+            tokens += delta.tokens
+        return tokens, _tokens(await newer)
+
+    bank = ModuleBank()
+    bank.add(other)
+    with attach(loaded.model, bank):
+        by_newer = _plain(loaded.model, prompt, NEW)
+    assert asyncio.run(swap_midway()) == (expected[1], by_newer)
+
+
+def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(
+    engine: Engine, loaded: LoadedModel, modules: list[UnbindModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = engine.runner.gate_memory
+    assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4  # slots, positions between two more, columns, int32
+    monkeypatch.setattr("unbind_core.applying.gate_memory.free_bytes", lambda _: 4 * 130 * 2 * 4)
+    larger = remembering_module(loaded, "larger", 0, seed=5, heads=3)
+    with pytest.raises(UnbindError, match="load fewer modules, or serve with fewer --max-slots"):
+        engine.sync_modules([(module, module.digest) for module in (*modules, larger)]).result(10)
+    assert set(engine.modules.current) == {"n", "m"} and len(engine.modules.bank_names()) == 2
+    assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4
+    assert engine.runner.bank.columns == {0: 4, 1: 2}  # else a table would grow under a pass
+
+
+def test_an_engine_without_such_modules_keeps_no_memory(loaded: LoadedModel, make_module: MakeModule) -> None:
+    engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=64)
+    try:
+        engine.modules.sync([(module, module.digest) for module in [make_module("linear")]])
+        assert engine.runner.gate_memory.bytes_allocated() == 0
+    finally:
+        engine.close()
+
+
+def test_a_failed_step_leaves_nothing_in_the_slot(engine: Engine, expected: list[list[int]]) -> None:
+    layer = engine.runner.model.model.layers[0]
+    handle = layer.register_forward_pre_hook(lambda _module, args: (args[0] * float("nan"), *args[1:]))
+    assert _run(engine, [1, 2, 3]) != [expected[i] for i in (1, 2, 3)]
+    handle.remove()
+    assert all(not table.any() for table in engine.runner.gate_memory._tables.values())
+    assert _run(engine, [1, 2, 3, 5]) == [expected[i] for i in (1, 2, 3, 5)]

@@ -1,0 +1,182 @@
+"""Passes side by side: they overlap, each with its share of the threads, and neither sees anything of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from server.engine.engine import Engine
+from server.engine.lanes import Lanes
+from server.engine.request import Delta, GenerationRequest, Sampling
+from tests.core.applying.test_hooks_gates import remembering_module
+from tests.server.conftest import MakeModule
+from tests.server.engine.test_engine import _plain
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.architecture import LoadedModel
+
+pytestmark = pytest.mark.usefixtures("two_lanes")
+CPU = torch.device("cpu")
+PROMPTS = [tuple(range(20 + i, 150 + i)) for i in range(6)]
+NEW = 6
+
+
+def test_passes_overlap_with_a_share_of_the_threads_each() -> None:
+    lanes = Lanes(CPU)
+    meet = threading.Barrier(2)
+
+    def work() -> int:
+        meet.wait(10)  # which only two at a time get past
+        return torch.get_num_threads()
+
+    try:
+        assert sorted(lanes.run([work, work, work, work], together=True)) == [(i, 1) for i in range(4)]
+        assert list(lanes.run([torch.get_num_threads], together=False)) == [(0, 2)]
+    finally:
+        lanes.close()
+
+
+def test_passes_are_told_of_as_they_end() -> None:
+    lanes = Lanes(CPU)
+    release = threading.Event()
+    try:
+        found = lanes.run([lambda: release.wait(10), lambda: True], together=True)
+        assert next(found) == (1, True)
+        release.set()
+        assert next(found) == (0, True)
+    finally:
+        lanes.close()
+
+
+def test_leaving_early_waits_for_what_runs() -> None:
+    lanes = Lanes(CPU)
+    ended = threading.Event()
+
+    def slow() -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    try:
+        with closing(lanes.run([slow, lambda: None], together=True)) as found:
+            next(found)
+        assert ended.is_set()
+    finally:
+        lanes.close()
+
+
+def test_one_thread_or_another_device_means_one_lane() -> None:
+    torch.set_num_threads(1)
+    for device in (CPU, torch.device("meta")):
+        lanes = Lanes(device)
+        assert lanes.count == 1
+        assert list(lanes.run([threading.get_ident] * 2, together=True)) == [(i, threading.get_ident()) for i in (0, 1)]
+        lanes.close()
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[Engine]:
+    """Six prompts of 130 tokens go through it two at a time."""
+    running = Engine(loaded.model, loaded.tokenizer, max_slots=6, max_length=160, chunk_tokens=256)
+    running.start()
+    modules = [make_module("linear", layer=1), remembering_module(loaded, "network", 1, window=5)]
+    running.sync_modules([(module, module.digest) for module in modules]).result(10)
+    yield running
+    running.close()
+
+
+def _answers(engine: Engine, names: list[str]) -> list[list[Delta]]:
+    async def one(prompt: tuple[int, ...]) -> list[Delta]:
+        request = GenerationRequest(prompt, Sampling(max_tokens=NEW, ignore_eos=True), engine.modules.pin(names))
+        return [delta async for delta in engine.generate(request)]
+
+    async def together() -> list[list[Delta]]:
+        return list(await asyncio.gather(*map(one, PROMPTS)))
+
+    return asyncio.run(together())
+
+
+def _watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many passes run at the beginning of each prompt's pass, itself included."""
+    running, seen, lock = 0, [], threading.Lock()
+    prefill = engine.runner.prefill
+    started = threading.Event()
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal running
+        with lock:
+            running += 1
+            seen.append(running)
+            if running > 1:
+                started.set()
+        started.wait(0.2)  # a pass of a model so small is over before the other thread has begun its own
+        logits = prefill(*args, **kwargs)
+        with lock:
+            running -= 1
+            started.clear()
+        return logits
+
+    monkeypatch.setattr(engine.runner, "prefill", watched)
+    return seen
+
+
+@pytest.mark.parametrize("names", [[], ["linear", "network"]])
+def test_prompts_computed_side_by_side_are_answered_and_counted_as_alone(
+    engine: Engine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    seen = _watched(engine, monkeypatch)
+    answers = _answers(engine, names)
+    assert 2 in seen
+    bank = ModuleBank()
+    for entry in engine.modules.pin(names).entries:
+        bank.add(entry.module)
+    counted = engine.gate_counts().result(10)
+    engine.close()
+    for prompt, deltas in zip(PROMPTS, answers, strict=True):
+        with attach(loaded.model, bank, names):
+            expected = _plain(loaded.model, prompt, NEW)
+        assert [token for delta in deltas for token in delta.tokens] == expected
+    alone = bank.counts()
+    for name in names:
+        assert counted[name]["prefill"] == alone[name]["prefill"]
+        assert counted[name]["prefill"][0] == sum(map(len, PROMPTS))
+
+
+def test_a_pass_that_fails_fails_nobody_beside_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    _watched(engine, monkeypatch)
+    prefill = engine.runner.prefill
+
+    def broken(chunks: Any, everywhere: bool = False) -> torch.Tensor:
+        logits = prefill(chunks, everywhere)
+        if any(chunk.flight.prompt == PROMPTS[1] for chunk in chunks):
+            raise RuntimeError("broken")
+        return logits
+
+    monkeypatch.setattr(engine.runner, "prefill", broken)
+    ends = [deltas[-1] for deltas in _answers(engine, [])]
+    failed = [delta.error is not None for delta in ends]
+    assert failed[1] and sum(failed) <= 2  # a prompt in the same pass shares its fate
+    assert [delta.finish_reason for delta in ends].count("length") == len(PROMPTS) - sum(failed)
+
+
+def test_a_step_of_one_thread_is_nothing_to_another(engine: Engine) -> None:
+    bank = ModuleBank()
+    bank.add(next(iter(engine.modules.pin(["linear"]).entries)).module)
+    selection = bank.select([{"linear": 1.0}])
+    elsewhere: list[object] = []
+
+    def look() -> None:
+        elsewhere.append(engine.runner.intervention.current)
+
+    with engine.runner.intervention.step(selection):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert engine.runner.intervention.current is not None
+    assert elsewhere == [None]

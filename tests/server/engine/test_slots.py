@@ -1,0 +1,175 @@
+"""Prefix reuse: a slot's keys and values serve the next request under the same modules, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from server.engine.engine import Engine
+from server.engine.request import Flight, GenerationRequest, Sampling
+from server.engine.scheduler import Scheduler, common_prefix
+from server.engine.text import TextStream
+from tests.server.conftest import MakeModule
+from tests.server.engine.test_scheduler import make_flight
+from unbind_core.architecture import LoadedModel
+
+PROMPT = tuple(range(20, 90))
+
+
+def _run(engine: Engine, prompt: Sequence[int], names: Sequence[str], new: int = 6) -> tuple[Flight, list[Tensor]]:
+    """One request through a stopped engine's own steps; the logits from which each token was chosen."""
+    made: list[Tensor] = []
+    runner: Any = engine.runner
+    forward = runner.__class__._forward.__get__(runner)
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        logits = forward(*args, **kwargs)
+        made.append(logits[0].clone())
+        return logits
+
+    runner._forward = recorded
+    request = GenerationRequest(tuple(prompt), Sampling(max_tokens=new, ignore_eos=True), engine.modules.pin(names))
+    flight = Flight(request, TextStream(engine.tokenizer, ()), lambda _: None, lambda: 0.5)
+    engine.scheduler.waiting.append(flight)
+    while not engine.scheduler.idle:
+        engine.stepper.step(lambda: None)
+    return flight, made[-new:]
+
+
+MakeEngine = Callable[[], Engine]
+
+
+@pytest.fixture
+def cold_engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[MakeEngine]:
+    """Engines that are stepped by hand, on one model."""
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        while made:
+            made.pop().close()
+        engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=256, chunk_tokens=24)
+        modules = [make_module("one"), make_module("two", layer=2, seed=1)]
+        engine.modules.sync([(module, module.digest) for module in modules])
+        made.append(engine)
+        return engine
+
+    yield make
+    while made:
+        made.pop().close()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([("one",), ("two",), ()])))
+def test_no_set_of_modules_ever_sees_the_states_of_another(
+    cold_engine: MakeEngine, order: Sequence[Sequence[str]]
+) -> None:
+    cold = {tuple(names): _run(cold_engine(), PROMPT, names)[1] for names in order}
+    engine = cold_engine()
+    for names in (*order, *reversed(order)):
+        _, logits = _run(engine, PROMPT, names)
+        torch.testing.assert_close(torch.stack(logits), torch.stack(cold[tuple(names)]), atol=1e-4, rtol=0)
+    assert (torch.stack(cold["one",]) - torch.stack(cold[()])).abs().max() > 1e-2  # the sets do differ
+
+
+def test_a_keystroke_computes_only_what_is_new(cold_engine: MakeEngine) -> None:
+    engine = cold_engine()
+    first, _ = _run(engine, PROMPT, ["one"])
+    assert first.cached_tokens == 0
+    typed = (*PROMPT, *first.output[:3], 7, 8)
+    again, logits = _run(engine, typed, ["one"])
+    assert again.cached_tokens == len(PROMPT) + 3  # generated tokens count as well
+    expected = _run(cold_engine(), typed, ["one"])[1]
+    torch.testing.assert_close(torch.stack(logits), torch.stack(expected), atol=1e-4, rtol=0)
+
+
+def test_the_same_prompt_again_leaves_one_position_to_compute(cold_engine: MakeEngine) -> None:
+    engine = cold_engine()
+    _run(engine, PROMPT, [])
+    again, _ = _run(engine, PROMPT, [])
+    assert again.cached_tokens == len(PROMPT) - 1
+
+
+def test_a_new_version_of_a_module_finds_nothing_of_the_old_one(
+    cold_engine: MakeEngine, make_module: MakeModule
+) -> None:
+    engine = cold_engine()
+    _run(engine, PROMPT, ["one"])
+    other = make_module("one", layer=0, seed=9)
+    engine.modules.sync([(other, other.digest)])
+    assert _run(engine, PROMPT, ["one"])[0].cached_tokens == 0
+
+
+def test_other_strengths_are_another_set(cold_engine: MakeEngine) -> None:
+    engine = cold_engine()
+    _run(engine, PROMPT, ["one"])
+    request = GenerationRequest(PROMPT, Sampling(max_tokens=1), engine.modules.pin({"one": 0.5}))
+    assert engine.scheduler.kept[0].common(Flight(request, *_nobody())) == 0
+
+
+def _nobody() -> tuple[Any, Any, Any]:
+    return None, lambda _: None, lambda: 0.0
+
+
+def test_the_longest_common_prefix_wins_then_empty_slots_then_the_oldest() -> None:
+    scheduler = Scheduler(slots=3, max_length=100, queue_limit=3, chunk_tokens=100)
+
+    def serve(tokens: Sequence[int]) -> tuple[int, int]:
+        flight = make_flight(tokens)
+        scheduler.waiting.append(flight)
+        scheduler.computed(scheduler.schedule())
+        chosen = flight.slot
+        scheduler.finish(flight)
+        return chosen, flight.cached_tokens
+
+    a, b = tuple(range(30)), tuple(range(50, 80))
+    assert serve(a) == (0, 0)
+    assert serve(b) == (1, 0)  # an empty slot rather than what the first one knows
+    assert serve((*a, 99)) == (0, 30)
+    assert serve((*b[:20], 99)) == (1, 20)
+    assert serve((1, 2, 3)) == (2, 0)
+    assert serve((4, 5, 6)) == (0, 0)  # unused for longest
+    assert serve((*a[:4], 98)) == (1, 0)  # four common tokens decide nothing: the oldest slot again
+
+
+def test_a_failed_request_leaves_nothing_to_reuse() -> None:
+    scheduler = Scheduler(slots=1, max_length=100, queue_limit=3, chunk_tokens=100)
+    for _ in range(2):
+        flight = make_flight(range(30))
+        scheduler.waiting.append(flight)
+        scheduler.computed(scheduler.schedule())
+        assert flight.cached_tokens == 0
+        scheduler.finish(flight, keep=False)
+
+
+def test_a_prompt_cut_short_is_known_as_far_as_it_was_computed() -> None:
+    scheduler = Scheduler(slots=1, max_length=100, queue_limit=3, chunk_tokens=20)
+    flight = make_flight(range(50))
+    scheduler.waiting.append(flight)
+    scheduler.computed(scheduler.schedule())
+    scheduler.finish(flight)
+    again = make_flight(range(50))
+    scheduler.waiting.append(again)
+    scheduler.schedule()
+    assert again.cached_tokens == 20
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 64, 65])
+def test_common_prefix_is_exact(length: int) -> None:
+    one, other = tuple(range(65)), (*range(length), -1, *range(length + 1, 65))
+    assert common_prefix(one, other[: max(65, length)]) == length
+    assert common_prefix(one, one[:length]) == length
+
+
+def test_cached_tokens_are_known_to_the_caller(engine: Engine) -> None:
+    async def run() -> int:
+        for _ in range(2):
+            flight, deltas = engine.submit(GenerationRequest(PROMPT, Sampling(max_tokens=0)))
+            assert (await deltas.get()).finish_reason == "length"
+        return flight.cached_tokens
+
+    assert asyncio.run(run()) == len(PROMPT) - 1

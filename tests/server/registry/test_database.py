@@ -1,0 +1,168 @@
+"""The schema's history: old databases are carried over, newer ones refused, copies restore, tables and migrations agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from alembic import command
+from sqlalchemy import text
+
+from server.registry import database
+from server.registry.access import Access
+from server.registry.refusals import DatabaseRefused
+from server.registry.registry import Registry
+from tests.server.registry.test_modules import make
+from tests.server.registry.test_registry import ADMIN, submit
+
+
+def at_revision(url: str, revision: str) -> None:
+    """A database as an older version left it."""
+    engine = database.connect(url)
+    with engine.begin() as connection:
+        command.upgrade(database._config(connection), revision)
+    engine.dispose()
+
+
+def test_tables_and_migrations_agree(registry: Registry) -> None:
+    engine = registry.transactions.engine
+    assert database.differences(engine) == []
+    assert (database.status(engine), database.revision(engine), database.damage(engine)) == (
+        "current", database.newest(), [],
+    )  # fmt: skip
+
+
+def test_a_database_of_the_first_version_is_carried_over(database_url: str) -> None:
+    at_revision(database_url, "0001")
+    engine = database.connect(database_url)
+    with engine.begin() as connection:
+        for statement in (
+            "INSERT INTO takedowns VALUES ('td_1', 'old', 3, 'f', '{}', '{}', 1.0)",
+            "INSERT INTO jobs VALUES ('job_1', 'td_1', 'old', 'succeeded', 'publish', 1.0, 'done', 1, 1, NULL, 0.0, "
+            "false, NULL, 'r', '{}', '{\"outcome\": \"active\"}', NULL, 1.0, 1.0, 2.0)",
+            "INSERT INTO jobs VALUES ('job_2', 'td_1', 'half', 'running', 'fit', 0.5, '', 1, 1, 'w', 0.0, "
+            'false, NULL, \'r\', \'{"check": {"seconds": 1.0, "result": {}}}\', NULL, NULL, 2.0, 2.0, NULL)',
+            "INSERT INTO modules VALUES ('"
+            + "d" * 64
+            + "', 'old', 'active', 'job_1', 'td_1', '/x/old.safetensors', 2.0)",
+            "INSERT INTO audit VALUES (7, 1.0, 'admin', 'takedown.submit', 'td_1', '{\"rows\": 3}')",
+            "INSERT INTO audit VALUES (9, 2.0, 'w', 'job.succeeded', 'job_1', '{}')",
+        ):
+            connection.execute(text(statement.replace(":", r"\:")))
+    assert database.status(engine) == "behind"
+    kept = database.upgrade(engine)
+    assert database.differences(engine) == [] and (kept is not None) == (engine.dialect.name == "sqlite")
+    registry = Registry(engine)
+    (module,) = registry.modules.versions()
+    assert (module["name"], module["version"], module["state"], module["file"]) == (
+        "old",
+        1,
+        "active",
+        "old.safetensors",
+    )
+    assert registry.jobs.get("job_1", 3.0)["outcome"] == "active"
+    claim = registry.jobs.claim("w", 3.0, 10.0, 3)
+    assert claim is not None and (claim.job_id, dict(claim.stages)) == ("job_2", {})
+    assert [row["action"] for row in registry.audit()] == ["takedown.submit", "job.succeeded"]
+    submit(registry, "new")
+    assert registry.audit_problems() == []
+    registry.close()
+
+
+def test_an_old_sqlite_file_upgrades_itself_after_a_copy(tmp_path: Path) -> None:
+    path = tmp_path / "unbind.sqlite"
+    at_revision(f"sqlite:///{path}", "0001")
+    with closing(sqlite3.connect(path)) as connection:  # as the first version made it, before revisions were recorded
+        connection.execute("DROP TABLE alembic_version")
+        connection.commit()
+    database.open_database(path, tmp_path / "backups").dispose()
+    (copy,) = (tmp_path / "backups").iterdir()
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    old = database.connect(f"sqlite:///{copy}")
+    assert database.revision(old) == "0001"
+    old.dispose()
+    database.open_database(path, tmp_path / "backups").dispose()  # nothing to do any more
+    assert len(list((tmp_path / "backups").iterdir())) == 1
+
+
+def test_a_newer_database_is_refused(database_url: str) -> None:
+    engine = database.connect(database_url)
+    database.upgrade(engine)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(DatabaseRefused, match="newer than this version knows"):
+        database.open_database(database_url)
+
+
+def test_a_postgresql_that_is_behind_is_not_upgraded_behind_its_owner_s_back(database_url: str) -> None:
+    if database_url.startswith("sqlite"):
+        database.open_database(database_url).dispose()
+        return
+    with pytest.raises(DatabaseRefused, match="unbind db upgrade"):
+        database.open_database(database_url)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("nonsense", "database_url"),
+        ("mysql://x/y", "database_url"),
+        ("postgresql+psycopg://u@/x?host=/nowhere", "cannot be reached"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused_by_name(url: str, says: str) -> None:
+    with pytest.raises(DatabaseRefused, match=says):
+        database.open_database(url)
+
+
+def test_a_copy_made_while_others_write_restores(tmp_path: Path) -> None:
+    path = tmp_path / "unbind.sqlite"
+    registry = Registry(database.open_database(path), tmp_path / "audit.head")
+    record = make(registry)
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(lambda: [submit(registry, f"m{i}", float(i)) for i in range(20)])
+        copy = database.backup(registry.transactions.engine, tmp_path / "copy.sqlite")
+        writing.result()
+    registry.close()
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    shutil.copy(copy, path)
+    restored = Registry(database.open_database(path))
+    assert database.damage(restored.transactions.engine) == [] and restored.audit_problems() == []
+    assert json.dumps(restored.modules.get("m")) == json.dumps(record)
+    restored.close()
+
+
+def test_the_database_is_its_owner_s_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "unbind.sqlite"
+    database.open_database(path).dispose()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_server_and_worker_may_open_a_new_database_at_the_same_moment(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        engines = list(pool.map(lambda _: database.open_database(tmp_path / "unbind.sqlite"), range(6)))
+    registry = Registry(engines[0])
+    registry.jobs.request_cancel(submit(registry), ADMIN, 1.0)
+    for engine in engines:
+        engine.dispose()
+
+
+def test_keys_from_before_token_rates_keep_their_rules(database_url: str) -> None:
+    at_revision(database_url, "0003")
+    engine = database.connect(database_url)
+    with engine.begin() as connection:
+        old = "INSERT INTO api_keys VALUES ('key_1', 'old', 'd', '[\"inference\"]', NULL, 6.0, 2, 1.0, NULL, NULL)"
+        connection.execute(text(old))
+    database.upgrade(engine)
+    registry = Registry(engine)
+    (key,) = Access(registry.transactions).current.keys.values()
+    assert (key.name, key.per_minute, key.burst, key.tokens_per_minute) == ("old", 6.0, 2, None)
+    registry.close()

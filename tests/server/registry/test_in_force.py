@@ -1,0 +1,229 @@
+"""What a takedown binds is said in words wherever it is told of, and nothing that no request must obey is called enforced."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import build
+from server.evidence.bundle import collect, evidence
+from server.registry.audit import Actor, digest_of
+from server.registry.lifecycle import Action, InForce, binds, in_force, standing
+from server.registry.registry import Registry
+from server.registry.tables import JobState, ModuleState
+from server.rules import Rules
+from server.settings import Settings
+from tests.server.registry.test_registry import claim, made_by, submit
+from tests.support.live import ADMIN_KEY, Live, live
+
+ADMIN = Actor("admin", "test")
+ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + secret_{i}\n"} for i in range(3)]
+MODEL = {"name": "tiny", "fingerprint": "f" * 64}
+
+
+@pytest.mark.parametrize("state", ModuleState)
+@pytest.mark.parametrize("scope", ["", "global", "profile:team", "key:key_1"])
+def test_only_an_active_module_with_a_scope_is_enforced(state: ModuleState, scope: str) -> None:
+    found, said, word = in_force(state, scope), binds(state, scope), standing(state, scope)
+    if state != ModuleState.ACTIVE:
+        assert found == InForce.NONE and said.startswith("nothing") and word == state
+    elif scope:
+        assert found == InForce.ENFORCED and said.startswith("every request") and word == f"enforced ({scope})"
+        assert scope.rpartition(":")[2] in said or scope == "global"
+    else:
+        assert found == InForce.AVAILABLE and said.startswith("no request but those that name it")
+        assert word == "calibrated and available"
+
+
+def took_down(registry: Registry, **fields: Any) -> tuple[str, str]:
+    """A takedown that published its module; (takedown, module)."""
+    scope = fields.get("scope", "")
+    job_id = submit(registry, options={"replace": True} | ({"scope": scope} if scope else {}))
+    held = claim(registry)
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result={}, module=made_by(held, **fields))
+    return str(held.takedown_id), str(registry.jobs.get(job_id, 2.0)["module_id"])
+
+
+def test_a_takedown_tells_what_it_binds_through_its_life(registry: Registry) -> None:
+    job_id = submit(registry, options={"scope": "profile:team"})
+    held = claim(registry)
+    told = registry.takedowns.get(str(held.takedown_id))
+    assert (told["in_force"], told["scope"]) == ("none", "profile:team")
+    assert told["binds"].startswith("nothing yet; once its module is active, every request under the profile 'team'")
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result={}, module=made_by(held, scope="profile:team"))
+    told = registry.takedowns.get(str(held.takedown_id))
+    result = registry.jobs.get(job_id, 2.0)["result"]
+    for said in (told, told["modules"][0], result):
+        assert (said["in_force"], said["scope"]) == ("enforced", "profile:team")
+        assert said["binds"].startswith("every request under the profile 'team'")
+    module = told["modules"][0]
+    registry.modules.act(module["id"], Action.SUSPEND, module["etag"], ADMIN, 2.0)
+    told = registry.takedowns.get(str(held.takedown_id))
+    assert told["in_force"] == "none" and told["binds"].startswith("nothing while it is suspended")
+
+
+def test_a_takedown_that_made_no_module_binds_nothing(registry: Registry) -> None:
+    submit(registry)
+    held = claim(registry)
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result={"outcome": "nothing_to_remove"})
+    told = registry.takedowns.get(str(held.takedown_id))
+    assert (told["in_force"], told["binds"]) == ("none", "nothing: it has no module")
+
+
+def test_what_follows_from_a_record_is_not_in_the_digests_of_the_audit_trail(registry: Registry) -> None:
+    _, module_id = took_down(registry)
+    view = registry.modules.get(module_id)
+    stored = {name: value for name, value in view.items() if name not in ("in_force", "binds")}
+    (*_, last) = registry.audit_of([module_id])
+    assert last["action"] == "module.activate" and last["after"] == digest_of(stored)
+
+
+def page_of(registry: Registry, takedown: str, settings: Settings) -> tuple[dict[str, Any], str]:
+    document = evidence(registry, settings, takedown, MODEL)
+    return document["payload"], document["html"]
+
+
+def test_the_signed_page_of_an_available_module_does_not_claim_that_the_service_keeps_from_anything_else(
+    registry: Registry, tmp_path: Path
+) -> None:
+    payload, html = page_of(registry, took_down(registry)[0], Settings(data_dir=tmp_path))
+    assert payload["takedown"]["in_force"] == "available"
+    assert "calibrated and available, and not enforced. It binds no request but those that name it" in html
+    assert "only there the service keeps from giving these rows back" in html and "is enforced" not in html
+    assert "calibrated and available" in html and "<td>active<td>no request" not in html
+
+
+@pytest.mark.parametrize(
+    ("scope", "says"),
+    [
+        ("global", "the module is enforced. It binds every request to this service"),
+        (
+            "profile:team",
+            "the module is enforced. It binds every request under the profile &#x27;team&#x27;, and others only",
+        ),
+        ("key:key_1", "the module is enforced. It binds every request with the key &#x27;key_1&#x27;, and others only"),
+    ],
+)
+def test_the_signed_page_says_where_a_module_is_enforced(
+    registry: Registry, tmp_path: Path, scope: str, says: str
+) -> None:
+    payload, html = page_of(registry, took_down(registry, scope=scope)[0], Settings(data_dir=tmp_path))
+    assert says in html and f"enforced ({scope})" in html and "available" not in html
+    assert (payload["takedown"]["in_force"], payload["takedown"]["scope"]) == ("enforced", scope)
+
+
+def test_the_signed_page_of_a_module_out_of_use_says_that_nothing_is_done(registry: Registry, tmp_path: Path) -> None:
+    takedown, _ = took_down(registry, scope="global", activation="manual")
+    _, html = page_of(registry, takedown, Settings(data_dir=tmp_path))
+    assert "the service does nothing about these rows: the takedown binds nothing while it is calibrated" in html
+    assert "keeps from giving" not in html
+
+
+def test_evidence_names_the_rules_that_demand_the_module(registry: Registry, tmp_path: Path) -> None:
+    takedown, _ = took_down(registry)
+    settings = Settings(
+        data_dir=tmp_path, profiles={"team": Rules(modules={"m": 1.0}), "other": Rules(modules={"x": 1.0})}
+    )
+    payload = collect(registry, settings, takedown, MODEL)
+    assert payload["named_by"] == ["profile:team"]
+    assert "Rules that name it, and bind what they apply to: profile:team." in page_of(registry, takedown, settings)[1]
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server without a worker."""
+    with live(checkpoint, tmp_path_factory.mktemp("force"), profiles={"team": {}}) as server:
+        yield server
+
+
+def test_a_post_without_a_scope_is_answered_with_a_warning(running: Live) -> None:
+    for options in ({"dry_run": True}, {}):
+        answer = running.admin("/takedowns", {"name": "open", "rows": ROWS, "options": options}).body
+        assert (answer["in_force"], answer["scope"]) == ("none", None)
+        assert answer["binds"] == (
+            "nothing yet; once its module is active, no request but those that name it, themselves or by a profile, key or policy"
+        )
+        (warning,) = answer["warnings"]
+        assert "options.scope: none was given" in warning and "not enforced" in warning
+    told = running.admin(f"/takedowns/{answer['takedown_id']}").body
+    assert (told["in_force"], told["binds"]) == ("none", answer["binds"])
+
+
+def test_a_post_with_a_scope_is_answered_without_one(running: Live) -> None:
+    body = {"name": "scoped", "rows": ROWS, "options": {"scope": "profile:team"}}
+    answer = running.admin("/takedowns", body).body
+    assert answer["warnings"] == [] and answer["scope"] == "profile:team"
+    assert "once its module is active, every request under the profile 'team'" in answer["binds"]
+
+
+def test_a_next_version_that_would_end_enforcement_is_warned_of(running: Live) -> None:
+    registry, fingerprint = running.service.registry, running.service.loaded.identity.fingerprint
+    posted = running.admin("/takedowns", {"name": "bound", "rows": ROWS, "options": {"scope": "profile:team"}}).body
+    while (held := claim(registry, now=9e9)).job_id != posted["job_id"]:
+        registry.jobs.finish(held, JobState.FAILED, 9e9, error="not this one")
+    made = made_by(held, fingerprint=fingerprint, scope="profile:team")
+    registry.jobs.finish(held, JobState.SUCCEEDED, 9e9, result={}, module=made)
+    listed = running.admin("/modules?state=all&name=bound").body["data"]
+    assert [(module["in_force"], module["binds"][:13]) for module in listed] == [("enforced", "every request")]
+    options: dict[str, Any] = {"replace": True, "dry_run": True}
+    again = {"name": "bound", "rows": ROWS, "options": options}
+    _, loses = running.admin("/takedowns", again).body["warnings"]
+    assert "version 1 of 'bound' is enforced and binds every request under the profile 'team'" in loses
+    options["scope"] = "profile:team"
+    assert running.admin("/takedowns", again).body["warnings"] == []
+
+
+def run(running: Live, *arguments: str) -> Any:
+    done = CliRunner().invoke(build(), [*arguments, "--url", running.url, "--key", ADMIN_KEY])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+def test_the_commands_tell_what_a_takedown_and_a_module_bind(running: Live, rows: Path) -> None:
+    done = run(running, "takedown", "submit", str(rows), "--name", "script")  # no terminal: nothing is asked
+    assert "nothing yet; once its module is active, no request but those that name it" in done.stdout
+    assert "warning: options.scope: none was given" in done.stderr
+    takedown = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("takedown_id"))
+    shown = run(running, "takedown", "show", takedown).stdout
+    assert "in_force           none" in shown and "once its module is active, no request but" in shown
+    assert "calibrated and available" in run(running, "module", "list").stdout
+    assert "no request but those" in " ".join(run(running, "module", "show", "one").stdout.split())
+
+
+def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, b"everybody\nprofile:team\n")  # the first is no scope, and is asked for again
+        with os.fdopen(theirs, "r+b", buffering=0) as raw:
+            screen = io.TextIOWrapper(raw, write_through=True)
+            monkeypatch.setattr(sys, "stdin", screen)
+            monkeypatch.setattr(sys, "stdout", screen)
+            build()(
+                ["takedown", "submit", str(rows), "--name", "asked", "--url", running.url, "--key", ADMIN_KEY],
+                standalone_mode=False,
+            )
+            told = ""
+            while "every request under the profile 'team'" not in told:  # it comes in parts
+                told += os.read(ours, 100_000).decode()
+    finally:
+        os.close(ours)
+    assert "Which requests must the module bind?" in told and "'everybody' is none of these" in told
+    assert "every request under the profile 'team'" in told
+    newest = running.admin("/takedowns?limit=1").body["data"][0]
+    assert (newest["name"], newest["options"]) == ("asked", {"scope": "profile:team"})
