@@ -289,14 +289,18 @@ class Service:
     async def _watch_trail(self) -> None:
         """Check the whole audit trail now and by the clock, in pages with pauses between, so that nobody waits for it."""
         trail, seconds = self.registry.trail, self.settings.audit_check_seconds
+        failing = Outage("the check of the audit trail", log)
         while True:
             try:
                 if not await asyncio.to_thread(trail.check, TRAIL_PAUSE_SECONDS):
                     await asyncio.to_thread(trail.follow)  # other machines' changes move only the heads kept there
+                failing.ends()
             except Abandoned:
                 return
-            except Exception:
-                log.exception("the audit trail could not be checked; it is tried again at the next time")
+            except AWAY as error:
+                self._database.begins(error)
+            except Exception as error:  # noqa: BLE001 - it must go on, whatever happens once
+                failing.begins(error)
             if not seconds:
                 return
             await asyncio.sleep(seconds)

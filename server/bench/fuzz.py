@@ -168,8 +168,9 @@ class Watch(threading.Thread):
         self.failed = 0
 
     def run(self) -> None:
-        """Ask until told to stop."""
-        while not self._over.wait(HEALTH_PAUSE):
+        """Ask until told to stop, once at least."""
+        over = False
+        while not over:
             began = time.monotonic()
             connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
             try:
@@ -182,6 +183,7 @@ class Watch(threading.Thread):
             finally:
                 connection.close()
                 self.seconds.append(time.monotonic() - began)
+            over = self._over.wait(HEALTH_PAUSE)
 
     def end(self) -> dict[str, Any]:
         """Stop, and say what was seen, in seconds."""

@@ -44,10 +44,11 @@ def test_what_runs_at_the_limit_ends_with_the_error_and_done(slow: Live, caplog:
         whole = pool.submit(slow.complete, **ENDLESS)
         wait_until(lambda: engine.stats().waiting == 2)
         asyncio.run(slow.service.drain())
-        for one in (stream.result(TIMEOUT), waiting.result(TIMEOUT)):
-            assert one.events[-1] == "[DONE]" and one.events[-2]["error"]["code"] == "shutting_down"
-            assert one.events[-2]["error"]["type"] == "service_unavailable_error"
-        assert (whole.result(TIMEOUT).status, whole.result().error["code"]) == (503, "shutting_down")
+        *_, error, done = stream.result(TIMEOUT).events
+        assert done == "[DONE]" and error["error"]["code"] == "shutting_down"
+        assert error["error"]["type"] == "service_unavailable_error"
+        for unbegun in (waiting, whole):  # a stream that has no token yet can still be given its status
+            assert (unbegun.result(TIMEOUT).status, unbegun.result().error["code"]) == (503, "shutting_down")
     assert "1 requests that still ran and 2 that waited after 0.05 s" in caplog.text
     assert engine.stats().running == engine.stats().waiting == 0
     assert slow.call("/metrics").status == 200 and slow.complete().status == 503
