@@ -31,7 +31,7 @@ def here(place: str) -> None:
 
 def mark_worker() -> None:
     """Put the marks around what a worker publishes with."""
-    from server.registry import jobs, objects, transactions
+    from server.registry import jobs, objects, trail
     from server.worker import worker
 
     def marked(module: Any, name: str, before: str = "", after: str = "") -> None:
@@ -58,10 +58,4 @@ def mark_worker() -> None:
     marked(objects.ObjectStore, "put", WORKER[0], WORKER[2])
     marked(jobs, "_end", after=WORKER[3])
     marked(worker, "tidy", before=WORKER[5])
-    kept = transactions.write_head
-
-    def keep(path: Any, head: Any) -> None:
-        here(WORKER[4])  # committed, and the trail's head not yet kept
-        kept(path, head)
-
-    transactions.write_head = keep
+    marked(trail.Trail, "follow", before=WORKER[4])  # committed, and the trail's head not yet moved on
