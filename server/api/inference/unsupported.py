@@ -38,6 +38,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "images": ([],),
     "image_data": ([],),
     "documents": ([],),
+    "truncation_side": ("left",),
+    "kv_transfer_params": ({},),
     "chat_template": ("",),
     "chat_template_kwargs": ({},),
     "add_special_tokens": (True,),
@@ -61,6 +63,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "logprobs": (False,),
     "n_probs": (0,),
+    "logprob_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -79,7 +82,6 @@ def refuse_unsupported(body: Mapping[Any, Any], known: Collection[str]) -> None:
 
 def unsupported(name: str) -> Exception:
     """The refusal, with its remedy."""
-    message = (
-        "this server does not have it here, and an answer that ignored it would not be the one asked for; leave it out"
+    return field_error(
+        name, "is not supported here, and refused rather than ignored; leave it out", "unsupported_parameter"
     )
-    return field_error(name, message, "unsupported_parameter")
