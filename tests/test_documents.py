@@ -69,3 +69,12 @@ def test_the_readme_s_commands_and_options_exist() -> None:
         shown = CliRunner(env={"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"}).invoke(build(), [*asked, "--help"])
         assert shown.exit_code == 0, shown.output
         assert all(option in shown.output for option in rest if option.startswith("--")), command
+
+
+def test_every_error_code_is_explained_and_none_that_is_not_there() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "server").rglob("*.py"))
+    there = set(re.findall(r"\bcode=\"([a-z_]+)\"", source))
+    cells = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    explained = {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)}
+    assert there <= explained
+    assert all(f'"{name}"' in source or f"'{name}" in source for name in explained)
