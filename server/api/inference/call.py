@@ -12,9 +12,10 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from server.api.caller import Caller, charge_answers, charge_tokens, inference
+from server.api.inference.bodies.dialects import ScoredBody
+from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.generation import Generation
 from server.api.inference.prompts import Prompt, truncated
-from server.api.inference.schemas import GenerationBody, ScoredBody
 from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
 from server.engine.pinned import PinnedSet

@@ -11,12 +11,12 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from server.api.inference.answers import EventStream, whole
+from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs, prompt_logprobs
 from server.api.inference.prompts import chat_prompt, size_of
 from server.api.inference.report import Report
-from server.api.inference.schemas import ChatBody
 
 router = APIRouter(tags=["chat"])
 

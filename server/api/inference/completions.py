@@ -12,12 +12,12 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from server.api.inference.answers import EventStream, whole
+from server.api.inference.bodies.completions import CompletionBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Choice, Generation, Result
 from server.api.inference.logprobs import LegacyLogprobs, prompt_logprobs
 from server.api.inference.prompts import completion_prompts, size_of
 from server.api.inference.report import Report
-from server.api.inference.schemas import CompletionBody
 from server.engine.request import TokenLogprob
 
 router = APIRouter(prefix="/v1", tags=["completions"])

@@ -14,11 +14,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from server.api.inference.answers import EventStream, whole
+from server.api.inference.bodies.completions import FimBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Generation, Result
 from server.api.inference.prompts import completion_prompts, size_of
 from server.api.inference.report import Report
-from server.api.inference.schemas import FimBody
 
 router = APIRouter(tags=["completions"])
 

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
+from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
-from server.api.inference.schemas import DEFAULT_MAX_TOKENS, GenerationBody
 from server.engine.pinned import PinnedSet
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid

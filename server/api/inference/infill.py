@@ -11,11 +11,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, Str
 from starlette.responses import Response
 
 from server.api.inference.answers import EventStream, whole
+from server.api.inference.bodies.dialects import LlamaBody
+from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, MAX_CHOICES, Text
 from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Choice, Generation, Result, ended_by
 from server.api.inference.prompts import infill_prompt, size_of
 from server.api.inference.report import Report
-from server.api.inference.schemas import DEFAULT_MAX_TOKENS, MAX_CHOICES, LlamaBody, Text
 from server.engine.request import Sampling
 
 OTHERS_TEMPERATURE = 0.8  # llama.cpp's own; its clients ask for several answers to show different ones

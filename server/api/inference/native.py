@@ -9,10 +9,12 @@ from starlette.responses import Response
 
 from server.api.caller import inference
 from server.api.health import show_version
+from server.api.inference.bodies.chat import Messages, TemplateOptions
+from server.api.inference.bodies.completions import PromptBody
+from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
 from server.api.inference.call import Admitted
 from server.api.inference.infill import NativeBody, native_answer
 from server.api.inference.prompts import chat_prompt, completion_prompts, size_of
-from server.api.inference.schemas import DEFAULT_MAX_TOKENS, Messages, PromptBody, TemplateOptions
 from server.service import Service, service
 
 router = APIRouter(tags=["completions"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from server.api.inference.schemas import Message, TemplateOptions
+from server.api.inference.bodies.chat import Message, TemplateOptions
 from server.errors import invalid
 from server.service import Service
 from unbind_core.encoding import beginning, fim_ids

@@ -9,9 +9,10 @@ from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictInt, mode
 from starlette.responses import JSONResponse
 
 from server.api.caller import inference
+from server.api.inference.bodies.chat import Messages, TemplateOptions
+from server.api.inference.bodies.fields import Text
 from server.api.inference.logprobs import token_bytes
 from server.api.inference.prompts import chat_prompt, check_ids, size_of
-from server.api.inference.schemas import Messages, TemplateOptions, Text
 from server.errors import field_error
 from server.service import Service, service
 from unbind_core.encoding import beginning

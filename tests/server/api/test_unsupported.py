@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api.inference.unsupported import UNSUPPORTED
+from server.api.inference.bodies.unsupported import UNSUPPORTED
 from tests.support.live import Live
 
 BODIES: dict[str, dict[str, Any]] = {
