@@ -12,10 +12,9 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from server.api.caller import Caller, charge_answers, charge_tokens, inference
-from server.api.inference.bodies.dialects import ScoredBody
 from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.generation import Generation
-from server.api.inference.prompts import Prompt, truncated
+from server.api.inference.prompts import Prompt
 from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
 from server.engine.pinned import PinnedSet
@@ -43,8 +42,6 @@ class Call:
                 403, "unbind.report: this key does not have the scope 'report'", param="unbind.report",
                 code="missing_scope",
             )  # fmt: skip
-        if isinstance(body, ScoredBody) and (kept := body.kept(self.served.settings.max_model_len)) is not None:
-            prompts = [truncated(self.served, prompt, kept) for prompt in prompts]
         charge_answers(self.served, self.caller, len(prompts) * body.n)
         pinned = self.modules(body.model, options.modules if options else None)
         charge = partial(charge_tokens, self.served, self.caller)

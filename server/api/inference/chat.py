@@ -26,7 +26,8 @@ router = APIRouter(tags=["chat"])
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""
     size = size_of([message.plain["content"] for message in body.messages])
-    prompt = await call.served.encoder.run(size, chat_prompt, call.served, body.messages, body)
+    served, kept = call.served, body.kept(call.served.settings.max_model_len)
+    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, kept=kept)
     generation = call.submit(body, [prompt])
     tokenizer = call.served.loaded.tokenizer
     frame = {

@@ -27,7 +27,8 @@ router = APIRouter(prefix="/v1", tags=["completions"])
 async def complete(body: CompletionBody, call: Admitted) -> Response:
     """Continue each prompt; ``unbind.modules`` and the header ``X-Unbind-Modules`` name modules to apply."""
     size = size_of(body.prompt, body.suffix)
-    prompts = await call.served.encoder.run(size, completion_prompts, call.served, body.prompt, body.suffix, body.echo)
+    served, kept = call.served, body.kept(call.served.settings.max_model_len)
+    prompts = await served.encoder.run(size, completion_prompts, served, body.prompt, body.suffix, body.echo, kept)
     generation = call.submit(body, prompts, echo=body.echo)
     frame = {
         "id": f"cmpl-{uuid.uuid4().hex}",

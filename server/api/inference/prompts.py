@@ -26,14 +26,16 @@ class Prompt:
     truncated: bool = False
 
 
-def completion_prompts(served: Service, prompt: str | Sequence[Any], suffix: str | None, echo: bool) -> list[Prompt]:
-    """The prompts of a completion. ``suffix`` makes the one prompt a gap to fill."""
+def completion_prompts(
+    served: Service, prompt: str | Sequence[Any], suffix: str | None, echo: bool, kept: int | None = None
+) -> list[Prompt]:
+    """The prompts of a completion, of each the last ``kept`` tokens. ``suffix`` makes the one prompt a gap to fill."""
     tokenizer, encoder = served.loaded.tokenizer, served.encoder
     if isinstance(prompt, str):
-        ids = encoder.ids(prompt, "prompt")
         if suffix is not None:
-            return [Prompt(gap(served, ids, encoder.ids(suffix, "suffix"), "suffix"), prompt)]
-        return [Prompt(beginning(tokenizer) + ids, prompt)]
+            before, behind = encoder.ids(prompt, "prompt"), encoder.ids(suffix, "suffix")
+            return [Prompt(gap(served, before, behind, "suffix"), prompt)]
+        return [_of_text(served, prompt, "prompt", beginning(tokenizer), kept)]
     prompts = []
     items: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
     if len(items) > served.most_requests:
@@ -42,20 +44,28 @@ def completion_prompts(served: Service, prompt: str | Sequence[Any], suffix: str
         )
     for item in items:
         if isinstance(item, str):
-            prompts.append(Prompt(beginning(tokenizer) + encoder.ids(item, "prompt"), item))
+            prompts.append(_of_text(served, item, "prompt", beginning(tokenizer), kept))
         else:
-            encoder.check(item, "prompt")
-            check_ids(served, item, "prompt")
-            prompts.append(Prompt(list(item), str(tokenizer.decode(item)) if echo else ""))
+            ids = list(item if kept is None else item[-kept:])
+            encoder.check(ids, "prompt")
+            check_ids(served, ids, "prompt")
+            prompts.append(Prompt(ids, str(tokenizer.decode(ids)) if echo else "", truncated=len(ids) < len(item)))
     return prompts
 
 
-def truncated(served: Service, prompt: Prompt, kept: int) -> Prompt:
-    """The prompt's last ``kept`` tokens."""
-    if len(prompt.ids) <= kept:
-        return prompt
-    ids = list(prompt.ids[-kept:])
-    return Prompt(ids, str(served.loaded.tokenizer.decode(ids)) if prompt.text else "", truncated=True)
+def _of_text(
+    served: Service, text: str, field: str, lead: list[int], kept: int | None, most: int | None = None
+) -> Prompt:
+    """``lead`` and a text's ids, or the last ``kept`` of them, whatever the text's length. Raises ApiError 400 where what is to be
+    kept is too long, or the whole where all is.
+    """
+    if kept is None or kept > served.encoder.length:
+        return Prompt(lead + served.encoder.ids(text, field, most), text)
+    found, whole = served.encoder.last(text, kept)
+    ids = lead + found
+    if whole and len(ids) <= kept:
+        return Prompt(ids, text)
+    return Prompt(ids[-kept:], str(served.loaded.tokenizer.decode(ids[-kept:])), truncated=True)
 
 
 def check_ids(served: Service, ids: Sequence[int], field: str) -> None:
@@ -77,9 +87,13 @@ def gap(served: Service, prefix: list[int], suffix: list[int], field: str) -> li
 
 
 def chat_prompt(
-    served: Service, messages: Sequence[Message], options: TemplateOptions, most: int | None = None
+    served: Service,
+    messages: Sequence[Message],
+    options: TemplateOptions,
+    most: int | None = None,
+    kept: int | None = None,
 ) -> Prompt:
-    """A conversation through the tokenizer's own chat template, of at most ``most`` tokens (None: a request's).
+    """A conversation through the tokenizer's own chat template: its last ``kept`` tokens, or all, which ``most`` bounds.
 
     Raises ApiError where there is no template or it refuses them.
     """
@@ -100,7 +114,7 @@ def chat_prompt(
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise invalid(f"messages: the chat template refuses them: {str(error)[:300]}", param="messages") from None
-    return Prompt(served.encoder.ids(str(text), "messages", most), str(text))
+    return _of_text(served, str(text), "messages", [], kept, most)
 
 
 def infill_prompt(

@@ -161,6 +161,33 @@ def test_a_prompt_is_cut_from_the_left_where_that_is_asked_for(server: Live) -> 
         assert server.complete(**fields).error["message"].startswith("truncate_prompt_tokens")
 
 
+def test_of_a_text_far_over_the_context_the_last_tokens_are_answered_as_if_they_were_sent_alone(server: Live) -> None:
+    length = server.service.settings.max_model_len
+    text = "".join(f"def add{number}(first, second):\n    return first + second\n" for number in range(20 * length))
+    ids = server.service.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) > 20 * length
+    last = server.complete(prompt=ids[-40:], echo=True)
+    for prompt in (text, [text], ids):
+        cut = server.complete(prompt=prompt, truncate_prompt_tokens=40, return_token_ids=True, echo=True)
+        assert cut.status == 200 and cut.body["usage"]["prompt_tokens"] == 40
+        assert cut.body["choices"][0]["prompt_token_ids"] == ids[-40:] and cut.text == last.text
+    fitted = server.complete(prompt=text, truncate_prompt_tokens=-1, max_tokens=12)
+    assert fitted.body["usage"]["prompt_tokens"] == length - 12
+    short, long = (
+        _chat(
+            server, truncate_prompt_tokens=40, return_token_ids=True, messages=[{"role": "user", "content": content}]
+        ).body
+        for content in (text[-4000:], text)
+    )
+    assert long["prompt_token_ids"] == short["prompt_token_ids"] and long["usage"]["prompt_tokens"] == 40
+    assert long["choices"][0]["message"] == short["choices"][0]["message"]
+    assert (
+        _chat(server, truncate_prompt_tokens=length + 1, messages=[{"role": "user", "content": text}]).error["code"]
+        == "context_length_exceeded"
+    )
+    assert server.complete(prompt=text).error["code"] == "context_length_exceeded"
+
+
 def test_usage_can_come_with_every_chunk(server: Live) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = server.complete(stream=True, ignore_eos=True, stream_options=options).events[:-1]
