@@ -20,16 +20,16 @@ from server.encoding import Encoder
 from server.engine.engine import Engine, EngineStopped
 from server.engine.memory import plan_memory
 from server.engine.modules import Counts
+from server.offer import Offer
+from server.outage import Outage
 from server.ratelimit import RateLimiter
 from server.registry import retention
-from server.registry.access import SERVER_SCOPE, Access
+from server.registry.access import Access
 from server.registry.anchor import Anchor
 from server.registry.objects import ObjectStore
-from server.registry.outage import Outage
 from server.registry.refusals import AWAY
 from server.registry.registry import open_registry
-from server.registry.store import ModuleStore, Scan
-from server.registry.tables import ModuleState, Origin
+from server.registry.store import ModuleStore
 from server.registry.trail import Abandoned
 from server.settings import Settings
 from server.telemetry import Figures, Telemetry
@@ -37,7 +37,6 @@ from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import fim_template, parse_fim_template
 from unbind_core.files import write_whole
-from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0
@@ -75,7 +74,7 @@ class Service:
         self.encoder = Encoder(loaded.tokenizer, self.memory.length)
         objects = ObjectStore(settings.published_store)
         self.store = ModuleStore(settings.modules_dir, objects, self.registry.modules, loaded.identity)
-        self.scan = Scan({}, {})
+        self.offer = Offer(settings, self.store, self.engine, self.access)
         self.fim = (
             parse_fim_template(loaded.tokenizer, settings.fim_template)
             if settings.fim_template
@@ -87,23 +86,21 @@ class Service:
         self.ready = False
         self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
-        self._unloadable: dict[str, str] = {}  # name -> why the engine could not take it
         self._counts: Counts = {}
         self._counting: asyncio.Future[Counts] | None = None
-        self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to serve: check the model on the engine, load the modules, start the worker."""
         await asyncio.to_thread(self.engine.start)
-        await self.refresh_modules()
+        await self.offer.refresh()
         await self._count_gates()
         if self.settings.metrics_port is not None:
             await asyncio.to_thread(self.telemetry.listen, self.settings.metrics_host, self.settings.metrics_port)
         # Each by itself: what a file, a store or an engine does to one of them must not hold up the revocation of keys.
         for what, work, seconds in (
             ("access", self._refresh_access, REFRESH_SECONDS),
-            ("modules", self.refresh_modules, REFRESH_SECONDS),
+            ("modules", self.offer.refresh, REFRESH_SECONDS),
             ("retention", self._purge, REFRESH_SECONDS),
             ("gate counts", self._count_gates, self.settings.metrics_interval),
         ):
@@ -162,95 +159,10 @@ class Service:
         self.encoder.close()
         self.registry.close()
 
-    async def refresh_modules(self) -> None:
-        """Bring the engine's modules in line with the registry and the folders; what is due by now happens first."""
-        async with self._refreshing:
-            scan = await asyncio.to_thread(self.store.scan)
-            if {name: m.digest for name, m in scan.modules.items()} != {
-                name: entry.digest for name, entry in self.engine.modules.current.items()
-            }:
-                # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
-                # between would be refused. Where loading fails, what cannot be had is demanded all the same.
-                staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
-                unloadable = {n: scan.modules[n].record for n in self._unloadable.keys() & scan.modules.keys()}
-                self.scan = replace(scan, modules=staying, absent=scan.absent | unloadable)
-                before = self._labels
-                scan = await self._load(scan)
-                if self._labels != before:
-                    log.info("modules: %s", ", ".join(self._labels) or "none")
-            self.scan = scan
-
     @property
     def most_requests(self) -> int:
         """How many requests can run and wait at the same time."""
         return self.settings.queue_limit + self.settings.max_slots
-
-    @property
-    def _labels(self) -> list[str]:
-        return [entry.label for entry in self.engine.modules.current.values()]
-
-    async def _load(self, scan: Scan) -> Scan:
-        """Have the engine offer what was found; one that cannot be loaded keeps no other away, and is absent from then on."""
-
-        async def offer(modules: dict[str, tuple[UnbindModule, str]]) -> None:
-            await asyncio.wrap_future(self.engine.sync_modules(modules.values()))
-
-        wanted = {name: (found.module, found.digest) for name, found in scan.modules.items()}
-        try:
-            await offer(wanted)
-        except EngineStopped:
-            raise
-        except Exception as error:  # noqa: BLE001 - one by one it will show whose it is
-            log.debug("not all modules can be loaded at once: %s", error)
-        else:
-            self._unloadable = {}
-            return scan
-        present = self.engine.modules.current
-        loaded = {name: (present[name].module, present[name].digest) for name in present.keys() & wanted.keys()}
-        unloadable: dict[str, str] = {}
-        # takedowns' modules before files, so that a file never takes the room of one
-        for name in sorted(wanted, key=lambda name: (scan.modules[name].record["origin"] != Origin.TAKEDOWN, name)):
-            try:
-                await offer(loaded | {name: wanted[name]})
-                loaded[name] = wanted[name]
-            except EngineStopped:
-                raise
-            except Exception as error:  # noqa: BLE001 - of this module
-                unloadable[name] = str(error)
-        for name in unloadable.keys() - self._unloadable.keys():
-            log.error("module '%s' cannot be loaded: %s", name, unloadable[name])
-        self._unloadable = unloadable
-        return replace(
-            scan,
-            modules={name: found for name, found in scan.modules.items() if name not in unloadable},
-            problems=scan.problems | {scan.modules[name].path: reason for name, reason in unloadable.items()},
-            absent=scan.absent | {name: scan.modules[name].record for name in unloadable},
-        )
-
-    @property
-    def missing_modules(self) -> list[str]:
-        """Modules that every request must run under and that are not active here."""
-        rules = self.access.current.of(SERVER_SCOPE)
-        demanded = {*self.settings.enforced, *rules.enforced, *rules.modules, *self.scan.enforced([SERVER_SCOPE])}
-        return sorted(demanded - self.applicable)
-
-    @property
-    def missing_enforced(self) -> list[str]:
-        """``missing_modules``, and those active modules that could not be loaded and that any key or profile demands."""
-        scopes = [*self.access.current.rules.values(), *self.settings.profiles.values()]
-        named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
-        scoped = {name for name, record in self.scan.absent.items() if record["scope"] or name in named}
-        return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
-
-    @property
-    def missing_active(self) -> list[str]:
-        """Active modules that could not be loaded: a request that names one is refused."""
-        return sorted(name for name, record in self.scan.absent.items() if record["state"] == ModuleState.ACTIVE)
-
-    @property
-    def applicable(self) -> set[str]:
-        """The modules that a policy can apply: loaded, not in shadow, and no former version of one that could not be loaded."""
-        return self.engine.modules.current.keys() - self.scan.shadow - self.scan.absent.keys()
 
     @property
     def data_lost(self) -> str | None:
@@ -258,9 +170,9 @@ class Service:
         return next((lost for anchor in self._anchors if (lost := anchor.lost) is not None), None)
 
     def _figures(self) -> Figures:
-        loaded, scan = len(self.engine.modules.current), self.scan
+        loaded, refused = len(self.engine.modules.current), len(self.offer.scan.problems)
         audit = len(self.registry.trail.problems)
-        return Figures(self.engine.stats(), loaded, len(self.missing_active), len(scan.problems), audit)
+        return Figures(self.engine.stats(), loaded, len(self.offer.missing_active), refused, audit)
 
     async def _refresh_access(self) -> None:
         await asyncio.to_thread(self.access.refresh)

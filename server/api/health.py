@@ -35,9 +35,9 @@ async def ready(served: Served, request: Request) -> dict[str, Any]:
         raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers={"Retry-After": "2"})
     if (lost := served.data_lost) is not None:
         raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
-    if missing := served.missing_enforced:
+    if missing := served.offer.missing_enforced:
         raise unavailable(", ".join(missing) if allowed else None)
-    status = "degraded" if served.missing_active else "ready"
+    status = "degraded" if served.offer.missing_active else "ready"
     if not allowed:
         return {"status": status}
     modules = sorted(served.engine.modules.current)
@@ -45,7 +45,7 @@ async def ready(served: Served, request: Request) -> dict[str, Any]:
         "status": status,
         "model": served.settings.served_name,
         "modules": modules,
-        "missing": served.missing_active,
+        "missing": served.offer.missing_active,
         **({"audit": problems} if (problems := served.registry.trail.problems) else {}),
     }
 

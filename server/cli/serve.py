@@ -128,7 +128,7 @@ def announce(settings: Settings, url: str, service: Service) -> None:
         ("admin key", key),
     ):
         screen.print(f"  {what:10} {value}", highlight=False, soft_wrap=True, markup=False)
-    for file, reason in service.scan.problems.items():
+    for file, reason in service.offer.scan.problems.items():
         notes.print(f"[yellow]module file skipped:[/] {file}: {reason}", highlight=False, soft_wrap=True)
     for title, command in tour(settings, url, service):
         screen.print(f"\n[bold]{title}[/]")

@@ -171,7 +171,7 @@ def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[
 
 def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
     fixed = {"settings": {"enforced": served.settings.enforced}} if scope == SERVER_SCOPE else {}
-    missing = sorted({*rules.modules, *rules.enforced} - served.applicable)
+    missing = sorted({*rules.modules, *rules.enforced} - served.offer.applicable)
     return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
 
 

@@ -93,5 +93,5 @@ async def _offer_published(served: Service, jobs: list[dict[str, Any]]) -> None:
         if job["outcome"] in (ModuleState.ACTIVE, ModuleState.SHADOW) and "digest" in (job["result"] or {})
     }
     if not fresh <= served.offered:
-        await served.refresh_modules()
+        await served.offer.refresh()
         served.offered |= fresh

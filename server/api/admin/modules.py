@@ -35,7 +35,7 @@ async def list_modules(
 ) -> dict[str, Any]:
     """The modules a request can name, by name, and the files that could not be loaded and why; or all versions."""
     with refusals():
-        await served.refresh_modules()
+        await served.offer.refresh()
         records = await asyncio.to_thread(served.registry.modules.versions, name)
     data = [_described(served, record) for record in records]
     if state == "loaded":
@@ -47,7 +47,7 @@ async def list_modules(
                 400, "after: no module of this list has this id; begin anew", param="after", code="invalid_value"
             )
         data = data[place:]
-    problems = [{"file": file, "reason": reason} for file, reason in sorted(served.scan.problems.items())]
+    problems = [{"file": file, "reason": reason} for file, reason in sorted(served.offer.scan.problems.items())]
     return {"object": "list", "data": data[:limit], "has_more": len(data) > limit, "problems": problems}
 
 
@@ -135,13 +135,13 @@ async def _change(served: Service, reference: str, action: Action, if_match: str
 
 
 async def _changed(served: Service, record: dict[str, Any]) -> JSONResponse:
-    await served.refresh_modules()  # the answer comes once it is so
+    await served.offer.refresh()  # the answer comes once it is so
     described = _described(served, record)
     return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 
 
 def _described(served: Service, record: dict[str, Any]) -> dict[str, Any]:
-    stored = served.scan.modules.get(record["name"])
+    stored = served.offer.scan.modules.get(record["name"])
     loaded = stored is not None and stored.digest == record["digest"]
     current = served.engine.modules.current.get(record["name"])
     if loaded and current is not None and current.digest == record["digest"]:

@@ -53,7 +53,7 @@ class Call:
         """The modules of this call, from every source at once. Raises ApiError, UnknownModule."""
         served = self.served
         chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
-        rules, scan = served.access.current, served.scan
+        rules, scan = served.access.current, served.offer.scan
         key = self.caller.key
         scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE)]
         holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen if name)]

@@ -1,0 +1,111 @@
+"""The modules that this server offers: the registry's and the folders', brought into the engine, and what is missing of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+from server.engine.engine import Engine, EngineStopped
+from server.registry.access import SERVER_SCOPE, Access
+from server.registry.store import ModuleStore, Scan
+from server.registry.tables import ModuleState, Origin
+from server.settings import Settings
+from unbind_core.module import UnbindModule
+
+log = logging.getLogger("unbind.service")
+
+
+class Offer:
+    """What was found at the last look (``scan``), as far as the engine could load it."""
+
+    def __init__(self, settings: Settings, store: ModuleStore, engine: Engine, access: Access) -> None:
+        self.scan = Scan({}, {})
+        self._settings, self._store, self._engine, self._access = settings, store, engine, access
+        self._unloadable: dict[str, str] = {}  # name -> why the engine could not take it
+        self._refreshing = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Bring the engine's modules in line with the registry and the folders; what is due by now happens first."""
+        async with self._refreshing:
+            scan = await asyncio.to_thread(self._store.scan)
+            if {name: m.digest for name, m in scan.modules.items()} != {
+                name: entry.digest for name, entry in self._engine.modules.current.items()
+            }:
+                # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
+                # between would be refused. Where loading fails, what cannot be had is demanded all the same.
+                staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
+                unloadable = {n: scan.modules[n].record for n in self._unloadable.keys() & scan.modules.keys()}
+                self.scan = replace(scan, modules=staying, absent=scan.absent | unloadable)
+                before = self._labels
+                scan = await self._load(scan)
+                if self._labels != before:
+                    log.info("modules: %s", ", ".join(self._labels) or "none")
+            self.scan = scan
+
+    @property
+    def _labels(self) -> list[str]:
+        return [entry.label for entry in self._engine.modules.current.values()]
+
+    async def _load(self, scan: Scan) -> Scan:
+        """Have the engine offer what was found; one that cannot be loaded keeps no other away, and is absent from then on."""
+
+        async def offer(modules: dict[str, tuple[UnbindModule, str]]) -> None:
+            await asyncio.wrap_future(self._engine.sync_modules(modules.values()))
+
+        wanted = {name: (found.module, found.digest) for name, found in scan.modules.items()}
+        try:
+            await offer(wanted)
+        except EngineStopped:
+            raise
+        except Exception as error:  # noqa: BLE001 - one by one it will show whose it is
+            log.debug("not all modules can be loaded at once: %s", error)
+        else:
+            self._unloadable = {}
+            return scan
+        present = self._engine.modules.current
+        loaded = {name: (present[name].module, present[name].digest) for name in present.keys() & wanted.keys()}
+        unloadable: dict[str, str] = {}
+        # takedowns' modules before files, so that a file never takes the room of one
+        for name in sorted(wanted, key=lambda name: (scan.modules[name].record["origin"] != Origin.TAKEDOWN, name)):
+            try:
+                await offer(loaded | {name: wanted[name]})
+                loaded[name] = wanted[name]
+            except EngineStopped:
+                raise
+            except Exception as error:  # noqa: BLE001 - of this module
+                unloadable[name] = str(error)
+        for name in unloadable.keys() - self._unloadable.keys():
+            log.error("module '%s' cannot be loaded: %s", name, unloadable[name])
+        self._unloadable = unloadable
+        return replace(
+            scan,
+            modules={name: found for name, found in scan.modules.items() if name not in unloadable},
+            problems=scan.problems | {scan.modules[name].path: reason for name, reason in unloadable.items()},
+            absent=scan.absent | {name: scan.modules[name].record for name in unloadable},
+        )
+
+    @property
+    def missing_modules(self) -> list[str]:
+        """Modules that every request must run under and that are not active here."""
+        rules = self._access.current.of(SERVER_SCOPE)
+        demanded = {*self._settings.enforced, *rules.enforced, *rules.modules, *self.scan.enforced([SERVER_SCOPE])}
+        return sorted(demanded - self.applicable)
+
+    @property
+    def missing_enforced(self) -> list[str]:
+        """``missing_modules``, and those active modules that could not be loaded and that any key or profile demands."""
+        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
+        named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
+        scoped = {name for name, record in self.scan.absent.items() if record["scope"] or name in named}
+        return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
+
+    @property
+    def missing_active(self) -> list[str]:
+        """Active modules that could not be loaded: a request that names one is refused."""
+        return sorted(name for name, record in self.scan.absent.items() if record["state"] == ModuleState.ACTIVE)
+
+    @property
+    def applicable(self) -> set[str]:
+        """The modules that a policy can apply: loaded, not in shadow, and no former version of one that could not be loaded."""
+        return self._engine.modules.current.keys() - self.scan.shadow - self.scan.absent.keys()
