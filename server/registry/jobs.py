@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from server.registry.audit import Actor, append
 from server.registry.estimate import PastJob, expected_seconds, near_seconds, remaining_seconds
 from server.registry.lifecycle import Action
-from server.registry.modules import NewModule, add, apply, module_view
+from server.registry.records import NewModule, add, apply, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere
 from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
 from server.registry.transactions import Transactions

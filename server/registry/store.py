@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from server.registry.lifecycle import LIVE
-from server.registry.modules import Modules, NewModule
+from server.registry.modules import Modules
 from server.registry.objects import DamagedObject, ObjectStore, quarantine
+from server.registry.records import NewModule
 from server.registry.refusals import AWAY
 from server.registry.tables import ModuleState, Origin
 from unbind_core.errors import ModuleFileError

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import job_view
 from server.registry.lifecycle import InForce, bound, in_force
-from server.registry.modules import module_view
+from server.registry.records import module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Takedown, new_job
 from server.registry.transactions import Transactions

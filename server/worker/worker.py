@@ -21,7 +21,7 @@ from typing import Any
 
 from server.registry.files import job_dir, tidy
 from server.registry.jobs import Claim
-from server.registry.modules import NewModule
+from server.registry.records import NewModule
 from server.registry.refusals import CancelRequested, JointOutdated, LeaseLost, Refusal
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState, Origin

@@ -16,8 +16,8 @@ from server.api.admin import jobs
 from server.engine.engine import EngineStats
 from server.registry.access import Access
 from server.registry.audit import Actor
-from server.registry.modules import NewModule
 from server.registry.objects import ObjectStore
+from server.registry.records import NewModule
 from server.registry.registry import open_registry
 from server.registry.tables import Origin
 from server.telemetry import Figures, Telemetry

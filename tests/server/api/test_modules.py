@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from server.registry.modules import NewModule
 from server.registry.objects import ObjectStore
+from server.registry.records import NewModule
 from server.registry.tables import Origin
 from tests.support.live import ADMIN_KEY, Live, live
 from tests.support.modules import build_module

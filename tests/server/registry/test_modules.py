@@ -23,7 +23,7 @@ from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.jobs import Claim
 from server.registry.lifecycle import ALLOWED, LEADS_TO, LIVE, Action
-from server.registry.modules import NewModule
+from server.registry.records import NewModule
 from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
 from server.registry.registry import Registry
 from server.registry.tables import JobKind, JobState, ModuleState, Origin

@@ -11,7 +11,7 @@ import pytest
 from server.registry.audit import Actor
 from server.registry.estimate import remaining_seconds
 from server.registry.jobs import Claim
-from server.registry.modules import NewModule
+from server.registry.records import NewModule
 from server.registry.refusals import CancelRequested, KeyReused, LeaseLost, NameTaken, NotAllowed, NotThere
 from server.registry.registry import Registry
 from server.registry.tables import JobState, Origin

@@ -15,8 +15,8 @@ import pytest
 from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.lifecycle import Action
-from server.registry.modules import NewModule, add
 from server.registry.objects import DamagedObject, ObjectStore, StoreUnreachable
+from server.registry.records import NewModule, add
 from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry
 from server.registry.store import ModuleStore

@@ -1,0 +1,215 @@
+"""Records of modules within a transaction: found, added and changed. ``modules.py`` opens the transactions.
+
+Every change is conditional on the revision that its caller saw, obeys ``lifecycle.py`` and is told of in the audit trail.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import Session
+
+from server.registry.audit import Actor, append
+from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
+from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
+from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Origin, Takedown, new_job
+
+CLOCK = Actor("clock", "registry")
+
+
+@dataclass(frozen=True)
+class NewModule:
+    """A module whose file is in its place and that is to get a record."""
+
+    name: str
+    digest: str
+    fingerprint: str
+    file: str
+    origin: Origin
+    activation: str = "auto"
+    job_id: str | None = None
+    takedown_id: str | None = None
+    scope: str = ""
+    effective_at: float | None = None
+    expires_at: float | None = None
+
+
+def etag(row: ModuleRow) -> str:
+    """What If-Match must say for a change to this record."""
+    return f'"{row.id}-{row.revision}"'
+
+
+def module_view(row: ModuleRow) -> dict[str, Any]:
+    """A module's record as the API shows it: with what it binds, which follows from the rest."""
+    return {**_record(row), "in_force": in_force(row.state, row.scope), "binds": binds(row.state, row.scope)}
+
+
+def _record(row: ModuleRow) -> dict[str, Any]:
+    """What the audit trail keeps the digests of."""
+    return {
+        "id": row.id,
+        "object": "module",
+        "name": row.name,
+        "version": row.version,
+        "digest": row.digest,
+        "state": row.state,
+        "etag": etag(row),
+        "origin": row.origin,
+        "fingerprint": row.fingerprint,
+        "file": row.file,
+        "job_id": row.job_id,
+        "takedown_id": row.takedown_id,
+        "scope": row.scope or None,
+        "effective_at": row.effective_at,
+        "expires_at": row.expires_at,
+        "created_at": row.created_at,
+        "changed_at": row.changed_at,
+        "allowed": sorted(ALLOWED[ModuleState(row.state)]),
+    }
+
+
+def add(
+    session: Session, new: NewModule, activation: str, actor: Actor, now: float, beside: Collection[str] | None = None
+) -> ModuleRow:
+    """A record for the next version of the name, in the state that ``activation`` asks for, within a transaction.
+
+    Raises JointOutdated as ``act``.
+    """
+    mine = (ModuleRow.name == new.name) & (ModuleRow.fingerprint == new.fingerprint)
+    version = session.scalar(select(func.max(ModuleRow.version)).where(mine)) or 0
+    later = activation == "auto" and new.effective_at is not None and new.effective_at > now
+    row = ModuleRow(
+        id=f"mod_{uuid.uuid4().hex[:16]}", name=new.name, version=version + 1, digest=new.digest,
+        state=ModuleState.CALIBRATED, revision=1, origin=new.origin, fingerprint=new.fingerprint, file=new.file,
+        job_id=new.job_id, takedown_id=new.takedown_id, scope=new.scope, expires_at=new.expires_at,
+        effective_at=new.effective_at if later else None, created_at=now, changed_at=now,
+    )  # fmt: skip
+    session.add(row)
+    session.flush()
+    append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=_record(row))
+    shadowed = activation == "shadow" and live_version(session, new.name, new.fingerprint) is None
+    if shadowed or (activation == "auto" and not later):
+        move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now, beside)
+    return row
+
+
+def apply(
+    session: Session, reference: str, action: Action, expected: str | None, actor: Actor, now: float,
+    beside: Collection[str] | None = None,
+) -> ModuleRow:  # fmt: skip
+    """Change a module's state within a transaction. Raises as ``act``."""
+    row = find(session, reference)
+    check_revision(module_view(row), expected)
+    move(session, row, action, actor, now, beside)
+    return row
+
+
+def find(session: Session, reference: str) -> ModuleRow:
+    """The row of this id, else of this name: the version that is loaded, or the newest. Raises NotThere."""
+    row = session.get(ModuleRow, reference, with_for_update=True)
+    if row is None:
+        rows = session.scalars(
+            select(ModuleRow).where(ModuleRow.name == reference).order_by(ModuleRow.version).with_for_update()
+        ).all()
+        row = next((found for found in rows if found.state in LIVE), rows[-1] if rows else None)
+    if row is None:
+        raise NotThere(f"no module '{reference[:80]}'")
+    return row
+
+
+def check_revision(record: Mapping[str, Any], expected: str | None) -> None:
+    """Let a change through that is meant for the record as it is. Raises Unconditional, Stale."""
+    if expected is None:
+        raise Unconditional(f"If-Match: say which revision is meant; it is {record['etag']} now")
+    if expected.strip() not in ("*", record["etag"]):
+        raise Stale(f"If-Match: module {record['id']} has changed since ({record['etag']} now); look at it again")
+
+
+def live_version(session: Session, name: str, fingerprint: str) -> ModuleRow | None:
+    """The version of the name that servers of this model load."""
+    return session.scalar(
+        select(ModuleRow).where(
+            ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state.in_(LIVE)
+        )
+    )  # fmt: skip
+
+
+def takedown_holding(session: Session, name: str) -> str | None:
+    """The newest of the takedowns' modules of this name, whatever its state and model. No file ever stands in for one."""
+    mine = (ModuleRow.name == name) & (ModuleRow.origin == Origin.TAKEDOWN)
+    return session.scalar(select(ModuleRow.id).where(mine).order_by(ModuleRow.version.desc()).limit(1))
+
+
+def those_in_force() -> Select[ModuleRow]:
+    """The active modules that promise something together.
+
+    Files that were only put into the folder apply where a request names them, and promise nothing together.
+    """
+    promised = ModuleRow.takedown_id.is_not(None) | (ModuleRow.scope != "")
+    return select(ModuleRow).where(ModuleRow.state == ModuleState.ACTIVE, promised)
+
+
+def measured_beside(session: Session, row: ModuleRow) -> Collection[str] | None:
+    """The digests beside which a module's joint cost was measured when it was made; None where that decides nothing."""
+    takedown = session.get(Takedown, row.takedown_id) if row.takedown_id else None
+    if takedown is None or takedown.options.get("override"):
+        return None
+    job = session.get(Job, row.job_id) if row.job_id else None
+    joint = ((job.result if job else None) or {}).get("joint") or {}
+    return joint.get("beside") or ()
+
+
+def measure_first(session: Session, row: ModuleRow, now: float) -> None:
+    """Queue the job that measures what a module costs beside those in force and then activates it; once the name is free."""
+    if session.scalar(select(Job.id).where(Job.module == row.name, Job.state.in_((JobState.QUEUED, JobState.RUNNING)))):
+        return
+    set_state(session, row, ModuleState(row.state), "module.due", CLOCK, now)
+    job = new_job(
+        JobKind.ACTIVATE, row.takedown_id, row.name, now, module_id=row.id, options={"etag": etag(row)}
+    )  # fmt: skip
+    session.add(job)
+    session.flush()
+    append(session, now, CLOCK, f"job.{job.kind}", job.id, {"module": row.id})
+
+
+def move(
+    session: Session, row: ModuleRow, action: Action, actor: Actor, now: float, beside: Collection[str] | None = None,
+    **detail: Any,
+) -> None:  # fmt: skip
+    """Change the state; what stood in its place is superseded in the same transaction."""
+    state = follow(ModuleState(row.state), action)
+    if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := takedown_holding(session, row.name)) is not None:
+        raise NotAllowed(
+            f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
+            "in for it; activate the takedown's module, or bring the file under another name"
+        )
+    if state == ModuleState.ACTIVE and beside is not None:
+        others = session.scalars(
+            those_in_force().where(ModuleRow.fingerprint == row.fingerprint, ModuleRow.name != row.name)
+        ).all()
+        if {other.digest for other in others} != set(beside):
+            names = ", ".join(sorted(other.name for other in others)) or "none"
+            raise JointOutdated(f"beside module '{row.name}' these are in force by now: {names}")
+    other = live_version(session, row.name, row.fingerprint) if state in LIVE else None
+    if other is not None and other is not row:
+        if state == ModuleState.SHADOW:
+            raise NotAllowed(
+                f"version {other.version} of '{row.name}' is {other.state}, and one version of a name is loaded at a time; "
+                "suspend that one first, or make the new version under another name"
+            )
+        set_state(session, other, ModuleState.SUPERSEDED, "module.superseded", actor, now, by=row.id)
+    set_state(session, row, state, f"module.{action}", actor, now, **detail)
+
+
+def set_state(
+    session: Session, row: ModuleRow, state: ModuleState, what: str, actor: Actor, now: float, **detail: Any
+) -> None:
+    """Write a state down, and who did what that led to it."""
+    before = _record(row)
+    row.state, row.revision, row.changed_at, row.effective_at = state, row.revision + 1, now, None
+    session.flush()
+    append(session, now, actor, what, row.id, {"name": row.name, **detail}, before=before, after=_record(row))
