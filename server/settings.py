@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,14 +18,6 @@ from server.rules import ProfileName, Rules, Strengths, from_json
 PREFIX = "UNBIND_"
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
-NULLABLE = (
-    "adapter",
-    "admin_key_file",
-    "retain_calibration",
-    "retain_test",
-    "audit_head",
-    "metrics_port",
-)  # an empty variable means "none"
 
 
 class SettingsError(Exception):
@@ -229,6 +221,10 @@ class Settings(BaseModel):
             if value is not None
         }
         return made | {PREFIX + key.upper(): "" for key in NULLABLE if key in plain and plain[key] is None}
+
+
+# An empty variable means "none" for these.
+NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
 
 
 def load_settings(

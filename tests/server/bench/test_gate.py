@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.bench.gate import Retained, World, apart_figures, nearest
+from server.bench.gate_neighbours import apart_figures, nearest
+from server.bench.gate_world import Retained, World
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
 from unbind_core.progress import silent

@@ -1,0 +1,148 @@
+"""What ``bench gate`` measures on: the demo model, its rows, what modules cost on held-out rows and what they make forgotten."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from server import demo
+from unbind_core.applying.attach import attach
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.architecture import LoadedModel
+from unbind_core.encoding import available_forms, pad_id
+from unbind_core.evaluation.completions import retain_prompts
+from unbind_core.evaluation.metrics import sentence_bleu
+from unbind_core.evaluation.scores import RowScore, forget_scores
+from unbind_core.evaluation.verify import perplexity
+from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback
+from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
+from unbind_core.running.generation import Sampling, complete
+from unbind_core.windows import Window, retain_windows
+
+NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class World:
+    """The demo model and its rows."""
+
+    loaded: LoadedModel
+    forget: Mapping[str, Sequence[ForgetRow]]
+    retain: Sequence[RetainRow]
+    calibration: Sequence[RetainRow]
+    test: Sequence[RetainRow]
+
+    @classmethod
+    def load(cls, loaded: LoadedModel) -> World:
+        """The rows that are shipped."""
+        sets = {name: _rows(f"forget_{name}", parse_forget) for name in "abc"}
+        retain = [_rows(f"retain_{part}", parse_retain) for part in ("train", "calibration", "test")]
+        return cls(loaded, sets, *retain)
+
+    def rows(self, size: int) -> Sequence[ForgetRow]:
+        """A forget set of this size: set A and its first rows, set B, or the first rows of set C."""
+        if size == len(self.forget["b"]):
+            return self.forget["b"]
+        return self.forget["a" if size <= len(self.forget["a"]) else "c"][:size]
+
+
+def _rows(name: str, parse: Callable[..., Any]) -> Any:
+    path = demo.ROWS / f"{name}.jsonl"
+    with path.open(encoding="utf-8") as lines:
+        return parse(lines, path.name)
+
+
+class Retained:
+    """The held-out rows, measured once without modules; then again under each module or set of modules."""
+
+    def __init__(self, world: World, progress: ProgressCallback) -> None:
+        self.world, self.progress = world, progress
+        model, tokenizer = world.loaded.model, world.loaded.tokenizer
+        self.pad, self.end = pad_id(tokenizer), tokenizer.eos_token_id
+        self.windows = retain_windows(tokenizer, world.test, range(len(world.test)), available_forms(tokenizer))
+        self.prompts, self.references = retain_prompts(tokenizer, world.test, range(len(world.test)))
+        self.before = perplexity(model, self.windows, self.pad, progress=progress)
+        self.outputs = self._complete(nullcontext)
+        self.bleu = self._bleu(self.outputs)
+
+    def _complete(self, editing: Callable[[], AbstractContextManager[object]]) -> list[list[int]]:
+        model = self.world.loaded.model
+        return complete(
+            model, self.prompts, Sampling(NEW_TOKENS), pad=self.pad, end=self.end, editing=editing,
+            stage="unrelated prompts", progress=self.progress,
+        )  # fmt: skip
+
+    def _bleu(self, outputs: Sequence[Sequence[int]]) -> float:
+        return statistics.fmean(sentence_bleu(r, o) for r, o in zip(self.references, outputs, strict=True))
+
+    def measure(self, modules: Sequence[UnbindModule], windows: Sequence[Window] | None = None) -> dict[str, float]:
+        """Rise of perplexity, fall of BLEU, share of open positions, share of greedy completions unchanged to the token."""
+        model, bank = self.world.loaded.model, bank_of(self.world, modules)
+
+        def editing() -> AbstractContextManager[object]:
+            return attach(model, bank)
+
+        after = perplexity(model, self.windows, self.pad, editing=editing, progress=self.progress)
+        counts = [phases["prefill"] for phases in bank.counts().values()]
+        outputs = self._complete(editing)
+        same = statistics.fmean(a == b for a, b in zip(self.outputs, outputs, strict=True))
+        return {
+            "ppl_increase": after / self.before - 1,
+            "bleu_drop": self.bleu - self._bleu(outputs),
+            "open_rate": max((opened / max(evaluated, 1) for evaluated, opened in counts), default=0.0),
+            "unchanged": same,
+        }
+
+    def rise(self, modules: Sequence[UnbindModule], rows: Sequence[RetainRow]) -> float:
+        """Rise of the mean NLL of other retain rows, relative."""
+        before, after = map(math.log, self.perplexities(modules, rows))
+        return after / before - 1
+
+    def perplexities(self, modules: Sequence[UnbindModule], rows: Sequence[RetainRow]) -> tuple[float, float]:
+        """Of other retain rows: without the modules, and with them."""
+        model, tokenizer = self.world.loaded.model, self.world.loaded.tokenizer
+        bank = bank_of(self.world, modules)
+        windows = retain_windows(tokenizer, rows, range(len(rows)), available_forms(tokenizer))
+        return perplexity(model, windows, self.pad), perplexity(
+            model, windows, self.pad, editing=lambda: attach(model, bank)
+        )
+
+
+def bank_of(world: World, modules: Sequence[UnbindModule]) -> ModuleBank:
+    """A bank of these modules, where the model is."""
+    bank = ModuleBank(next(world.loaded.model.parameters()).device)
+    for module in modules:
+        bank.add(module)
+    return bank
+
+
+def scores(
+    world: World, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule], attempts: int, progress: ProgressCallback,
+    stage: str,
+) -> list[RowScore]:  # fmt: skip
+    """Scores of forget rows with these modules on; with none, of the model as it is."""
+    model, tokenizer = world.loaded.model, world.loaded.tokenizer
+    bank = bank_of(world, modules)
+    return forget_scores(
+        model, tokenizer, rows, forms=available_forms(tokenizer), attempts=attempts,
+        editing=(lambda: attach(model, bank)) if modules else nullcontext, progress=progress, stage=stage,
+    )  # fmt: skip
+
+
+def forgetting(before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[str, float | int]:
+    """Cuts of F-BLEU, rows with exact spans of 50 tokens, mean recovery in per cent."""
+
+    def cut(form: str) -> float:
+        return 1 - sum(s.bleu[form] for s in after) / max(sum(s.bleu[form] for s in before), 1e-9)
+
+    return {
+        "f_bleu_cut": cut("plain"),
+        "f_bleu_cut_fim": cut("fim"),
+        "spans_50": sum(s.span >= 50 for s in after),
+        "mean_recovery": 100 * statistics.fmean(s.recovery for s in after),
+    }

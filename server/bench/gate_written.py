@@ -1,0 +1,83 @@
+"""What is written in place of forget rows, and where their prompts are lightly rewritten."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from server.bench.gate_world import NEW_TOKENS, World, bank_of, scores
+from server.bench.paraphrase import PARAPHRASES
+from unbind_core.applying.attach import attach
+from unbind_core.architecture import LoadedModel
+from unbind_core.encoding import pad_id
+from unbind_core.evaluation.verify import perplexity
+from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback
+from unbind_core.rows import ForgetRow
+from unbind_core.running.generation import Sampling, complete
+from unbind_core.windows import Window, forget_prompt
+
+SAMPLES = 5
+REWRITTEN_ROWS = 40  # of larger sets, every so many-th row is rewritten and read
+
+
+def paraphrased(
+    world: World, rows: Sequence[ForgetRow], module: UnbindModule | None, progress: ProgressCallback
+) -> dict[str, float]:
+    """Mean F-BLEU of plain greedy completions where the prompt is lightly rewritten, by kind of rewriting."""
+    modules = () if module is None else (module,)
+    found = {}
+    for kind, rewrite in PARAPHRASES.items():
+        after = scores(world, [rewrite(row) for row in _some(rows)], modules, 0, progress, f"paraphrased ({kind})")
+        found[kind] = statistics.fmean(s.bleu["plain"] for s in after)
+    return found
+
+
+def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module: UnbindModule | None) -> dict[str, Any]:
+    """What is written in place of the rows: its perplexity under the unmodified and the retrained model, and its form.
+
+    ``empty``: share of completions without a token; ``parsed``: share of Python prompts that parse with their completion;
+    ``looping``: share of completions of 16 tokens or more in which one token is over half.
+    """
+    loaded = world.loaded
+    tokenizer, end = loaded.tokenizer, loaded.tokenizer.eos_token_id
+    bank = bank_of(world, () if module is None else (module,))
+    rows = _some(rows)
+    prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
+    new = complete(
+        loaded.model, prompts, Sampling(NEW_TOKENS), pad=pad_id(tokenizer), end=end,
+        editing=(lambda: attach(loaded.model, bank)) if module is not None else nullcontext,
+    )  # fmt: skip
+    # Where the text ended by itself, that it did is part of what was written.
+    written = [[*o, end] if len(o) < NEW_TOKENS else o for o in new]
+    windows = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, written, strict=True))]
+    texts = [str(tokenizer.decode(o)) for o in new]
+    return {
+        "empty": statistics.fmean(not o for o in new),
+        "tokens": statistics.fmean(len(o) for o in new),
+        "perplexity": perplexity(loaded.model, windows, pad_id(tokenizer)),
+        "perplexity_retrained": perplexity(other.model, windows, pad_id(tokenizer)),
+        "parsed": statistics.fmean(_parses(row.prompt + text) for row, text in zip(rows, texts, strict=True)),
+        "looping": statistics.fmean(_loops(o) for o in new),
+        "samples": texts[:SAMPLES],
+    }
+
+
+def _some(rows: Sequence[ForgetRow]) -> Sequence[ForgetRow]:
+    return rows[:: max(1, -(-len(rows) // REWRITTEN_ROWS))]
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _loops(tokens: Sequence[int]) -> bool:
+    return len(tokens) >= 16 and Counter(tokens).most_common(1)[0][1] > len(tokens) / 2
