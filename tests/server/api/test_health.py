@@ -21,7 +21,7 @@ from server.registry.records import NewModule
 from server.registry.registry import open_registry
 from server.registry.tables import Origin
 from server.telemetry import Figures, Telemetry
-from tests.server.api.test_modules import act, adopt, applied
+from tests.server.api.admin.test_modules import act, adopt, applied
 from tests.support.live import ADMIN_KEY, Live, live
 from tests.support.modules import build_module
 from unbind_core.errors import UnbindError
