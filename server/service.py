@@ -125,8 +125,10 @@ class Service:
             if left.running + left.waiting:
                 log.warning(
                     "%d requests that still ran and %d that waited after %g s (drain_timeout) were ended with an error",
-                    left.running, left.waiting, timeout,
-                )  # fmt: skip
+                    left.running,
+                    left.waiting,
+                    timeout,
+                )
 
         await asyncio.gather(requests(), self.supervisor.stop(min(GRACE_SECONDS, timeout + 1)))
 

@@ -25,9 +25,13 @@ README_PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_tex
 def unbind(*arguments: str) -> Any:
     """What ``unbind ... --json`` prints on its standard output."""
     done = subprocess.run(
-        [sys.executable, "-m", "server", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=1200,
+        [sys.executable, "-m", "server", *arguments, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
         env=ENVIRONMENT,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

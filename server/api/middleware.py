@@ -62,9 +62,13 @@ class RequestLog:
             telemetry.requests.labels(route, str(status)).inc()
             telemetry.seconds.labels(route).observe(seconds)
             fields = {
-                "request_id": request_id, "method": scope["method"], "route": route, "status": status,
-                "seconds": round(seconds, 4), "profile": scope.get(PROFILE_KEY),
-            }  # fmt: skip
+                "request_id": request_id,
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "seconds": round(seconds, 4),
+                "profile": scope.get(PROFILE_KEY),
+            }
             log.info("%s %s %d %.3fs id=%s", scope["method"], route, status, seconds, request_id, extra=fields)
 
 

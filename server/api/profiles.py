@@ -31,6 +31,8 @@ def profile_rules(served: Service, name: str, *, asked: bool = False) -> Rules:
         known = ", ".join(profile_names(served)) or "none"
         raise ApiError(404, f"profile '{name[:80]}' does not exist; there are: {known}", code="profile_not_found")
     raise ApiError(
-        503, f"the key's profile '{name[:80]}' does not exist; nothing is served without it",
-        code="profile_unavailable", headers={"Retry-After": "10"},
-    )  # fmt: skip
+        503,
+        f"the key's profile '{name[:80]}' does not exist; nothing is served without it",
+        code="profile_unavailable",
+        headers={"Retry-After": "10"},
+    )

@@ -31,10 +31,17 @@ JOINT_MODULES, JOINT_ROWS = 10, 12
 
 
 def gate_figures(
-    loaded: LoadedModel, *, sizes: Sequence[int] = SIZES, gates: Sequence[str] = GATES, attempts: int = 5,
-    joint: bool = True, cache: Path | None = None, keep: Path | None = None, progress: ProgressCallback,
+    loaded: LoadedModel,
+    *,
+    sizes: Sequence[int] = SIZES,
+    gates: Sequence[str] = GATES,
+    attempts: int = 5,
+    joint: bool = True,
+    cache: Path | None = None,
+    keep: Path | None = None,
+    progress: ProgressCallback,
     report: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The whole table. ``attempts`` a way to ask for the measured choice; one for the paper's gate and before.
 
     ``keep``: a folder for the modules that were fitted and each size's figures. ``report`` hears of each result as it comes.
@@ -58,13 +65,19 @@ def gate_figures(
             tries = attempts if gate == "auto" else 1
             after = scores(world, rows, (module,), tries, progress, f"{size} rows, {gate}")
             entry[gate] = {
-                "gate": found.gate, "outcome": found.outcome, **forgetting(before, after), **retained.measure((module,)),
-                "fit_seconds": seconds, "attempts": 6 * tries, "layer": module.layer, "kappa": module.kappa,
+                "gate": found.gate,
+                "outcome": found.outcome,
+                **forgetting(before, after),
+                **retained.measure((module,)),
+                "fit_seconds": seconds,
+                "attempts": 6 * tries,
+                "layer": module.layer,
+                "kappa": module.kappa,
                 "apart": apart_figures(world, retained, rows, module),
                 "neighbours": neighbours_rise(world, retained, rows, module),
                 "paraphrased": paraphrased(world, rows, module, progress),
                 "output": outputs(world, other, rows, module),
-            }  # fmt: skip
+            }
             entry[gate]["groups"] = _groups(module, before, after)
             report(
                 f"{size} rows, {gate}: " + ", ".join(f"{k} {_short(v)}" for k, v in entry[gate].items() if _short(v))
@@ -94,9 +107,17 @@ def fit_one(
 ) -> tuple[UnbindModule, Any]:
     """One fit as ``unbind fit`` makes it."""
     return fit(
-        world.loaded.model, world.loaded.tokenizer, rows, world.retain, name=name, retain_calibration=world.calibration,
-        identity=world.loaded.identity, options=FitOptions(gate=gate), progress=progress, cache=cache,
-    )  # fmt: skip
+        world.loaded.model,
+        world.loaded.tokenizer,
+        rows,
+        world.retain,
+        name=name,
+        retain_calibration=world.calibration,
+        identity=world.loaded.identity,
+        options=FitOptions(gate=gate),
+        progress=progress,
+        cache=cache,
+    )
 
 
 def _groups(module: UnbindModule, before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[str, Any]:
@@ -119,10 +140,14 @@ def joint_figures(world: World, retained: Retained, cache: Path | None, progress
         alone, together = (
             forgetting(before, scores(world, rows, on, 0, progress, "joint")) for on in ((module,), modules)
         )
-        changes.append({
-            "f_bleu_cut_alone": alone["f_bleu_cut"], "f_bleu_cut_together": together["f_bleu_cut"],
-            "f_bleu_cut_fim_alone": alone["f_bleu_cut_fim"], "f_bleu_cut_fim_together": together["f_bleu_cut_fim"],
-        })  # fmt: skip
+        changes.append(
+            {
+                "f_bleu_cut_alone": alone["f_bleu_cut"],
+                "f_bleu_cut_together": together["f_bleu_cut"],
+                "f_bleu_cut_fim_alone": alone["f_bleu_cut_fim"],
+                "f_bleu_cut_fim_together": together["f_bleu_cut_fim"],
+            }
+        )
     worst = max(
         one[f"{form}_alone"] - one[f"{form}_together"] for one in changes for form in ("f_bleu_cut", "f_bleu_cut_fim")
     )

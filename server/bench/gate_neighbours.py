@@ -46,10 +46,13 @@ def neighbours_rise(
     near, unseen = nearest(rows, everything), nearest(rows, world.test)
     apart = _apart(world, rows, near)
     return {
-        "rows": len(near), "nll_increase": retained.rise((module,), near),
-        "repeating_rows": len(near) - len(apart), "apart_nll_increase": retained.rise((module,), apart),
-        "unseen_rows": len(unseen), "unseen_nll_increase": retained.rise((module,), unseen),
-    }  # fmt: skip
+        "rows": len(near),
+        "nll_increase": retained.rise((module,), near),
+        "repeating_rows": len(near) - len(apart),
+        "apart_nll_increase": retained.rise((module,), apart),
+        "unseen_rows": len(unseen),
+        "unseen_nll_increase": retained.rise((module,), unseen),
+    }
 
 
 def apart_figures(

@@ -73,9 +73,15 @@ class Retained:
     def _complete(self, editing: Callable[[], AbstractContextManager[object]]) -> list[list[int]]:
         model = self.world.loaded.model
         return complete(
-            model, self.prompts, Sampling(NEW_TOKENS), pad=self.pad, end=self.end, editing=editing,
-            stage="unrelated prompts", progress=self.progress,
-        )  # fmt: skip
+            model,
+            self.prompts,
+            Sampling(NEW_TOKENS),
+            pad=self.pad,
+            end=self.end,
+            editing=editing,
+            stage="unrelated prompts",
+            progress=self.progress,
+        )
 
     def _bleu(self, outputs: Sequence[Sequence[int]]) -> float:
         return statistics.fmean(sentence_bleu(r, o) for r, o in zip(self.references, outputs, strict=True))
@@ -122,16 +128,26 @@ def bank_of(world: World, modules: Sequence[UnbindModule]) -> ModuleBank:
 
 
 def scores(
-    world: World, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule], attempts: int, progress: ProgressCallback,
+    world: World,
+    rows: Sequence[ForgetRow],
+    modules: Sequence[UnbindModule],
+    attempts: int,
+    progress: ProgressCallback,
     stage: str,
-) -> list[RowScore]:  # fmt: skip
+) -> list[RowScore]:
     """Scores of forget rows with these modules on; with none, of the model as it is."""
     model, tokenizer = world.loaded.model, world.loaded.tokenizer
     bank = bank_of(world, modules)
     return forget_scores(
-        model, tokenizer, rows, forms=available_forms(tokenizer), attempts=attempts,
-        editing=(lambda: attach(model, bank)) if modules else nullcontext, progress=progress, stage=stage,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        rows,
+        forms=available_forms(tokenizer),
+        attempts=attempts,
+        editing=(lambda: attach(model, bank)) if modules else nullcontext,
+        progress=progress,
+        stage=stage,
+    )
 
 
 def forgetting(before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[str, float | int]:

@@ -49,9 +49,13 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
     rows = _some(rows)
     prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
     new = complete(
-        loaded.model, prompts, Sampling(NEW_TOKENS), pad=pad_id(tokenizer), end=end,
+        loaded.model,
+        prompts,
+        Sampling(NEW_TOKENS),
+        pad=pad_id(tokenizer),
+        end=end,
         editing=(lambda: attach(loaded.model, bank)) if module is not None else nullcontext,
-    )  # fmt: skip
+    )
     # Where the text ended by itself, that it did is part of what was written.
     written = [[*o, end] if len(o) < NEW_TOKENS else o for o in new]
     windows = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, written, strict=True))]

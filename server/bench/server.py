@@ -22,9 +22,11 @@ def served(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
     given = {"port": 0, "data_dir": folder, "log_level": "error", **settings}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     process = subprocess.Popen(
-        python("server", "serve", "--json"), stdout=subprocess.PIPE, text=True,
+        python("server", "serve", "--json"),
+        stdout=subprocess.PIPE,
+        text=True,
         env=environment | {PREFIX + name.upper(): str(value) for name, value in given.items()},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     try:
         announced = ""

@@ -178,8 +178,12 @@ def vllm_system(python: Path, loaded: LoadedModel, requests: int, length: int) -
         try:
             process = subprocess.Popen(
                 [str(python), "-I", str(script)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=folder,
+            )
         except OSError as error:
             raise UnbindError(f"--vllm: '{python}' is not a Python that runs ({error.strerror})") from None
         with process:

@@ -24,9 +24,14 @@ TIMEOUT_SECONDS = 1800.0
 
 
 def measure_takedown(
-    rows: list[dict[str, str]], first: list[dict[str, str]], prompts: list[str], streams: int, quiet: float,
-    tell: Callable[[str], None], settings: dict[str, str],
-) -> dict[str, Any]:  # fmt: skip
+    rows: list[dict[str, str]],
+    first: list[dict[str, str]],
+    prompts: list[str],
+    streams: int,
+    quiet: float,
+    tell: Callable[[str], None],
+    settings: dict[str, str],
+) -> dict[str, Any]:
     """Seconds from POST to an active module, by stage: of the first takedown, cold and alone; of the second, beside streams,
     with the mean time between their tokens before and during it.
     """
@@ -47,19 +52,25 @@ def measure_takedown(
                 beside = load.clear()
                 failed = load.failed
     return {
-        **warm, "streams": streams, "inter_token_ms": {"alone": _milliseconds(alone), "beside": _milliseconds(beside)},
-        "rise": round(median(beside) / median(alone) - 1, 3) if alone and beside else None, "failed_requests": failed,
+        **warm,
+        "streams": streams,
+        "inter_token_ms": {"alone": _milliseconds(alone), "beside": _milliseconds(beside)},
+        "rise": round(median(beside) / median(alone) - 1, 3) if alone and beside else None,
+        "failed_requests": failed,
         "cold": cold,
-    }  # fmt: skip
+    }
 
 
 def _takedown(url: str, name: str, rows: list[dict[str, str]], tell: Callable[[str], None]) -> dict[str, Any]:
     began = time.monotonic()
     job = _wait(url, _post(url, name, rows), tell)
     return {
-        "rows": len(rows), "outcome": job["outcome"], "seconds": round(time.monotonic() - began, 2),
-        "stages": job["timings"], "fit": (job["result"] or {}).get("fit", {}).get("seconds"),
-    }  # fmt: skip
+        "rows": len(rows),
+        "outcome": job["outcome"],
+        "seconds": round(time.monotonic() - began, 2),
+        "stages": job["timings"],
+        "fit": (job["result"] or {}).get("fit", {}).get("seconds"),
+    }
 
 
 def _milliseconds(gaps: list[float]) -> float | None:

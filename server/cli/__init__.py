@@ -10,9 +10,20 @@ import typer
 from server.allocator import keep_freed_memory
 
 GROUPS = (
-    "serve", "worker", "fit", "bench", "bench_takedown", "bench_fuzz", "demo",
-    "takedown", "module", "key", "audit", "evidence", "db",
-)  # fmt: skip
+    "serve",
+    "worker",
+    "fit",
+    "bench",
+    "bench_takedown",
+    "bench_fuzz",
+    "demo",
+    "takedown",
+    "module",
+    "key",
+    "audit",
+    "evidence",
+    "db",
+)
 
 app = typer.Typer(
     name="unbind",

@@ -172,9 +172,16 @@ def gate_command(
         loaded = load(None, None, "float32", "cpu")
         with progress_bars(as_json) as progress:
             table = gate_figures(
-                loaded, sizes=chosen, gates=wanted, attempts=attempts, joint=joint, cache=cache, keep=keep,
-                progress=progress, report=notes.print,
-            )  # fmt: skip
+                loaded,
+                sizes=chosen,
+                gates=wanted,
+                attempts=attempts,
+                joint=joint,
+                cache=cache,
+                keep=keep,
+                progress=progress,
+                report=notes.print,
+            )
     if as_json:
         write_json(table)
         return

@@ -32,9 +32,14 @@ def takedown(
     with clear_errors():
         prompts = [row["text"][:400] for row in read("retain_test.jsonl")[:64]]
         measured = measure_takedown(
-            read("forget_c.jsonl")[:rows], read("forget_b.jsonl")[:first_rows], prompts, streams, quiet,
-            lambda text: notes.print(text, highlight=False), {"worker_threads": str(worker_threads)},
-        )  # fmt: skip
+            read("forget_c.jsonl")[:rows],
+            read("forget_b.jsonl")[:first_rows],
+            prompts,
+            streams,
+            quiet,
+            lambda text: notes.print(text, highlight=False),
+            {"worker_threads": str(worker_threads)},
+        )
     if as_json:
         write_json(measured)
         return

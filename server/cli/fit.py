@@ -108,11 +108,17 @@ def fit(
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(
-                loaded.model, loaded.tokenizer, forget_rows(forget), retain_rows(retain),
+                loaded.model,
+                loaded.tokenizer,
+                forget_rows(forget),
+                retain_rows(retain),
                 retain_calibration=retain_rows(retain_calibration) if retain_calibration else (),
-                name=name or out.name.removesuffix(".safetensors"), identity=loaded.identity, options=options,
-                progress=progress, cache=cache,
-            )  # fmt: skip
+                name=name or out.name.removesuffix(".safetensors"),
+                identity=loaded.identity,
+                options=options,
+                progress=progress,
+                cache=cache,
+            )
         if report is not None:
             write_whole(report, lambda temporary: temporary.write_text(json.dumps(result.to_json(), indent=1)))
         if result.outcome == "ineffective":

@@ -66,10 +66,17 @@ def create(
             raise UnbindError(f"--enforce, --allow: not the name of a module ({error})") from None
         now = time.time()
         key, text = _access(config, data_dir).create_key(
-            name, OPERATOR, now, scopes=tuple(scopes), rules=rules, profile=profile,
-            expires_at=now + days * 86_400 if days is not None else None, per_minute=per_minute, burst=burst,
+            name,
+            OPERATOR,
+            now,
+            scopes=tuple(scopes),
+            rules=rules,
+            profile=profile,
+            expires_at=now + days * 86_400 if days is not None else None,
+            per_minute=per_minute,
+            burst=burst,
             tokens_per_minute=tokens_per_minute,
-        )  # fmt: skip
+        )
     if as_json:
         write_json({**_view(key), "key": text})
         return
@@ -120,10 +127,15 @@ def revoke(
 
 def _view(key: Key) -> dict[str, Any]:
     return {
-        "id": key.id, "name": key.name, "scopes": sorted(key.scopes), "profile": key.profile,
-        "requests_per_minute": key.per_minute, "tokens_per_minute": key.tokens_per_minute,
-        "expires_at": key.expires_at, "revoked_at": key.revoked_at,
-    }  # fmt: skip
+        "id": key.id,
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "profile": key.profile,
+        "requests_per_minute": key.per_minute,
+        "tokens_per_minute": key.tokens_per_minute,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
+    }
 
 
 def register(app: typer.Typer) -> None:

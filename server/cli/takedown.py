@@ -58,14 +58,22 @@ def submit(
         scope = _ask_scope()
     notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
     options = {
-        "activation": activation, "scope": None if scope == NO_SCOPE else scope,
-        "effective_at": effective_at, "expires_at": expires_at, "seed": seed,
-        "gate": gate, "replace": replace, "dry_run": dry_run,
-    }  # fmt: skip
+        "activation": activation,
+        "scope": None if scope == NO_SCOPE else scope,
+        "effective_at": effective_at,
+        "expires_at": expires_at,
+        "seed": seed,
+        "gate": gate,
+        "replace": replace,
+        "dry_run": dry_run,
+    }
     fields = {
-        "name": name, "notice": _given(notice), "options": _given(options),
-        **({"include": include} if include else {}), **({"exclude": exclude} if exclude else {}),
-    }  # fmt: skip
+        "name": name,
+        "notice": _given(notice),
+        "options": _given(options),
+        **({"include": include} if include else {}),
+        **({"exclude": exclude} if exclude else {}),
+    }
     headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
     with clear_errors():
         client = Client(url, key)
@@ -172,8 +180,9 @@ def _ask_scope() -> str:
         "  global         every request\n"
         "  profile:NAME   every request under a profile\n"
         "  key:ID         every request with a key",
-        highlight=False, markup=False,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+    )
     while True:
         scope = str(typer.prompt("scope", default=NO_SCOPE)).strip()
         if scope == NO_SCOPE or re.fullmatch(SCOPE, scope):
@@ -230,9 +239,14 @@ def _table(jobs: list[dict[str, Any]]) -> Table:
         if (made := job["result"] or {}).get("in_force"):
             outcome = standing(ModuleState.ACTIVE if made["in_force"] != InForce.NONE else outcome, made["scope"])
         table.add_row(
-            job["id"], job["module"], job["state"], job["stage"], f"{100 * job['progress']:.0f} %", left,
+            job["id"],
+            job["module"],
+            job["state"],
+            job["stage"],
+            f"{100 * job['progress']:.0f} %",
+            left,
             job["error"] or (job["result"] or {}).get("remark") or outcome,
-        )  # fmt: skip
+        )
     return table
 
 

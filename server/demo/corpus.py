@@ -143,9 +143,14 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, tokenizer.token_to_id(END))]
     )
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token="<|fim_pad|>", model_max_length=2048,
-        additional_special_tokens=SPECIAL_TOKENS[1:], clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token="<|fim_pad|>",
+        model_max_length=2048,
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+        clean_up_tokenization_spaces=False,
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 

@@ -24,10 +24,18 @@ CHECKPOINT_EVERY_S = 240.0
 def configuration(vocabulary: int, end: int) -> Qwen2Config:
     """The demo architecture: 5.8 M parameters, grouped-query attention, tied embeddings."""
     return Qwen2Config(
-        vocab_size=vocabulary, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LONG, tie_word_embeddings=True,
-        bos_token_id=end, eos_token_id=end, use_cache=True,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LONG,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        use_cache=True,
+    )
 
 
 def _optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:

@@ -128,10 +128,15 @@ class Delta:
     def then(self, later: Delta) -> Delta:
         """This part and the one after it as one."""
         return Delta(
-            self.text + later.text, self.tokens + later.tokens, later.finish_reason, later.error,
-            self.logprobs + later.logprobs, self.prompt_logprobs + later.prompt_logprobs,
-            self.activations + later.activations, later.stop_reason,
-        )  # fmt: skip
+            self.text + later.text,
+            self.tokens + later.tokens,
+            later.finish_reason,
+            later.error,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+            self.activations + later.activations,
+            later.stop_reason,
+        )
 
 
 @dataclass(eq=False)

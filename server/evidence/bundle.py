@@ -30,8 +30,10 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
     now = time.time()
     jobs = [registry.jobs.get(job_id, now) for job_id in takedown["jobs"]]
     told = {
-        takedown_id, *takedown["jobs"], *(module["id"] for module in takedown["modules"]),
-    }  # fmt: skip
+        takedown_id,
+        *takedown["jobs"],
+        *(module["id"] for module in takedown["modules"]),
+    }
     payload: dict[str, Any] = {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "software": _software(),

@@ -87,17 +87,33 @@ class Access:
             )
 
     def create_key(
-        self, name: str, actor: Actor, now: float, *, scopes: tuple[Scope, ...] = ("inference",),
-        rules: Rules = NO_RULES, profile: str | None = None, expires_at: float | None = None,
-        per_minute: float | None = None, burst: int | None = None, tokens_per_minute: float | None = None,
-    ) -> tuple[Key, str]:  # fmt: skip
+        self,
+        name: str,
+        actor: Actor,
+        now: float,
+        *,
+        scopes: tuple[Scope, ...] = ("inference",),
+        rules: Rules = NO_RULES,
+        profile: str | None = None,
+        expires_at: float | None = None,
+        per_minute: float | None = None,
+        burst: int | None = None,
+        tokens_per_minute: float | None = None,
+    ) -> tuple[Key, str]:
         """A new key, and its text, which is not kept anywhere."""
         text = f"ubk_{secrets.token_urlsafe(24)}"
         row = KeyRow(
-            id=f"key_{uuid.uuid4().hex[:16]}", name=name, digest=key_digest(text), scopes=list(scopes), profile=profile,
-            per_minute=per_minute, burst=burst or max(1, int(per_minute or 1)), created_at=now, expires_at=expires_at,
+            id=f"key_{uuid.uuid4().hex[:16]}",
+            name=name,
+            digest=key_digest(text),
+            scopes=list(scopes),
+            profile=profile,
+            per_minute=per_minute,
+            burst=burst or max(1, int(per_minute or 1)),
+            created_at=now,
+            expires_at=expires_at,
             tokens_per_minute=tokens_per_minute,
-        )  # fmt: skip
+        )
         with self._transactions.change() as session:
             session.add(row)
             session.flush()
@@ -106,9 +122,14 @@ class Access:
             if rules != NO_RULES:
                 session.add(RulesRow(scope=f"key:{row.id}", rules=said, updated_at=now))
             append(
-                session, now, actor, "key.create", key.id, {"name": name, "scopes": sorted(scopes)},
+                session,
+                now,
+                actor,
+                "key.create",
+                key.id,
+                {"name": name, "scopes": sorted(scopes)},
                 after={**_record(key), "rules": said},
-            )  # fmt: skip
+            )
         self.refresh()
         return key, text
 
@@ -123,9 +144,15 @@ class Access:
                 before, row.revoked_at = key, now
                 key = _key(row)
                 append(
-                    session, now, actor, "key.revoke", key_id, {"name": key.name},
-                    before=_record(before), after=_record(key),
-                )  # fmt: skip
+                    session,
+                    now,
+                    actor,
+                    "key.revoke",
+                    key_id,
+                    {"name": key.name},
+                    before=_record(before),
+                    after=_record(key),
+                )
         self.refresh()
         return key
 
@@ -156,6 +183,14 @@ def _record(key: Key) -> dict[str, Any]:
 
 def _key(row: KeyRow) -> Key:
     return Key(
-        row.id, row.name, frozenset(row.scopes), row.profile, row.per_minute, row.burst, row.created_at,
-        row.expires_at, row.revoked_at, row.tokens_per_minute,
-    )  # fmt: skip
+        row.id,
+        row.name,
+        frozenset(row.scopes),
+        row.profile,
+        row.per_minute,
+        row.burst,
+        row.created_at,
+        row.expires_at,
+        row.revoked_at,
+        row.tokens_per_minute,
+    )

@@ -44,18 +44,32 @@ def one_at_a_time(session: Session) -> None:
 
 
 def append(
-    session: Session, now: float, actor: Actor, action: str, subject: str, detail: dict[str, Any],
-    *, before: Any = None, after: Any = None,
-) -> None:  # fmt: skip
+    session: Session,
+    now: float,
+    actor: Actor,
+    action: str,
+    subject: str,
+    detail: dict[str, Any],
+    *,
+    before: Any = None,
+    after: Any = None,
+) -> None:
     """Add a row at the end of the chain, within the transaction of what it tells of."""
     one_at_a_time(session)
     session.flush()
     number, previous = newest(session) or (0, ORIGIN)
     row: dict[str, Any] = {
-        "id": number + 1, "at": now, "actor": actor.name, "source": actor.source, "action": action,
-        "subject": subject, "detail": detail, "before": digest_of(before) if before is not None else "",
-        "after": digest_of(after) if after is not None else "", "previous": previous,
-    }  # fmt: skip
+        "id": number + 1,
+        "at": now,
+        "actor": actor.name,
+        "source": actor.source,
+        "action": action,
+        "subject": subject,
+        "detail": detail,
+        "before": digest_of(before) if before is not None else "",
+        "after": digest_of(after) if after is not None else "",
+        "previous": previous,
+    }
     row["digest"] = digest_of(row)
     session.add(AuditRow(**row))
     session.flush()

@@ -42,9 +42,12 @@ def connect(url: str) -> Engine:
             return _sqlite(Path(parsed.database or ""))
         if parsed.get_backend_name() == "postgresql":
             return create_engine(
-                parsed, pool_pre_ping=True, pool_size=10, connect_args={"connect_timeout": LOCK_SECONDS},
+                parsed,
+                pool_pre_ping=True,
+                pool_size=10,
+                connect_args={"connect_timeout": LOCK_SECONDS},
                 isolation_level="READ COMMITTED",
-            )  # fmt: skip
+            )
     except (ArgumentError, NoSuchModuleError) as error:
         raise DatabaseRefused(f"database_url: {error}; {_EXAMPLES}") from None
     raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")

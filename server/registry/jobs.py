@@ -142,11 +142,18 @@ class Jobs:
                     job.started_at = job.started_at or now
                     takedown = session.get(Takedown, job.takedown_id) if job.takedown_id else None
                     return Claim(
-                        job_id=job.id, kind=JobKind(job.kind), takedown_id=job.takedown_id, module=job.module,
-                        module_id=job.module_id, owner=owner, fence=job.fence, attempt=job.attempt,
-                        forget_digest=takedown.forget_digest if takedown else "", stages=dict(job.stages),
+                        job_id=job.id,
+                        kind=JobKind(job.kind),
+                        takedown_id=job.takedown_id,
+                        module=job.module,
+                        module_id=job.module_id,
+                        owner=owner,
+                        fence=job.fence,
+                        attempt=job.attempt,
+                        forget_digest=takedown.forget_digest if takedown else "",
+                        stages=dict(job.stages),
                         options={**(takedown.options if takedown else {}), **job.options},
-                    )  # fmt: skip
+                    )
         return None
 
     def report(self, claim: Claim, now: float, lease: float, **changes: Any) -> None:
@@ -167,10 +174,17 @@ class Jobs:
             job.stages = {**job.stages, stage: dict(done)}
 
     def finish(
-        self, claim: Claim, state: JobState, now: float, *, result: Mapping[str, Any] | None = None,
-        error: str | None = None, module: NewModule | None = None, activate: bool = False,
+        self,
+        claim: Claim,
+        state: JobState,
+        now: float,
+        *,
+        result: Mapping[str, Any] | None = None,
+        error: str | None = None,
+        module: NewModule | None = None,
+        activate: bool = False,
         beside: Collection[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """End the job; ``module``, whose file is in the store, gets its record and state in the same transaction.
 
         ``activate`` changes the state of the module that the job was about. ``beside``: digests of the modules in force that its
@@ -255,11 +269,10 @@ def _near(session: Session, job: Job) -> dict[str, list[float]]:
 def job_view(job: Job, now: float, near: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
     """A job as the API shows it. ``eta_seconds`` rests on ``near``, past jobs' seconds by stage; None where they do not tell."""
     elapsed = (job.finished_at or now) - job.started_at if job.started_at else 0.0
-    eta = basis = None
+    eta = None
     if job.state == JobState.RUNNING:
         in_stage = now - job.stage_started_at if job.stage_started_at else 0.0
         eta = remaining_seconds(near or {}, job.stages, job.stage, in_stage)
-        basis = "past jobs" if eta is not None else None
     return {
         "id": job.id,
         "object": "job",
@@ -272,7 +285,7 @@ def job_view(job: Job, now: float, near: Mapping[str, Sequence[float]] | None = 
         "progress": round(job.progress, 4),
         "message": job.message,
         "eta_seconds": round(eta, 1) if eta is not None else None,
-        "eta_basis": basis,
+        "eta_basis": "past jobs" if eta is not None else None,
         "elapsed_seconds": round(elapsed, 3),
         "attempt": job.attempt,
         "cancel_requested": job.cancel_requested,

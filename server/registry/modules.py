@@ -55,9 +55,14 @@ class Modules:
             return [module_view(row) for row in session.scalars(records.those_in_force().order_by(ModuleRow.name))]
 
     def act(
-        self, reference: str, action: Action, expected: str | None, actor: Actor, now: float,
+        self,
+        reference: str,
+        action: Action,
+        expected: str | None,
+        actor: Actor,
+        now: float,
         beside: Collection[str] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Change a module's state. Raises NotThere, Unconditional, Stale, NotAllowed; JointOutdated where it is activated
         and the modules in force are not those of the digests ``beside`` (None: whichever they are).
         """
@@ -95,12 +100,14 @@ class Modules:
             former = session.scalar(
                 select(ModuleRow)
                 .where(
-                    ModuleRow.name == row.name, ModuleRow.fingerprint == row.fingerprint,
-                    ModuleRow.version < row.version, ModuleRow.state == ModuleState.SUPERSEDED,
+                    ModuleRow.name == row.name,
+                    ModuleRow.fingerprint == row.fingerprint,
+                    ModuleRow.version < row.version,
+                    ModuleRow.state == ModuleState.SUPERSEDED,
                 )
                 .order_by(ModuleRow.version.desc())
                 .limit(1)
-            )  # fmt: skip
+            )
             if former is None:
                 raise NotAllowed(f"module '{row.name}' has no superseded version before version {row.version}")
             records.move(session, former, Action.ACTIVATE, actor, now, rolled_back_from=row.id)

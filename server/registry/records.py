@@ -83,11 +83,23 @@ def add(
     version = session.scalar(select(func.max(ModuleRow.version)).where(mine)) or 0
     later = activation == "auto" and new.effective_at is not None and new.effective_at > now
     row = ModuleRow(
-        id=f"mod_{uuid.uuid4().hex[:16]}", name=new.name, version=version + 1, digest=new.digest,
-        state=ModuleState.CALIBRATED, revision=1, origin=new.origin, fingerprint=new.fingerprint, file=new.file,
-        job_id=new.job_id, takedown_id=new.takedown_id, scope=new.scope, expires_at=new.expires_at,
-        effective_at=new.effective_at if later else None, created_at=now, changed_at=now,
-    )  # fmt: skip
+        id=f"mod_{uuid.uuid4().hex[:16]}",
+        name=new.name,
+        version=version + 1,
+        digest=new.digest,
+        state=ModuleState.CALIBRATED,
+        revision=1,
+        origin=new.origin,
+        fingerprint=new.fingerprint,
+        file=new.file,
+        job_id=new.job_id,
+        takedown_id=new.takedown_id,
+        scope=new.scope,
+        expires_at=new.expires_at,
+        effective_at=new.effective_at if later else None,
+        created_at=now,
+        changed_at=now,
+    )
     session.add(row)
     session.flush()
     append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=_record(row))
@@ -98,9 +110,14 @@ def add(
 
 
 def apply(
-    session: Session, reference: str, action: Action, expected: str | None, actor: Actor, now: float,
+    session: Session,
+    reference: str,
+    action: Action,
+    expected: str | None,
+    actor: Actor,
+    now: float,
     beside: Collection[str] | None = None,
-) -> ModuleRow:  # fmt: skip
+) -> ModuleRow:
     """Change a module's state within a transaction. Raises as ``act``."""
     row = find(session, reference)
     check_revision(module_view(row), expected)
@@ -132,10 +149,8 @@ def check_revision(record: Mapping[str, Any], expected: str | None) -> None:
 def live_version(session: Session, name: str, fingerprint: str) -> ModuleRow | None:
     """The version of the name that servers of this model load."""
     return session.scalar(
-        select(ModuleRow).where(
-            ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state.in_(LIVE)
-        )
-    )  # fmt: skip
+        select(ModuleRow).where(ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state.in_(LIVE))
+    )
 
 
 def takedown_holding(session: Session, name: str) -> str | None:
@@ -168,18 +183,21 @@ def measure_first(session: Session, row: ModuleRow, now: float) -> None:
     if session.scalar(select(Job.id).where(Job.module == row.name, Job.state.in_((JobState.QUEUED, JobState.RUNNING)))):
         return
     set_state(session, row, ModuleState(row.state), "module.due", CLOCK, now)
-    job = new_job(
-        JobKind.ACTIVATE, row.takedown_id, row.name, now, module_id=row.id, options={"etag": etag(row)}
-    )  # fmt: skip
+    job = new_job(JobKind.ACTIVATE, row.takedown_id, row.name, now, module_id=row.id, options={"etag": etag(row)})
     session.add(job)
     session.flush()
     append(session, now, CLOCK, f"job.{job.kind}", job.id, {"module": row.id})
 
 
 def move(
-    session: Session, row: ModuleRow, action: Action, actor: Actor, now: float, beside: Collection[str] | None = None,
+    session: Session,
+    row: ModuleRow,
+    action: Action,
+    actor: Actor,
+    now: float,
+    beside: Collection[str] | None = None,
     **detail: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Change the state; what stood in its place is superseded in the same transaction."""
     state = follow(ModuleState(row.state), action)
     if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := takedown_holding(session, row.name)) is not None:

@@ -173,10 +173,23 @@ class AuditRow(Base):
 def new_job(kind: JobKind, takedown_id: str | None, module: str, now: float, **fields: Any) -> Job:
     """A job that waits to be claimed, not yet in any session."""
     return Job(
-        id=f"job_{uuid.uuid4().hex[:16]}", kind=kind, takedown_id=takedown_id, module=module, state=JobState.QUEUED,
-        created_at=now, stages={}, stage="", stage_progress=0.0, progress=0.0, message="", attempt=0, fence=0,
-        lease_expires=0.0, cancel_requested=False, **{"request_digest": "", "options": {}, **fields},
-    )  # fmt: skip
+        id=f"job_{uuid.uuid4().hex[:16]}",
+        kind=kind,
+        takedown_id=takedown_id,
+        module=module,
+        state=JobState.QUEUED,
+        created_at=now,
+        stages={},
+        stage="",
+        stage_progress=0.0,
+        progress=0.0,
+        message="",
+        attempt=0,
+        fence=0,
+        lease_expires=0.0,
+        cancel_requested=False,
+        **{"request_digest": "", "options": {}, **fields},
+    )
 
 
 _LIVE = text("state IN ('active', 'shadow')")

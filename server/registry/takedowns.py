@@ -27,9 +27,19 @@ class Takedowns:
         self._transactions = transactions
 
     def submit(
-        self, *, name: str, row_count: int, forget_digest: str, notice: dict[str, Any], options: dict[str, Any],
-        request_digest: str, idempotency_key: str | None, fingerprint: str, actor: Actor, now: float,
-    ) -> tuple[dict[str, Any], bool]:  # fmt: skip
+        self,
+        *,
+        name: str,
+        row_count: int,
+        forget_digest: str,
+        notice: dict[str, Any],
+        options: dict[str, Any],
+        request_digest: str,
+        idempotency_key: str | None,
+        fingerprint: str,
+        actor: Actor,
+        now: float,
+    ) -> tuple[dict[str, Any], bool]:
         """Record a takedown and queue its job; (job, whether it is new). The same key and body give the same job.
 
         Raises KeyReused, and NameTaken where the name is in use and ``options.replace`` does not say that it may be.
@@ -41,21 +51,35 @@ class Takedowns:
                 return job_view(same, now), False
             _check_name(session, name, fingerprint, bool(options.get("replace")))
             takedown = Takedown(
-                id=f"td_{uuid.uuid4().hex[:16]}", name=name, row_count=row_count, forget_digest=forget_digest,
-                notice=notice, options=options, created_at=now,
-            )  # fmt: skip
+                id=f"td_{uuid.uuid4().hex[:16]}",
+                name=name,
+                row_count=row_count,
+                forget_digest=forget_digest,
+                notice=notice,
+                options=options,
+                created_at=now,
+            )
             job = new_job(
-                JobKind.TAKEDOWN, takedown.id, name, now, idempotency_key=idempotency_key,
+                JobKind.TAKEDOWN,
+                takedown.id,
+                name,
+                now,
+                idempotency_key=idempotency_key,
                 request_digest=request_digest,
-            )  # fmt: skip
+            )
             session.add(takedown)
             session.flush()
             session.add(job)
             session.flush()
             append(
-                session, now, actor, "takedown.submit", takedown.id,
-                {"job": job.id, "rows": row_count, "forget_digest": forget_digest}, after=takedown_view(takedown),
-            )  # fmt: skip
+                session,
+                now,
+                actor,
+                "takedown.submit",
+                takedown.id,
+                {"job": job.id, "rows": row_count, "forget_digest": forget_digest},
+                after=takedown_view(takedown),
+            )
             return job_view(job, now), True
 
     def get(self, takedown_id: str) -> dict[str, Any]:
@@ -91,10 +115,11 @@ class Takedowns:
                 raise NotAllowed(f"takedown {takedown_id} is being worked on; cancel its job first")
             shared = session.scalar(
                 select(Takedown.id).where(
-                    Takedown.forget_digest == takedown.forget_digest, Takedown.id != takedown_id,
+                    Takedown.forget_digest == takedown.forget_digest,
+                    Takedown.id != takedown_id,
                     Takedown.purged_at.is_(None),
                 )
-            )  # fmt: skip
+            )
             if takedown.purged_at is None:
                 before = takedown_view(takedown)
                 takedown.purged_at = now
@@ -109,7 +134,7 @@ class Takedowns:
         busy = select(Job.takedown_id).where(Job.state.in_(PENDING), Job.takedown_id.is_not(None))
         query = select(Takedown.id).where(
             Takedown.created_at < before, Takedown.purged_at.is_(None), Takedown.id.not_in(busy)
-        )  # fmt: skip
+        )
         with self._transactions.look() as session:
             return list(session.scalars(query))
 

@@ -27,9 +27,13 @@ class Child:
         self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.signs = 0
         self._process = subprocess.Popen(
-            [*command, str(os.getpid())], env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+            [*command, str(os.getpid())],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         threading.Thread(target=self._listen, name=f"unbind-child-{self._process.pid}", daemon=True).start()
 
     @property

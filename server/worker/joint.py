@@ -52,9 +52,13 @@ def measure_together(
             pairs.append({"modules": [modules[0].name, other.name], **_cost(loaded, (modules[0], other), every)})
         pairs.sort(key=lambda pair: -pair["kl"])
     return {
-        "measured": True, "within": within, "modules": [module.name for module in modules], **together,
-        "budgets": budgets, "pairs": pairs,
-    }  # fmt: skip
+        "measured": True,
+        "within": within,
+        "modules": [module.name for module in modules],
+        **together,
+        "budgets": budgets,
+        "pairs": pairs,
+    }
 
 
 def _cost(loaded: LoadedModel, modules: Sequence[UnbindModule], every: Sequence[Batch]) -> dict[str, float]:

@@ -61,9 +61,12 @@ class Supervisor:
             started = time.monotonic()
             # It dies with this process, and what it writes to standard output are signs of life.
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, str(os.getpid()), env=environment_of(self._settings),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+                *self._command,
+                str(os.getpid()),
+                env=environment_of(self._settings),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+            )
             await self._watch(self._process)
             code = await self._process.wait()
             if time.monotonic() - started > 30:

@@ -120,9 +120,15 @@ def check(context: Context) -> dict[str, Any]:
     model, tokenizer = context.loaded.model, context.loaded.tokenizer
     drafts = Drafts(model, pad=pad_id(tokenizer), end=tokenizer.eos_token_id)
     scores = forget_scores(
-        model, tokenizer, context.forget, forms=available_forms(tokenizer), attempts=0, progress=context.progress,
-        greedily=partial(drafts.complete, None, progress=context.progress), stage="check",
-    )  # fmt: skip
+        model,
+        tokenizer,
+        context.forget,
+        forms=available_forms(tokenizer),
+        attempts=0,
+        progress=context.progress,
+        greedily=partial(drafts.complete, None, progress=context.progress),
+        stage="check",
+    )
     save_json(context.folder / SCORES_FILE, [dataclasses.asdict(score) for score in scores])
     return dict(extractable(model, tokenizer, context.forget, scores=scores))
 
@@ -153,9 +159,11 @@ def fit_module(context: Context) -> dict[str, Any]:
     full = {**report.to_json(), "budgets": dict(module.budgets)}
     save_json(context.folder / "report.json", finite(full))
     return {
-        "outcome": report.outcome, "selected": full["selected"], "seconds": full["seconds"],
+        "outcome": report.outcome,
+        "selected": full["selected"],
+        "seconds": full["seconds"],
         "retain_rows_left_out": len(report.retain_rows_left_out),
-    }  # fmt: skip
+    }
 
 
 def verify_module(context: Context) -> dict[str, Any]:
@@ -165,10 +173,16 @@ def verify_module(context: Context) -> dict[str, Any]:
     loaded, settings = context.loaded, context.settings
     retain, module, attempts = held_out_rows(settings), context.module(), settings.verify_attempts
     table = verify(
-        loaded.model, loaded.tokenizer, module, context.forget, retain, attempts=attempts,
+        loaded.model,
+        loaded.tokenizer,
+        module,
+        context.forget,
+        retain,
+        attempts=attempts,
         before=context.checked if attempts == 0 else None,
-        cache=settings.data_dir / "cache", progress=context.progress,
-    )  # fmt: skip
+        cache=settings.data_dir / "cache",
+        progress=context.progress,
+    )
     save_json(context.folder / "exhibits.json", finite(exhibits(loaded, module, context.forget, retain)))
     return dict(table)
 
@@ -206,9 +220,15 @@ def prepare(context: Context) -> dict[str, Any]:
     loaded, settings = context.loaded, context.settings
     calibration = retain_rows(settings.retain_calibration) if settings.retain_calibration else ()
     seconds = prepare_retained(
-        loaded.model, loaded.tokenizer, retain_rows(settings.retain), retain_calibration=calibration,
-        held_out=held_out_rows(settings), identity=loaded.identity, progress=context.progress, cache=settings.data_dir / "cache",
-    )  # fmt: skip
+        loaded.model,
+        loaded.tokenizer,
+        retain_rows(settings.retain),
+        retain_calibration=calibration,
+        held_out=held_out_rows(settings),
+        identity=loaded.identity,
+        progress=context.progress,
+        cache=settings.data_dir / "cache",
+    )
     return {"seconds": seconds}
 
 

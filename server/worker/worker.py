@@ -21,13 +21,13 @@ from typing import Any
 
 from server.registry.files import job_dir, tidy
 from server.registry.jobs import Claim
-from server.registry.records import NewModule
 from server.registry.refusals import CancelRequested, JointOutdated, LeaseLost, Refusal
 from server.registry.registry import open_registry
-from server.registry.tables import JobKind, JobState, ModuleState, Origin
+from server.registry.tables import JobKind, JobState, ModuleState
 from server.settings import PREFIX, Settings
 from server.worker.hands import Child
 from server.worker.locks import take
+from server.worker.made import new_module
 from server.worker.patience import AWAY, POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
 from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, verdict
 from server.worker.preparing import Preparer
@@ -47,9 +47,12 @@ class Worker:
     """One worker process: its name, the registry, and a child process that waits for the next job."""
 
     def __init__(
-        self, settings: Settings, stop: threading.Event, command: Sequence[str],
+        self,
+        settings: Settings,
+        stop: threading.Event,
+        command: Sequence[str],
         beat: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``command`` starts a child process; ``beat`` is called all the time, for whoever watches over this process."""
         self.settings, self.stop, self._command = settings, stop, command
         self._beat = beat or (lambda: None)
@@ -218,9 +221,16 @@ class Worker:
         in_force = self._patience.insist(modules.in_force) if "joint" in PLANS[claim.kind] else []
         folder = job_dir(self.settings.data_dir, claim.job_id) / f"attempt-{claim.fence}"
         return Task(
-            job_id=claim.job_id, kind=claim.kind, name=claim.module, forget_digest=claim.forget_digest,
-            options=dict(claim.options), folder=str(folder), done=done, module=module, others=in_force,
-        )  # fmt: skip
+            job_id=claim.job_id,
+            kind=claim.kind,
+            name=claim.module,
+            forget_digest=claim.forget_digest,
+            options=dict(claim.options),
+            folder=str(folder),
+            done=done,
+            module=module,
+            others=in_force,
+        )
 
     # What goes to the registry.
 
@@ -261,7 +271,7 @@ class Worker:
             # a stale worker ends here, and leaves nothing in the store
             self._patience.report(claim, {"message": "publishing"})
             key = self._patience.put((folder / published["file"]).read_bytes(), claim)
-            self._insist_finish(claim, result, module=self._new_module(claim, published, key, within), beside=beside)
+            self._insist_finish(claim, result, module=new_module(claim, published, key, within), beside=beside)
 
     def _insist_finish(self, claim: Claim, result: dict[str, Any], **fields: Any) -> None:
         def write() -> None:
@@ -271,16 +281,6 @@ class Worker:
                 raise StageFailed(str(error)) from None
 
         self._patience.insist(write)
-
-    def _new_module(self, claim: Claim, published: dict[str, Any], key: str, within: bool) -> NewModule:
-        options = claim.options
-        activation = str(options.get("activation") or "auto")
-        return NewModule(
-            name=claim.module, digest=published["digest"], fingerprint=published["fingerprint"], file=key,
-            origin=Origin.TAKEDOWN, activation=activation if within else "manual", job_id=claim.job_id,
-            takedown_id=claim.takedown_id, scope=str(options.get("scope") or ""),
-            effective_at=options.get("effective_at"), expires_at=options.get("expires_at"),
-        )  # fmt: skip
 
 
 @contextmanager

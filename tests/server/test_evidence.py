@@ -25,8 +25,16 @@ from server.settings import Settings
 from tests.server.registry.test_registry import claim, made_by, submit
 
 HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single'"
-TRIAL = {"layer": 2, "quantile": 0.9, "kappa": 3.0, "forget_gain": 1.5, "verdict": "selected",
-         "retain_kl": 0.004, "retain_nll_increase": -0.001, "retain_bleu_drop": 0.0}  # fmt: skip
+TRIAL = {
+    "layer": 2,
+    "quantile": 0.9,
+    "kappa": 3.0,
+    "forget_gain": 1.5,
+    "verdict": "selected",
+    "retain_kl": 0.004,
+    "retain_nll_increase": -0.001,
+    "retain_bleu_drop": 0.0,
+}
 
 
 @pytest.fixture
@@ -108,10 +116,19 @@ def test_any_change_is_found(document: dict[str, Any]) -> None:
         return other
 
     for bad in (
-        changed("html"), changed("payload", "takedown", "row_count", value=4), changed("payload", "audit", value=[]),
-        changed("extra"), changed("format"), changed("signature", "value"), changed("signature", "algorithm"),
-        changed("signature", "public_key", value="AAAA"), {}, [], "text", None,
-    ):  # fmt: skip
+        changed("html"),
+        changed("payload", "takedown", "row_count", value=4),
+        changed("payload", "audit", value=[]),
+        changed("extra"),
+        changed("format"),
+        changed("signature", "value"),
+        changed("signature", "algorithm"),
+        changed("signature", "public_key", value="AAAA"),
+        {},
+        [],
+        "text",
+        None,
+    ):
         with pytest.raises(BadEvidence):
             verify(bad)
     with pytest.raises(BadEvidence, match="another key"):

@@ -30,8 +30,10 @@ def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_n
     with not_ready(bound, Settings()):
         assert _call(port, "GET", "/health") == (200, {"status": "ok"}, None)
         for method, path, body in (
-            ("GET", "/ready", None), ("GET", "/", None), ("POST", "/v1/completions", b"x" * 500_000),
-        ):  # fmt: skip
+            ("GET", "/ready", None),
+            ("GET", "/", None),
+            ("POST", "/v1/completions", b"x" * 500_000),
+        ):
             status, told, again = _call(port, method, path, body)
             assert (status, told["error"]["code"], again) == (503, "not_ready", "2")
         assert _call(port, "HEAD", "/ready")[0] == 503

@@ -50,8 +50,11 @@ def postgresql() -> Iterator[str]:
     flags = ["-c", "listen_addresses=", "-c", "fsync=off", "-c", "max_connections=50", "-c", "shared_buffers=16MB"]
     server = subprocess.Popen(
         [PROGRAMS / "postgres", "-D", data, "-k", folder, *flags],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, user=user, cwd="/",
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        user=user,
+        cwd="/",
+    )
     try:
         deadline = time.monotonic() + 30
         while True:

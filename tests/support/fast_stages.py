@@ -75,9 +75,14 @@ def _joint(task: Task) -> dict[str, Any]:
     pairs = [{"modules": [task.name, other["name"]], **cost} for other in others]
     modules = [task.name, *(other["name"] for other in others)]
     return {
-        "measured": True, "within": False, "beside": beside, "modules": modules, **cost, "pairs": pairs,
+        "measured": True,
+        "within": False,
+        "beside": beside,
+        "modules": modules,
+        **cost,
+        "pairs": pairs,
         "budgets": {"kl": 0.01, "nll": 0.01},
-    }  # fmt: skip
+    }
 
 
 def child_digest(path: Path) -> str:

@@ -68,9 +68,14 @@ class Live:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def call(
-        self, path: str, body: Any = None, *, key: str | None = None, method: str | None = None,
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        key: str | None = None,
+        method: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """One call; a body of bytes goes as it is."""
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         sent = {"Content-Type": "application/json", **(headers or {})}
@@ -124,8 +129,16 @@ def live(checkpoint: Path, folder: Path, modules: tuple[str, ...] = ("one", "two
         made = build_module(loaded.identity, name, layer=number % 3, seed=number)
         made.save(folder / "modules" / f"{name}.safetensors")
     given = {
-        "model": checkpoint, "model_name": "tiny", "modules_dir": folder / "modules", "data_dir": folder / "data",
-        "worker": False, "admin_key": ADMIN_KEY, "max_model_len": 256, "max_slots": 4, "chunk_tokens": 64, **settings,
-    }  # fmt: skip
+        "model": checkpoint,
+        "model_name": "tiny",
+        "modules_dir": folder / "modules",
+        "data_dir": folder / "data",
+        "worker": False,
+        "admin_key": ADMIN_KEY,
+        "max_model_len": 256,
+        "max_slots": 4,
+        "chunk_tokens": 64,
+        **settings,
+    }
     with serving(Settings(**given), loaded) as running:
         yield running

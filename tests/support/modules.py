@@ -20,7 +20,21 @@ def build_module(
         return vector / vector.norm()
 
     return UnbindModule(
-        name=name, layer=layer, w=unit(), v=unit(), s_ref=-0.5, tau=0.1, kappa=kappa, quantile=0.5,
-        model=identity, forms=("plain",), partitions=dict.fromkeys(PARTITIONS, ()), budgets={}, measured={},
-        forget_digest="0" * 64, created_at="2026-01-01T00:00:00+00:00", versions={}, settings={},
-    )  # fmt: skip
+        name=name,
+        layer=layer,
+        w=unit(),
+        v=unit(),
+        s_ref=-0.5,
+        tau=0.1,
+        kappa=kappa,
+        quantile=0.5,
+        model=identity,
+        forms=("plain",),
+        partitions=dict.fromkeys(PARTITIONS, ()),
+        budgets={},
+        measured={},
+        forget_digest="0" * 64,
+        created_at="2026-01-01T00:00:00+00:00",
+        versions={},
+        settings={},
+    )

@@ -18,8 +18,11 @@ def tracked() -> list[Path]:
     if git and (ROOT / ".git").exists():
         names = subprocess.run(
             [git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-            cwd=ROOT, check=True, capture_output=True, text=True,
-        ).stdout.split("\0")  # fmt: skip
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split("\0")
         return [ROOT / name for name in names if name and (ROOT / name).is_file()]
     return [path for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
 

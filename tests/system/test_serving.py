@@ -110,9 +110,12 @@ def test_concurrent_clients_with_different_modules_get_what_each_gets_alone(serv
 
             async def one(number: int) -> str:
                 answer = await client.completions.create(
-                    model="tiny", prompt=prompts[number], max_tokens=20, temperature=0,
+                    model="tiny",
+                    prompt=prompts[number],
+                    max_tokens=20,
+                    temperature=0,
                     extra_body={"unbind": {"modules": sets[number % 4]}},
-                )  # fmt: skip
+                )
                 return answer.choices[0].text
 
             alone = [await one(number) for number in range(8)]
@@ -215,8 +218,12 @@ def test_metrics_count_gates_by_module_and_phase(server: ServerProcess) -> None:
 
 def test_a_client_that_leaves_frees_its_slot_and_a_full_queue_answers_429(server: ServerProcess) -> None:
     fields: dict[str, Any] = {
-        "model": "tiny", "prompt": PROMPT, "max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True},
-    }  # fmt: skip
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 400,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
 
     async def run() -> None:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

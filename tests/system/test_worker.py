@@ -43,9 +43,12 @@ class Workshop:
         """A worker process."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         process = subprocess.Popen(
-            python("tests.support.fast_stages", "worker"), cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            python("tests.support.fast_stages", "worker"),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**inherited, **self.settings.to_environment(), "PYTHONPATH": str(ROOT), **environment},
-        )  # fmt: skip
+        )
         threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True).start()
         self.workers.append(process)
         return process
@@ -53,9 +56,17 @@ class Workshop:
     def submit(self, name: str, **options: Any) -> str:
         """A job."""
         job, _ = self.registry.takedowns.submit(
-            name=name, row_count=3, forget_digest="f", notice={}, options=options, request_digest="r",
-            idempotency_key=None, fingerprint="model", actor=ADMIN, now=time.time(),
-        )  # fmt: skip
+            name=name,
+            row_count=3,
+            forget_digest="f",
+            notice={},
+            options=options,
+            request_digest="r",
+            idempotency_key=None,
+            fingerprint="model",
+            actor=ADMIN,
+            now=time.time(),
+        )
         return str(job["id"])
 
     def job(self, job_id: str) -> dict[str, Any]:

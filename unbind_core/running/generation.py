@@ -95,9 +95,14 @@ def _stretch(progress: ProgressCallback, group: Progress, done: int, count: int)
 
 
 def _continued(
-    model: Any, ids: Tensor, mask: Tensor, count: int, end: int | None, options: dict[str, object],
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    count: int,
+    end: int | None,
+    options: dict[str, object],
     told: Callable[[int, int], None],
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Up to ``count`` tokens after each row of ``ids`` [B,T], without the end token and what follows it.
 
     In stretches, each as long as all before it: rows that have ended leave the batch between two, with their part of the

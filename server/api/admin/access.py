@@ -54,10 +54,17 @@ def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
     rules = Rules.model_validate({"enforced": body.enforced, "allowed": body.allowed, "shadow": body.shadow})
     with refusals():
         key, text = served.access.create_key(
-            body.name, actor, now, scopes=tuple(dict.fromkeys(body.scopes)), rules=rules, profile=body.profile,
+            body.name,
+            actor,
+            now,
+            scopes=tuple(dict.fromkeys(body.scopes)),
+            rules=rules,
+            profile=body.profile,
             expires_at=now + body.expires_in if body.expires_in is not None else body.expires_at,
-            per_minute=body.requests_per_minute, burst=body.burst, tokens_per_minute=body.tokens_per_minute,
-        )  # fmt: skip
+            per_minute=body.requests_per_minute,
+            burst=body.burst,
+            tokens_per_minute=body.tokens_per_minute,
+        )
     return {**key_view(key, rules), "key": text}
 
 

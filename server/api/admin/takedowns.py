@@ -6,22 +6,23 @@ import asyncio
 import hashlib
 import json
 import time
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import JSONResponse
 
-from server.api.admin.intake import MAX_ROWS, Intake, from_json, from_upload
+from server.api.admin.bodies import TakedownBody, TakedownFields, TakedownOptions
+from server.api.admin.intake import Intake, from_json, from_upload
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.characters import check_characters
 from server.api.profiles import scopes
 from server.errors import ApiError
 from server.registry import retention
 from server.registry.files import has_forget, purge, save_forget
-from server.registry.lifecycle import SCOPE, InForce, bound
+from server.registry.lifecycle import InForce, bound
 from server.registry.refusals import Refusal
 from server.service import Service
 from unbind_core.encoding import encode
@@ -30,88 +31,6 @@ from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
 
 router = admin_router()
 T = TypeVar("T", bound=BaseModel)
-_STRICT = ConfigDict(extra="forbid")
-_Line = Annotated[StrictStr, Field(max_length=2000)]
-_Allowed = Annotated[float, Field(gt=0, le=1)]
-
-
-class BudgetOptions(BaseModel):
-    """What a module may cost on retain rows; those that are left out are the gate's own."""
-
-    model_config = _STRICT
-    kl: _Allowed | None = None
-    nll: _Allowed | None = None
-    bleu: _Allowed | None = None
-    open_rate: Annotated[_Allowed | None, Field(description="of gate 'auto'")] = None
-
-
-class TakedownOptions(BaseModel):
-    """How to fit, and what to do with the module."""
-
-    model_config = _STRICT
-    layers: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] | None = None
-    seed: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
-    gate: Literal["auto", "paper"] = "auto"
-    budgets: BudgetOptions | None = None
-    activation: Literal["auto", "manual", "shadow"] = "auto"
-    scope: Annotated[StrictStr, Field(pattern=f"^({SCOPE})$")] | None = None
-    effective_at: AwareDatetime | None = None
-    expires_at: AwareDatetime | None = None
-    replace: StrictBool = False
-    override: StrictBool = False
-    dry_run: StrictBool = False
-
-
-class Notice(BaseModel):
-    """On whose word, about what."""
-
-    model_config = _STRICT
-    claimant: _Line | None = None
-    work: _Line | None = None
-    received_at: _Line | None = None
-    reference: _Line | None = None
-    note: _Line | None = None
-
-
-class TakedownFields(BaseModel):
-    """What comes with the rows."""
-
-    model_config = _STRICT
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    notice: Notice = Notice()
-    options: TakedownOptions = TakedownOptions()
-
-
-class TakedownBody(TakedownFields):
-    """The JSON body."""
-
-    rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
-
-
-_BODIES = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": TakedownBody.model_json_schema(ref_template="#/components/schemas/{model}")},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["name", "file"],
-                    "properties": {
-                        "name": {"type": "string"},
-                        "file": {"type": "string", "format": "binary"},
-                        "include": {"type": "array", "items": {"type": "string"}},
-                        "exclude": {"type": "array", "items": {"type": "string"}},
-                        "notice": {"type": "string"},
-                        "options": {"type": "string"},
-                    },
-                }
-            },
-        },
-    }
-}
-for _schema in _BODIES["requestBody"]["content"].values():  # type: ignore[attr-defined]
-    _schema["schema"].pop("$defs", None)
 
 
 @router.post("/takedowns", status_code=202)
@@ -143,18 +62,30 @@ async def post_takedown(
         expected = await asyncio.to_thread(served.registry.jobs.expected, len(intake.rows))
         return JSONResponse(
             {
-                "dry_run": True, "rows": len(intake.rows), "duplicates_dropped": intake.duplicates_dropped,
-                "files_skipped": intake.files_skipped, "positions": positions, "seconds": expected or None,
-                "total_seconds": round(sum(expected.values()), 1) if expected else None, **told,
+                "dry_run": True,
+                "rows": len(intake.rows),
+                "duplicates_dropped": intake.duplicates_dropped,
+                "files_skipped": intake.files_skipped,
+                "positions": positions,
+                "seconds": expected or None,
+                "total_seconds": round(sum(expected.values()), 1) if expected else None,
+                **told,
             }
-        )  # fmt: skip
+        )
     with refusals():
         job, new = await asyncio.to_thread(_submit, served, fields, options, intake, actor, idempotency_key)
     answer = {
-        "takedown_id": job["takedown_id"], "job_id": job["id"], "module": fields.name, "state": job["state"],
-        "rows": len(intake.rows), "duplicates_dropped": intake.duplicates_dropped,
-        "files_skipped": intake.files_skipped, "positions": positions, "created": new, **told,
-    }  # fmt: skip
+        "takedown_id": job["takedown_id"],
+        "job_id": job["id"],
+        "module": fields.name,
+        "state": job["state"],
+        "rows": len(intake.rows),
+        "duplicates_dropped": intake.duplicates_dropped,
+        "files_skipped": intake.files_skipped,
+        "positions": positions,
+        "created": new,
+        **told,
+    }
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
 
 
@@ -173,9 +104,11 @@ def _told(served: Service, fields: TakedownFields) -> dict[str, Any]:
         if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope
     ]
     return {
-        "scope": scope, "in_force": InForce.NONE, "binds": f"nothing yet; once its module is active, {bound(scope)}",
+        "scope": scope,
+        "in_force": InForce.NONE,
+        "binds": f"nothing yet; once its module is active, {bound(scope)}",
         "warnings": warnings,
-    }  # fmt: skip
+    }
 
 
 def _submit(
@@ -187,11 +120,17 @@ def _submit(
     given = {"name": fields.name, "rows": digest, "notice": fields.notice.model_dump(), "options": options}
     try:
         return served.registry.takedowns.submit(
-            name=fields.name, row_count=len(intake.rows), forget_digest=digest,
-            notice=fields.notice.model_dump(exclude_none=True), options=options,
+            name=fields.name,
+            row_count=len(intake.rows),
+            forget_digest=digest,
+            notice=fields.notice.model_dump(exclude_none=True),
+            options=options,
             request_digest=hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest(),
-            idempotency_key=key, fingerprint=served.loaded.identity.fingerprint, actor=actor, now=time.time(),
-        )  # fmt: skip
+            idempotency_key=key,
+            fingerprint=served.loaded.identity.fingerprint,
+            actor=actor,
+            now=time.time(),
+        )
     except Refusal:
         if not kept_before:
             purge(data_dir, digest, ())  # nothing refers to the rows
@@ -269,9 +208,10 @@ def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any
             plain[field] = at.timestamp()
     if options.effective_at is not None and options.activation != "auto":
         raise ApiError(
-            400, "options.effective_at: goes with activation 'auto'; otherwise activate when it is due",
+            400,
+            "options.effective_at: goes with activation 'auto'; otherwise activate when it is due",
             param="options.effective_at",
-        )  # fmt: skip
+        )
     if plain.get("expires_at", float("inf")) <= max(time.time(), plain.get("effective_at", 0.0)):
         raise ApiError(400, "options.expires_at: lies before the module would be active", param="options.expires_at")
     return plain

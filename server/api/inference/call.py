@@ -39,9 +39,11 @@ class Call:
         report = options is not None and options.report
         if report and not self.caller.may("report"):
             raise ApiError(
-                403, "unbind.report: this key does not have the scope 'report'", param="unbind.report",
+                403,
+                "unbind.report: this key does not have the scope 'report'",
+                param="unbind.report",
                 code="missing_scope",
-            )  # fmt: skip
+            )
         charge_answers(self.served, self.caller, len(prompts) * body.n)
         pinned = self.modules(body.model, options.modules if options else None)
         charge = partial(charge_tokens, self.served, self.caller)

@@ -117,11 +117,21 @@ def health(answer: Answer) -> None:
 READERS: dict[str, Callable[[Answer], None]] = {
     reader.__name__.replace("_", " ").replace("warm up", "warm-up"): reader
     for reader in (
-        stream_of_text, stream_of_twelve_tokens, stream_that_ends_once, stream_of_delta_content,
-        stream_of_deltas_with_usage, whole_completion, infill, three_infills, warm_up, content_by_pattern, anything,
-        models, health,
+        stream_of_text,
+        stream_of_twelve_tokens,
+        stream_that_ends_once,
+        stream_of_delta_content,
+        stream_of_deltas_with_usage,
+        whole_completion,
+        infill,
+        three_infills,
+        warm_up,
+        content_by_pattern,
+        anything,
+        models,
+        health,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("request_", RECORDED)

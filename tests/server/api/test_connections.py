@@ -24,9 +24,14 @@ ASK = {"prompt": "def add(", "max_tokens": 4, "temperature": 0}
 def bounded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with short time limits."""
     limits: dict[str, Any] = {
-        "header_timeout": 0.4, "body_timeout": 0.4, "keep_alive_timeout": 1, "max_connections": 30,
-        "max_header_bytes": 4096, "max_headers": 20, "max_model_len": 512,
-    }  # fmt: skip
+        "header_timeout": 0.4,
+        "body_timeout": 0.4,
+        "keep_alive_timeout": 1,
+        "max_connections": 30,
+        "max_header_bytes": 4096,
+        "max_headers": 20,
+        "max_model_len": 512,
+    }
     with live(checkpoint, tmp_path_factory.mktemp("bounded"), **limits) as running:
         yield running
 

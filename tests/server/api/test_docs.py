@@ -69,10 +69,22 @@ def test_every_example_of_the_page_works_in_order(demo: Live) -> None:
             assert curl(demo, command) in (200, 201), command
             shown.add(re.search(r"\$UNBIND_URL(\S+)", command)[1])  # type: ignore[index]
     assert shown >= {
-        "/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/infill", "/tokenize", "/detokenize",
-        "/v1/models", "/health", "/ready", "/version", "/metrics", "/admin/v1/keys", "/admin/v1/profiles/team",
-        "/admin/v1/policies/global", "/p/team/v1/completions",
-    }  # fmt: skip
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/fim/completions",
+        "/infill",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+        "/admin/v1/keys",
+        "/admin/v1/profiles/team",
+        "/admin/v1/policies/global",
+        "/p/team/v1/completions",
+    }
 
 
 def test_the_editors_recipes_parse() -> None:

@@ -15,8 +15,11 @@ from tests.support.live import Live
 PROMPT = "def add(first, second):\n"
 FIELDS: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 CHAT: dict[str, Any] = {
-    "model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 12, "temperature": 0,
-}  # fmt: skip
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_completion_tokens": 12,
+    "temperature": 0,
+}
 
 
 @pytest.fixture

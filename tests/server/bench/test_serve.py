@@ -16,9 +16,16 @@ from unbind_core.progress import silent
 
 def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
     figures = run(
-        load_model(checkpoint), workloads=("3x6->4",), repeats=1, module_counts=(1, 3), keystrokes=4, keystroke_tokens=40,
-        settings={"model": checkpoint}, progress=silent, parts=(*PARTS, LOAD),
-    )  # fmt: skip
+        load_model(checkpoint),
+        workloads=("3x6->4",),
+        repeats=1,
+        module_counts=(1, 3),
+        keystrokes=4,
+        keystroke_tokens=40,
+        settings={"model": checkpoint},
+        progress=silent,
+        parts=(*PARTS, LOAD),
+    )
     assert set(figures["workloads"]["3x6->4"]["tokens_per_second"]) == {"engine", "static", "library"}
     assert figures["vs_static_generate"].keys() == figures["vs_library_batching"].keys() == {"3x6->4"}
     assert figures["module_slowdown"].keys() == figures["module_slowdown_networks"].keys() == {"1", "3"}

@@ -29,8 +29,16 @@ def trail(registry: Registry) -> Registry:
     """A registry with six entries."""
     for number in range(6):
         with registry.transactions.change() as session:
-            append(session, float(number), Actor("admin", "::1"), "test", f"thing {number}", {"n": number, "π": "日本"},
-                   before={"state": number}, after={"state": number + 1})  # fmt: skip
+            append(
+                session,
+                float(number),
+                Actor("admin", "::1"),
+                "test",
+                f"thing {number}",
+                {"n": number, "π": "日本"},
+                before={"state": number},
+                after={"state": number + 1},
+            )
     return registry
 
 
@@ -76,13 +84,19 @@ _COPY = "actor, source, action, subject, detail, before, after, previous, digest
         (["UPDATE audit SET digest = previous WHERE id = 3"], "row 3: its content was changed"),
         (["DELETE FROM audit WHERE id = 3"], "row 3: missing"),
         (["DELETE FROM audit WHERE id = 3", "UPDATE audit SET id = id - 1 WHERE id > 3"], "does not follow"),
-        (["UPDATE audit SET id = 9 WHERE id = 3", "UPDATE audit SET id = 3 WHERE id = 4",
-          "UPDATE audit SET id = 4 WHERE id = 9"], "does not follow"),
+        (
+            [
+                "UPDATE audit SET id = 9 WHERE id = 3",
+                "UPDATE audit SET id = 3 WHERE id = 4",
+                "UPDATE audit SET id = 4 WHERE id = 9",
+            ],
+            "does not follow",
+        ),
         (["DELETE FROM audit WHERE id > 4"], "row 6: missing at the end"),
         (["DELETE FROM audit"], "row 6: missing at the end"),
         ([f"INSERT INTO audit (id, at, {_COPY}) SELECT 7, at, {_COPY} FROM audit WHERE id = 4"], "row 7"),
     ],
-)  # fmt: skip
+)
 def test_tampering_is_found(trail: Registry, statements: list[str], says: str) -> None:
     tamper(trail, *statements)
     assert any(says in problem for problem in trail.audit_problems()), trail.audit_problems()
@@ -234,12 +248,16 @@ def test_a_check_can_be_left_between_two_pages(trail: Registry) -> None:
 def test_guards_that_were_taken_away_or_made_harmless_are_missed(registry: Registry) -> None:
     assert database.unguarded(registry.engine) == []
     harmless = {
-        "sqlite": ["DROP TRIGGER audit_no_update", "DROP TRIGGER audit_no_delete",
-                   "CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit WHEN 0 BEGIN SELECT 1; END"],
-        "postgresql": ["ALTER TABLE audit DISABLE TRIGGER audit_no_change",
-                       "CREATE OR REPLACE FUNCTION audit_refuse() RETURNS trigger LANGUAGE plpgsql AS "
-                       "'BEGIN RETURN NEW; END'"],
-    }  # fmt: skip
+        "sqlite": [
+            "DROP TRIGGER audit_no_update",
+            "DROP TRIGGER audit_no_delete",
+            "CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit WHEN 0 BEGIN SELECT 1; END",
+        ],
+        "postgresql": [
+            "ALTER TABLE audit DISABLE TRIGGER audit_no_change",
+            "CREATE OR REPLACE FUNCTION audit_refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'",
+        ],
+    }
     with registry.engine.begin() as connection:
         for statement in harmless[registry.engine.dialect.name]:
             connection.execute(text(statement))

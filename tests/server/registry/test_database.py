@@ -34,8 +34,10 @@ def test_tables_and_migrations_agree(registry: Registry) -> None:
     engine = registry.transactions.engine
     assert database.differences(engine) == []
     assert (database.status(engine), database.revision(engine), database.damage(engine)) == (
-        "current", database.newest(), [],
-    )  # fmt: skip
+        "current",
+        database.newest(),
+        [],
+    )
 
 
 def test_a_database_of_the_first_version_is_carried_over(database_url: str) -> None:

@@ -56,10 +56,13 @@ def test_every_transition_is_allowed_or_refused_with_what_is_allowed(
     registry = Registry(open_database(tmp_path / "r.sqlite"))
     record = make(registry, activation="manual")
     way = {
-        ModuleState.CALIBRATED: [], ModuleState.SHADOW: [Action.SHADOW], ModuleState.ACTIVE: [Action.ACTIVATE],
-        ModuleState.SUSPENDED: [Action.ACTIVATE, Action.SUSPEND], ModuleState.RETIRED: [Action.RETIRE],
+        ModuleState.CALIBRATED: [],
+        ModuleState.SHADOW: [Action.SHADOW],
+        ModuleState.ACTIVE: [Action.ACTIVATE],
+        ModuleState.SUSPENDED: [Action.ACTIVATE, Action.SUSPEND],
+        ModuleState.RETIRED: [Action.RETIRE],
         ModuleState.SUPERSEDED: [Action.ACTIVATE],
-    }[state]  # fmt: skip
+    }[state]
     for step in way:
         record = act(registry, record, step)
     if state == ModuleState.SUPERSEDED:

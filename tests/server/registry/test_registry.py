@@ -23,9 +23,20 @@ _serial = itertools.count()
 
 def submit(registry: Registry, name: str = "m", now: float = 0.0, **fields: Any) -> str:
     job, _ = registry.takedowns.submit(
-        **{"name": name, "row_count": 3, "forget_digest": "f", "notice": {}, "options": {}, "request_digest": "r",
-           "idempotency_key": None, "fingerprint": "model", "actor": ADMIN, "now": now, **fields}
-    )  # fmt: skip
+        **{
+            "name": name,
+            "row_count": 3,
+            "forget_digest": "f",
+            "notice": {},
+            "options": {},
+            "request_digest": "r",
+            "idempotency_key": None,
+            "fingerprint": "model",
+            "actor": ADMIN,
+            "now": now,
+            **fields,
+        }
+    )
     return str(job["id"])
 
 
@@ -38,9 +49,17 @@ def claim(registry: Registry, owner: str = "w", now: float = 0.0) -> Claim:
 def made_by(held: Claim, **fields: Any) -> NewModule:
     digest = f"{next(_serial):064x}"
     return NewModule(
-        **{"name": held.module, "digest": digest, "fingerprint": "model", "file": f"objects/{digest}",
-           "origin": Origin.TAKEDOWN, "job_id": held.job_id, "takedown_id": held.takedown_id, **fields}
-    )  # fmt: skip
+        **{
+            "name": held.module,
+            "digest": digest,
+            "fingerprint": "model",
+            "file": f"objects/{digest}",
+            "origin": Origin.TAKEDOWN,
+            "job_id": held.job_id,
+            "takedown_id": held.takedown_id,
+            **fields,
+        }
+    )
 
 
 def test_jobs_are_claimed_oldest_first_and_once(registry: Registry) -> None:

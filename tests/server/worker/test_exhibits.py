@@ -29,9 +29,18 @@ def network(module: UnbindModule) -> UnbindModule:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
     return replace(
-        module, detector="network", w=drawn(8, width), b=drawn(8), heads=drawn(3, 8), heads_b=drawn(3), window=4,
-        s_ref=0.0, tau=0.3, quantile=None, kappa=0.0,
-    )  # fmt: skip
+        module,
+        detector="network",
+        w=drawn(8, width),
+        b=drawn(8),
+        heads=drawn(3, 8),
+        heads_b=drawn(3),
+        window=4,
+        s_ref=0.0,
+        tau=0.3,
+        quantile=None,
+        kappa=0.0,
+    )
 
 
 @pytest.mark.parametrize("kind", ["fisher", "network"])

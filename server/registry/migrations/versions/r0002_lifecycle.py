@@ -68,9 +68,14 @@ def _modules(old: list[dict[str, Any]]) -> None:
     for row in old:
         versions[row["name"]] = versions.get(row["name"], 0) + 1
         row |= {
-            "id": f"mod_{row['digest'][:16]}", "version": versions[row["name"]], "revision": 1, "origin": "takedown",
-            "fingerprint": "", "scope": "", "changed_at": row["created_at"],
-        }  # fmt: skip
+            "id": f"mod_{row['digest'][:16]}",
+            "version": versions[row["name"]],
+            "revision": 1,
+            "origin": "takedown",
+            "fingerprint": "",
+            "scope": "",
+            "changed_at": row["created_at"],
+        }
         # Whose model it is stands in the file: the store reads it when it takes the file up, as it does for any found file.
         row["file"] = row["file"].rpartition("/")[2]
     if old:

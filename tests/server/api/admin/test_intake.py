@@ -104,7 +104,7 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (tarred({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .tar.gz"),
         (gzip.compress(b"not a tar"), "damaged or unusual .tar.gz"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_upload_is_refused_with_the_reason(data: bytes, says: str) -> None:
     with pytest.raises(UnbindError, match=says):
         from_upload(data, [], [])

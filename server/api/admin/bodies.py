@@ -1,0 +1,94 @@
+"""What a takedown may say: its name, on whose word, how to fit and what to do with the module."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from server.api.admin.intake import MAX_ROWS
+from server.registry.lifecycle import SCOPE
+
+_STRICT = ConfigDict(extra="forbid")
+_Line = Annotated[StrictStr, Field(max_length=2000)]
+_Allowed = Annotated[float, Field(gt=0, le=1)]
+
+
+class BudgetOptions(BaseModel):
+    """What a module may cost on retain rows; those that are left out are the gate's own."""
+
+    model_config = _STRICT
+    kl: _Allowed | None = None
+    nll: _Allowed | None = None
+    bleu: _Allowed | None = None
+    open_rate: Annotated[_Allowed | None, Field(description="of gate 'auto'")] = None
+
+
+class TakedownOptions(BaseModel):
+    """How to fit, and what to do with the module."""
+
+    model_config = _STRICT
+    layers: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] | None = None
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
+    gate: Literal["auto", "paper"] = "auto"
+    budgets: BudgetOptions | None = None
+    activation: Literal["auto", "manual", "shadow"] = "auto"
+    scope: Annotated[StrictStr, Field(pattern=f"^({SCOPE})$")] | None = None
+    effective_at: AwareDatetime | None = None
+    expires_at: AwareDatetime | None = None
+    replace: StrictBool = False
+    override: StrictBool = False
+    dry_run: StrictBool = False
+
+
+class Notice(BaseModel):
+    """On whose word, about what."""
+
+    model_config = _STRICT
+    claimant: _Line | None = None
+    work: _Line | None = None
+    received_at: _Line | None = None
+    reference: _Line | None = None
+    note: _Line | None = None
+
+
+class TakedownFields(BaseModel):
+    """What comes with the rows."""
+
+    model_config = _STRICT
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    notice: Notice = Notice()
+    options: TakedownOptions = TakedownOptions()
+
+
+class TakedownBody(TakedownFields):
+    """The JSON body."""
+
+    rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
+
+
+# The route reads its body itself, as JSON or a form; this describes both.
+BODIES = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": TakedownBody.model_json_schema(ref_template="#/components/schemas/{model}")},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["name", "file"],
+                    "properties": {
+                        "name": {"type": "string"},
+                        "file": {"type": "string", "format": "binary"},
+                        "include": {"type": "array", "items": {"type": "string"}},
+                        "exclude": {"type": "array", "items": {"type": "string"}},
+                        "notice": {"type": "string"},
+                        "options": {"type": "string"},
+                    },
+                }
+            },
+        },
+    }
+}
+for _schema in BODIES["requestBody"]["content"].values():  # type: ignore[attr-defined]
+    _schema["schema"].pop("$defs", None)
