@@ -6,7 +6,6 @@ cache; then the streams are measured alone, and again from the POST of the secon
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +13,15 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.request import Request, urlopen
+
+import httpx2
 
 from server.bench.server import served
 
 KEY = "bench"
 STREAM_TOKENS = 64
-TIMEOUT_SECONDS = 1800.0
+JOB_SECONDS = 1800.0
+TIMEOUT_SECONDS = 120.0
 
 
 def measure_takedown(
@@ -38,9 +39,11 @@ def measure_takedown(
     with TemporaryDirectory() as name:
         folder = Path(name)
         given = {"admin_key": KEY, "modules_dir": folder / "none", "log_level": "warning", **settings}
-        with served(given, folder) as url:
+        # One client: each new one reads the system's certificates, which would slow the streams.
+        with served(given, folder) as url, httpx2.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+            client.headers["Authorization"] = f"Bearer {KEY}"
             tell("first takedown, nothing cached")
-            cold = _takedown(url, "first", first, tell)
+            cold = _takedown(client, "first", first, tell)
             with _Streams(url, prompts, streams) as load:
                 tell(f"{streams} streams alone, {quiet:g} s")
                 time.sleep(min(quiet / 2, 3.0))
@@ -48,7 +51,7 @@ def measure_takedown(
                 time.sleep(quiet)
                 alone = load.clear()
                 tell(f"takedown of {len(rows)} rows beside {streams} streams")
-                warm = _takedown(url, "second", rows, tell)
+                warm = _takedown(client, "second", rows, tell)
                 beside = load.clear()
                 failed = load.failed
     return {
@@ -61,9 +64,11 @@ def measure_takedown(
     }
 
 
-def _takedown(url: str, name: str, rows: list[dict[str, str]], tell: Callable[[str], None]) -> dict[str, Any]:
+def _takedown(
+    client: httpx2.Client, name: str, rows: list[dict[str, str]], tell: Callable[[str], None]
+) -> dict[str, Any]:
     began = time.monotonic()
-    job = _wait(url, _post(url, name, rows), tell)
+    job = _wait(client, _post(client, name, rows), tell)
     return {
         "rows": len(rows),
         "outcome": job["outcome"],
@@ -77,28 +82,22 @@ def _milliseconds(gaps: list[float]) -> float | None:
     return round(1000 * median(gaps), 2) if gaps else None
 
 
-def _call(url: str, path: str, body: Any = None) -> Any:
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    data = json.dumps(body).encode() if body is not None else None
-    with urlopen(Request(url + path, data=data, headers=headers), timeout=120) as answer:  # noqa: S310 - our own server
-        return json.loads(answer.read())
+def _post(client: httpx2.Client, name: str, rows: list[dict[str, str]]) -> str:
+    answer = client.post("/admin/v1/takedowns", json={"name": name, "rows": rows})
+    return str(answer.raise_for_status().json()["job_id"])
 
 
-def _post(url: str, name: str, rows: list[dict[str, str]]) -> str:
-    return str(_call(url, "/admin/v1/takedowns", {"name": name, "rows": rows})["job_id"])
-
-
-def _wait(url: str, job_id: str, tell: Callable[[str], None]) -> dict[str, Any]:
-    deadline, stage = time.monotonic() + TIMEOUT_SECONDS, ""
+def _wait(client: httpx2.Client, job_id: str, tell: Callable[[str], None]) -> dict[str, Any]:
+    deadline, stage = time.monotonic() + JOB_SECONDS, ""
     while time.monotonic() < deadline:
-        job: dict[str, Any] = _call(url, f"/admin/v1/jobs/{job_id}")
+        job: dict[str, Any] = client.get(f"/admin/v1/jobs/{job_id}").raise_for_status().json()
         if job["state"] in ("succeeded", "failed", "cancelled"):
             return job
         if job["stage"] != stage:
             stage = job["stage"]
             tell(f"  {stage}")
         time.sleep(0.1)
-    raise RuntimeError(f"job {job_id} did not end in {TIMEOUT_SECONDS:g} s")
+    raise RuntimeError(f"job {job_id} did not end in {JOB_SECONDS:g} s")
 
 
 class _Streams:
@@ -127,25 +126,29 @@ class _Streams:
         return kept
 
     def _run(self, number: int) -> None:
-        while not self._over.is_set():
-            prompt = self._prompts[number % len(self._prompts)]
-            number += len(self._threads)
-            body = {"prompt": prompt, "max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-            request = Request(  # noqa: S310 - our own server
-                f"{self._url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            try:
-                with urlopen(request, timeout=120) as answer:  # noqa: S310
-                    first = last = 0.0
-                    for line in answer:
-                        if line.startswith(b"data: [DONE]"):
-                            break
-                        if line.startswith(b"data: "):
-                            last = time.monotonic()
-                            first = first or last
-                    else:
-                        self.failed += 1
-                        continue
-                self._gaps.append((last - first) / (STREAM_TOKENS - 1))  # an event may hold a few tokens
-            except OSError:
-                self.failed += 1
+        with httpx2.Client(base_url=self._url, timeout=TIMEOUT_SECONDS) as client:
+            while not self._over.is_set():
+                prompt = self._prompts[number % len(self._prompts)]
+                number += len(self._threads)
+                seconds = _streamed(client, prompt)
+                if seconds is None:
+                    self.failed += 1
+                else:
+                    self._gaps.append(seconds / (STREAM_TOKENS - 1))  # an event may hold a few tokens
+
+
+def _streamed(client: httpx2.Client, prompt: str) -> float | None:
+    """Seconds from the first to the last token of one completion; None where it failed."""
+    body = {"prompt": prompt, "max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    first = last = 0.0
+    try:
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.raise_for_status().iter_lines():
+                if line.startswith("data: [DONE]"):
+                    return last - first
+                if line.startswith("data: "):
+                    last = time.monotonic()
+                    first = first or last
+    except httpx2.HTTPError:
+        pass
+    return None

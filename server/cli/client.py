@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote
-from urllib.request import Request, urlopen
 
+import httpx2
 import typer
 
 from server.settings import PREFIX
@@ -29,45 +27,66 @@ class Client:
     """Calls to ``/admin/v1`` of one server."""
 
     def __init__(self, url: str, key: str | None) -> None:
+        wrong = UnbindError(f"--url: '{url}' is not an address such as {LOCAL}")
         if not url.startswith(("http://", "https://")):
-            raise UnbindError(f"--url: '{url}' is not an address such as {LOCAL}")
+            raise wrong
         self._base = url.rstrip("/") + "/admin/v1"
-        self._headers = {"Authorization": f"Bearer {key or _kept_key()}"}
+        try:
+            httpx2.URL(self._base)
+        except httpx2.InvalidURL:
+            raise wrong from None
+        self._key = {"Authorization": f"Bearer {key or _kept_key()}"}
 
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
         """The parsed answer. Raises UnbindError with what the server says."""
-        data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        with self._open(path, data, method, {"Content-Type": "application/json", **(headers or {})}) as answer:
+        content = None if body is None else json.dumps(body).encode()
+        given = {"Content-Type": "application/json", **(headers or {})}
+        method = method or ("GET" if body is None else "POST")
+        with self._asked(path, method, given, content=content) as answer:
             return json.loads(answer.read())
 
     def upload(self, path: str, fields: Mapping[str, str], file: Path, headers: Mapping[str, str]) -> Any:
         """A file with other fields, as a form."""
-        boundary = uuid.uuid4().hex
-        parts = [f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
-                 for name, value in fields.items()]  # fmt: skip
-        head = f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{quote(file.name)}"\r\n\r\n'
-        body = b"".join([*parts, head.encode(), file.read_bytes(), f"\r\n--{boundary}--\r\n".encode()])
-        return self.call(path, body, headers={**headers, "Content-Type": f"multipart/form-data; boundary={boundary}"})
+        with (
+            file.open("rb") as data,
+            self._asked(path, "POST", headers, data=fields, files={"file": (file.name, data)}) as answer,
+        ):
+            return json.loads(answer.read())
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
-        """What a stream of server-sent events tells, until it ends."""
-        with self._open(path, None, None, {}) as answer:
-            for line in answer:
-                if line.startswith(b"data: "):
+        """What a stream of server-sent events tells, until it ends or breaks off: the last event says which."""
+        with self._asked(path, "GET", {}) as answer, suppress(httpx2.TransportError):
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
                     yield json.loads(line[6:])
 
-    def _open(self, path: str, data: bytes | None, method: str | None, headers: Mapping[str, str]) -> Any:
-        request = Request(self._base + path, data=data, method=method, headers={**headers, **self._headers})  # noqa: S310
+    @contextmanager
+    def _asked(self, path: str, method: str, headers: Mapping[str, str], **body: Any) -> Iterator[httpx2.Response]:
+        """The answer, whose body is still to be read, and may fail to come."""
+        given: dict[str, Any] = {"headers": _encoded({**headers, **self._key}), "timeout": TIMEOUT_SECONDS, **body}
         try:
-            return urlopen(request, timeout=TIMEOUT_SECONDS)  # noqa: S310 - the scheme was checked
-        except HTTPError as error:
-            with error:
-                raise UnbindError(f"{_message(error.read())} ({error.code})") from None
-        except (URLError, TimeoutError) as error:
-            reason = getattr(error, "reason", error)
+            with httpx2.stream(method, self._base + path, follow_redirects=True, **given) as answer:
+                if not answer.is_success:
+                    raise UnbindError(f"{_message(answer.read())} ({answer.status_code})")
+                yield answer
+        except httpx2.RequestError as error:
+            reason = str(error) or type(error).__name__
             raise UnbindError(f"{self._base} does not answer ({reason}); is `unbind serve` running there?") from None
+
+
+def _encoded(headers: Mapping[str, str]) -> dict[bytes, bytes]:
+    """Headers as the server reads them. Raises UnbindError naming the one that cannot be sent, not its value: it may be a key."""
+    encoded = {}
+    for name, value in headers.items():
+        try:
+            encoded[name.encode()] = value.encode("latin-1")
+        except UnicodeEncodeError:
+            raise UnbindError(
+                f"{name}: only characters of Latin-1 can be sent in a header; give another value"
+            ) from None
+    return encoded
 
 
 def _message(body: bytes) -> str:

@@ -1,0 +1,111 @@
+"""The command line's client: one call, a form, a stream, and what a user is told where one fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from server.cli.client import Client
+from unbind_core.errors import UnbindError
+
+EVENTS = b'event: progress\ndata: {"state": "running"}\n\nevent: end\ndata: {"state": "succeeded"}\n\n'
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by path, and says what it was sent."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Every method alike."""
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size + 2)[:-2]
+            self.rfile.readline()
+        told = {"method": self.command, "body": body.decode(), "key": self.headers["Authorization"]}
+        status, answer = {
+            "/admin/v1/refused": (409, b'{"error": {"message": "module \'x\' is being made"}}'),
+            "/admin/v1/broken": (502, b"<h1>bad gateway</h1>"),
+            "/admin/v1/events": (200, EVENTS),
+            "/admin/v1/cut": (200, EVENTS[:50]),
+        }.get(self.path, (200, json.dumps(told).encode()))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer) + (1000 if self.path.endswith("cut") else 0)))
+        self.end_headers()
+        self.wfile.write(answer)
+        self.close_connection = True
+
+    do_POST = do_GET  # noqa: N815 - the library calls it so
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The address of a server that says what it was sent."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_call_carries_key_and_body_and_its_method_follows_from_them(url: str) -> None:
+    client = Client(f"{url}/", "é-key")
+    assert client.call("/x") == {"method": "GET", "body": "", "key": "Bearer é-key"}
+    assert client.call("/x", {"name": "m"})["body"] == '{"name": "m"}'
+    assert client.call("/x", method="POST")["method"] == "POST"
+
+
+def test_a_form_holds_the_fields_and_the_file(url: str, tmp_path: Path) -> None:
+    file = tmp_path / 'rows "é".jsonl'
+    file.write_bytes(b'{"text": "\xc3\xa9"}\n')
+    told = Client(url, "k").upload("/x", {"name": "m", "options": "{}"}, file, {"Idempotency-Key": "1"})
+    parts = told["body"].split("--" + told["body"].splitlines()[0].removeprefix("--"))
+    contents = {re.findall(r'name="(\w+)"', part)[0]: part.split("\r\n\r\n", 1)[1][:-2] for part in parts[1:-1]}
+    assert contents == {"name": "m", "options": "{}", "file": '{"text": "é"}\n'}
+    with pytest.raises(FileNotFoundError):
+        Client(url, "k").upload("/x", {}, tmp_path / "missing", {})
+
+
+def test_a_refusal_is_told_in_the_server_s_words(url: str) -> None:
+    with pytest.raises(UnbindError, match=r"^module 'x' is being made \(409\)$"):
+        Client(url, "k").call("/refused", {})
+    with pytest.raises(UnbindError, match=r"^<h1>bad gateway</h1> \(502\)$"):
+        Client(url, "k").call("/broken")
+    with pytest.raises(UnbindError, match="being made"):
+        list(Client(url, "k").events("/refused"))
+
+
+def test_a_stream_tells_its_events_and_ends_where_it_breaks_off(url: str) -> None:
+    assert [event["state"] for event in Client(url, "k").events("/events")] == ["running", "succeeded"]
+    assert [event["state"] for event in Client(url, "k").events("/cut")] == ["running"]
+
+
+def test_a_server_that_is_not_there_is_named_with_the_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(UnbindError, match=rf"127.0.0.1:{port}/admin/v1 does not answer .*refused.*unbind serve"):
+        Client(f"http://127.0.0.1:{port}", "k").call("/x")
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "ftp://host", "http://[::1", "http://host:port"])
+def test_what_is_no_address_is_named_with_an_example(address: str) -> None:
+    with pytest.raises(UnbindError, match=r"--url: .* is not an address such as http://127"):
+        Client(address, "k")
+
+
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown() -> None:
+    with pytest.raises(UnbindError, match="Authorization: only characters of Latin-1") as caught:
+        Client("http://127.0.0.1:9", "ключ").call("/x")
+    assert "ключ" not in str(caught.value)
