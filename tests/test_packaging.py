@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -87,6 +88,18 @@ def test_every_package_that_the_code_imports_is_declared() -> None:
         and not {canonicalize_name(owner) for owner in owners.get(top, [])} & declared
     }
     assert not undeclared
+
+
+def test_what_lies_beside_the_code_is_packed_with_it() -> None:
+    """Pages, templates and the demo world; a package's Python files are always packed."""
+    packed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    files = [relative(path).partition("/") for path in FILES if path.suffix != ".py"]
+    left_out = [
+        f"{package}/{name}"
+        for package, _, name in files
+        if package in packed and not any(fnmatch(name, pattern) for pattern in packed[package])
+    ]
+    assert not left_out
 
 
 def test_the_version_is_the_changelog_s_and_the_images() -> None:

@@ -70,6 +70,10 @@ class Reader(HTMLParser):
         super().__init__()
         self.elements: list[str] = []
         self.links: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append(tag)
@@ -101,6 +105,30 @@ def test_the_page_tells_of_gates_with_memory(document: dict[str, Any]) -> None:
     payload["exhibits"]["histograms"]["score"] = "evidence <b>"
     html = page(payload)
     assert html.count("<svg") == 2 and "gradient" in html and "evidence &lt;b&gt;" in html and "0.0020 of 0.005" in html
+
+
+def test_every_text_of_the_document_is_shown_as_text(document: dict[str, Any]) -> None:
+    def hostile(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: hostile(inner, name) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [hostile(inner) for inner in value]
+        return HOSTILE if isinstance(value, str) and key not in ("state", "in_force") else value
+
+    payload = hostile(document["payload"])
+    payload["named_by"] = [HOSTILE]
+    payload["takedown"]["notice"][HOSTILE] = [HOSTILE]
+    payload["report"]["levels"] = [{"gate": HOSTILE, "verdict": HOSTILE, "forgot": {"f_bleu_left": {HOSTILE: 0.5}}}]
+    payload["exhibits"]["histograms"]["score"] = HOSTILE
+    payload["exhibits"]["histograms"]["counts"][HOSTILE] = [1]
+    payload["result"]["verify"]["after"][HOSTILE] = {HOSTILE: HOSTILE}
+    shown = Reader()
+    shown.feed(page(payload))
+    expected = Reader()
+    expected.feed(document["html"])
+    assert set(shown.elements) <= set(expected.elements) and "script" not in shown.elements
+    assert "".join(shown.texts).count("<script>alert(1)</script>") >= 30
+    assert "".join(shown.texts).count("<script>alert(1)</script>") == page(payload).count("&lt;script&gt;")
 
 
 def test_any_change_is_found(document: dict[str, Any]) -> None:

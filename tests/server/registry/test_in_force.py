@@ -108,9 +108,9 @@ def test_the_signed_page_of_an_available_module_does_not_claim_that_the_service_
         ("global", "the module is enforced. It binds every request to this service"),
         (
             "profile:team",
-            "the module is enforced. It binds every request under the profile &#x27;team&#x27;, and others only",
+            "the module is enforced. It binds every request under the profile &#39;team&#39;, and others only",
         ),
-        ("key:key_1", "the module is enforced. It binds every request with the key &#x27;key_1&#x27;, and others only"),
+        ("key:key_1", "the module is enforced. It binds every request with the key &#39;key_1&#39;, and others only"),
     ],
 )
 def test_the_signed_page_says_where_a_module_is_enforced(
