@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from unbind_core.canonical import canonical_json
+
 # Settings that say how a model is stored or run, not what it computes.
 _NOT_IDENTITY = {
     "_name_or_path",
@@ -81,11 +83,8 @@ class ModelIdentity:
     num_layers: int
 
 
-def _canonical(value: Any) -> str:
-    def plain(item: Any) -> Any:
-        return sorted(item) if isinstance(item, (set, frozenset)) else str(item)
-
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
+def _plain(item: Any) -> Any:
+    return sorted(item) if isinstance(item, (set, frozenset)) else str(item)
 
 
 def _config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +135,7 @@ def fingerprint(model: nn.Module, config: Mapping[str, Any], tokenizer: PreTrain
     """SHA-256 in hex of ``config``, the tokenizer, unmerged adapters, and every weight of ``model`` rounded to bfloat16."""
     digest = hashlib.sha256(b"unbind model identity 1\n")
     for part in (_config_fields(config), _tokenizer_fields(tokenizer), _adapter_fields(model)):
-        digest.update(_canonical(part).encode() + b"\n")
+        digest.update(canonical_json(part, plain=_plain).encode() + b"\n")
     for key, value in _weights(model):
         digest.update(f"{key} {list(value.shape)}\n".encode())
         stored = value.detach().to("cpu")

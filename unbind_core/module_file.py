@@ -12,6 +12,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from unbind_core.canonical import canonical_json
 from unbind_core.errors import ModuleFileError
 
 FORMAT = 1
@@ -22,17 +23,13 @@ TENSORS = ("w", "v", "b", "heads", "heads_b")
 DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
     """SHA-256 over the tensors and the canonical JSON without the checksum itself: damage and hand edits show."""
     digest = hashlib.sha256()
     for key in TENSORS:
         if key in tensors:
             digest.update(tensors[key].numpy().tobytes())
-    digest.update(_canonical(described).encode())
+    digest.update(canonical_json(described, nan=False).encode())
     return digest.hexdigest()
 
 
@@ -41,7 +38,7 @@ def written(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> byte
     is not JSON.
     """
     whole = {**described, "checksum": _checksum(tensors, described)}
-    return save_tensors(dict(tensors), metadata={KEY: _canonical(whole)})
+    return save_tensors(dict(tensors), metadata={KEY: canonical_json(whole, nan=False)})
 
 
 def read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -76,7 +73,7 @@ def read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     claimed = described.pop("checksum", None)
     try:
         actual = _checksum(tensors, described)
-        canonical = _canonical(described | {"checksum": claimed})
+        canonical = canonical_json(described | {"checksum": claimed}, nan=False)
     except UNREADABLE as error:
         raise ModuleFileError(f"{origin}: a value is not finite or of a wrong type ({error}); fit it again") from error
     if claimed != actual or canonical != text:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from unbind_core.canonical import canonical_json
 from unbind_core.errors import DataError, InsufficientRows
 
 MINIMUM_FORGET_ROWS = 3
@@ -125,7 +126,7 @@ def retain_digest(row: RetainRow) -> str:
 
 def forget_digest(rows: Sequence[ForgetRow]) -> str:
     """SHA-256 (hex) of the forget set in its order: what proves later which rows a module was made for."""
-    text = json.dumps([asdict(row) for row in rows], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    text = canonical_json([asdict(row) for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -17,6 +17,8 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from unbind_core.canonical import canonical_json
+
 FORMAT, ALGORITHM = "unbind-evidence/1", "ed25519"
 _SIGNED = ("format", "payload", "html")
 _SIGNATURE = {"algorithm", "public_key", "fingerprint", "value"}
@@ -29,11 +31,6 @@ SMALL_ORDER = frozenset({1, 0, _EIGHTH, PRIME - _EIGHTH, PRIME - 1})
 
 class BadEvidence(Exception):
     """A document that is not what it claims; the message says in which way."""
-
-
-def canonical(value: Any) -> bytes:
-    """The one way of writing a JSON value that is signed."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
 def signing_key(data_dir: Path) -> Ed25519PrivateKey:
@@ -62,7 +59,7 @@ def sign(payload: dict[str, Any], html: str, key: Ed25519PrivateKey) -> dict[str
         "algorithm": ALGORITHM,
         "public_key": base64.b64encode(public).decode(),
         "fingerprint": fingerprint(public),
-        "value": base64.b64encode(key.sign(canonical(document))).decode(),
+        "value": base64.b64encode(key.sign(canonical_json(document).encode())).decode(),
     }
     return {**document, "signature": signature}
 
@@ -100,7 +97,8 @@ def verify(document: Any, expected: str | None = None) -> str:
     for field, point in (("public_key", public), ("value", value[:32])):
         _check_point(field, point)
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(value, canonical({name: document[name] for name in _SIGNED}))
+        signed = canonical_json({name: document[name] for name in _SIGNED}).encode()
+        Ed25519PublicKey.from_public_bytes(public).verify(value, signed)
     except (InvalidSignature, ValueError, RecursionError):
         raise BadEvidence("the signature does not fit: the document was changed after it was signed") from None
     found = fingerprint(public)

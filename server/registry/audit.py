@@ -8,7 +8,6 @@ own transaction.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from server.registry.tables import AuditRow
+from unbind_core.canonical import canonical_json
 
 ORIGIN = "0" * 64  # what the first row has for a predecessor
 FIELDS = ("id", "at", "actor", "source", "action", "subject", "detail", "before", "after", "previous")
@@ -34,7 +34,7 @@ class Actor:
 
 def digest_of(value: Any) -> str:
     """SHA-256 of a JSON value in canonical form: what an audit row keeps of a record before and after."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def one_at_a_time(session: Session) -> None:

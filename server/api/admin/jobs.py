@@ -15,6 +15,7 @@ from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.errors import ApiError
 from server.registry.tables import ENDED, ModuleState
 from server.service import Service
+from unbind_core.canonical import canonical_json
 
 router = admin_router()
 EVENT_SECONDS = 0.5
@@ -46,7 +47,7 @@ async def follow_job(job_id: str, served: Served) -> StreamingResponse:
         while True:
             shown = {key: value for key, value in job.items() if key not in ("elapsed_seconds", "eta_seconds")}
             ended = job["state"] in ENDED
-            if (text := json.dumps(shown, sort_keys=True)) != told:
+            if (text := canonical_json(shown)) != told:
                 told, spoke = text, time.monotonic()
                 yield f"event: {'end' if ended else 'progress'}\ndata: {json.dumps(job)}\n\n"
             elif time.monotonic() - spoke > SILENCE_SECONDS:

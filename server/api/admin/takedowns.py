@@ -117,6 +117,7 @@ def _submit(
     data_dir, digest = served.settings.data_dir, forget_digest(intake.rows)
     kept_before = has_forget(data_dir, digest)
     save_forget(data_dir, intake.rows)
+    # Not the canonical form: digests that are kept already, for keys that may still be used again, were written so.
     given = {"name": fields.name, "rows": digest, "notice": fields.notice.model_dump(), "options": options}
     try:
         return served.registry.takedowns.submit(
