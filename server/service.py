@@ -36,7 +36,7 @@ from server.telemetry import Figures, Telemetry
 from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import fim_template, parse_fim_template
-from unbind_core.files import write_whole
+from unbind_core.files import write_text
 
 log = logging.getLogger("unbind.service")
 REFRESH_SECONDS = 1.0
@@ -234,12 +234,7 @@ def kept_admin_key(settings: Settings) -> str:
     if path.is_file() and (kept := path.read_text(encoding="utf-8").strip()):
         return kept
     key = f"ubk_{secrets.token_urlsafe(24)}"
-
-    def write(temporary: Path) -> None:
-        temporary.chmod(0o600)
-        temporary.write_text(key + "\n", encoding="utf-8")
-
-    write_whole(path, write)
+    write_text(path, key + "\n")
     return key
 
 

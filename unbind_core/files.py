@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all: written in a folder of their own, fsync, rename, fsync of the folder.
+"""Files that exist whole or not at all: written in a folder of their own, fsync, rename, fsync of the folder; and locks.
 
 Who writes holds a lock on that folder, which the kernel drops with the process: one that is not locked was left by a process that
 was killed.
@@ -15,15 +15,16 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 UNFINISHED = ".partial"
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object], *, new: bool = False) -> None:
     """Let ``write(temporary)`` make a file beside ``path``, then put it in place atomically.
 
     The file is its owner's alone unless ``write`` says otherwise. A failure leaves what was there before; OSError (disk full, no
-    permission) goes through to the caller.
+    permission) goes through to the caller, FileExistsError where it must be ``new`` and there is one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock, folder = _own_folder(path)
@@ -32,11 +33,33 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         temporary.touch(0o600)
         write(temporary)
         _sync(temporary)
-        temporary.replace(path)
+        if new:
+            path.hardlink_to(temporary)
+        else:
+            temporary.replace(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
     _sync(path.parent)
+
+
+def write_text(path: Path, text: str, *, new: bool = False) -> None:
+    """The same for a text, in UTF-8."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new=new)
+
+
+def locked(path: Path, *, wait: bool = True) -> IO[str]:
+    """A file of its owner's alone, made where it is missing, and locked until it is closed or its holder ends, however that ends.
+
+    Waits for another holder; raises BlockingIOError where there is one and ``wait`` is off.
+    """
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii", errors="replace")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def read_regular(path: Path, most: int, follow: bool = True) -> bytes:

@@ -18,7 +18,7 @@ from server.bench.gate_world import Retained, World, forgetting, scores
 from server.bench.gate_written import outputs, paraphrased
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.scores import RowScore
-from unbind_core.files import write_whole
+from unbind_core.files import write_text
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.module import UnbindModule
@@ -95,7 +95,7 @@ def gate_figures(
 
 def _write(path: Path, entry: Mapping[str, Any]) -> None:
     """One size's figures, kept as soon as they are known."""
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(entry, indent=1)))
+    write_text(path, json.dumps(entry, indent=1))
 
 
 def _short(value: Any) -> str:

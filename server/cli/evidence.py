@@ -13,7 +13,7 @@ from server.cli.console import clear_errors, screen, write_json
 from server.evidence.signing import BadEvidence, read
 from server.evidence.signing import verify as verify_document
 from unbind_core import UnbindError
-from unbind_core.files import write_whole
+from unbind_core.files import write_text
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 
@@ -32,9 +32,9 @@ def get(
         document = Client(url, key).call(f"/takedowns/{takedown_id}/evidence")
         text = json.dumps(document)
         signer = _check(text, None)
-        _write(path, text)
+        write_text(path, text)
         if html is not None:
-            _write(html, document["html"])
+            write_text(html, document["html"])
     if as_json:
         write_json({"path": str(path), "signed_by": signer})
     else:
@@ -56,10 +56,6 @@ def verify(
             "" if signed_by else "; compare that with the fingerprint the operator published, or give it as --signed-by"
         )
         screen.print(f"unchanged since it was signed by {signer}{named}", soft_wrap=True, highlight=False)
-
-
-def _write(path: Path, text: str) -> None:
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _check(text: bytes | str, signed_by: str | None) -> str:

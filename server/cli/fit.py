@@ -25,7 +25,7 @@ from server.cli.console import (
 from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
 from unbind_core.evaluation.verify import measure, verify
-from unbind_core.files import write_whole
+from unbind_core.files import write_text
 from unbind_core.fitting.calibration import QUANTILES, Budgets
 from unbind_core.fitting.options import BUDGETS
 
@@ -120,7 +120,7 @@ def fit(
                 cache=cache,
             )
         if report is not None:
-            write_whole(report, lambda temporary: temporary.write_text(json.dumps(result.to_json(), indent=1)))
+            write_text(report, json.dumps(result.to_json(), indent=1))
         if result.outcome == "ineffective":
             raise UnbindError(
                 "ineffective: no strength above 0 forgot anything within the retain budgets, so no module was written; "

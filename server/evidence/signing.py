@@ -10,7 +10,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from unbind_core.canonical import canonical_json
+from unbind_core.files import write_text
 
 FORMAT, ALGORITHM = "unbind-evidence/1", "ed25519"
 _SIGNED = ("format", "payload", "html")
@@ -37,12 +37,10 @@ def signing_key(data_dir: Path) -> Ed25519PrivateKey:
     """The key of this data directory."""
     path = data_dir / "evidence.key"
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(base64.b64encode(Ed25519PrivateKey.generate().private_bytes_raw()) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    if not path.exists():
+        made = base64.b64encode(Ed25519PrivateKey.generate().private_bytes_raw()).decode()
+        with contextlib.suppress(FileExistsError):  # somebody else made one meanwhile
+            write_text(path, made + "\n", new=True)
     return Ed25519PrivateKey.from_private_bytes(base64.b64decode(path.read_bytes()))
 
 

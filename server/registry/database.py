@@ -6,12 +6,10 @@ version is refused by both.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from server.registry.anchor import Anchor
 from server.registry.refusals import DatabaseGone, DatabaseRefused
 from server.registry.tables import Base
+from unbind_core.files import locked
 
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
 
@@ -64,7 +63,9 @@ def open_database(url: str | Path, backups: Path | None = None) -> Engine:
     engine = connect(f"sqlite:///{url}" if isinstance(url, Path) else url)
     try:
         if engine.dialect.name == "sqlite":
-            with _one_at_a_time(Path(engine.url.database or "")):
+            # Server and worker may open a new database at the same moment: one makes it, the other waits.
+            file = Path(engine.url.database or "")
+            with locked(file.with_name(f"{file.name}.lock")):
                 if status(engine) != "current":
                     upgrade(engine, backups)
         elif status(engine) != "current":
@@ -197,14 +198,6 @@ def _config(connection: Connection | None = None) -> Config:
 
 def _scripts() -> ScriptDirectory:
     return ScriptDirectory.from_config(_config())
-
-
-@contextmanager
-def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Server and worker may open a new database at the same moment: one makes it, the other waits."""
-    with file.with_name(f"{file.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _sqlite(file: Path) -> Engine:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import remove_unfinished, write_whole
+from unbind_core.files import remove_unfinished, write_text
 from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 
@@ -70,13 +70,8 @@ def save_json(path: Path, value: Any) -> None:
 
 def save_text(path: Path, text: str) -> None:
     """A text for its owner alone, whole or not at all."""
-
-    def write(temporary: Path) -> None:
-        temporary.chmod(0o600)
-        temporary.write_text(text, encoding="utf-8")
-
     private(path.parent)
-    write_whole(path, write)
+    write_text(path, text)
 
 
 def _forget_file(data_dir: Path, digest: str) -> Path:

@@ -6,12 +6,11 @@ what was once deleted or written anew is reported until somebody accepts it. The
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from server.registry import audit
+from unbind_core.files import locked
 
 log = logging.getLogger("unbind.audit")
 PAGE = 500  # entries read in one transaction
@@ -56,7 +56,8 @@ class Trail:
         if self.head is None:
             return
         try:
-            with _locked(self.head) as file:
+            self.head.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with locked(self.head) as file:  # the lock is the file's own, which is therefore never replaced
                 refused = self._moved(file, first, accept)
         except (OSError, SQLAlchemyError) as error:
             log.warning("the audit trail's head in %s stays behind until the next change: %s", self.head, error)
@@ -150,12 +151,3 @@ def _parsed(text: str) -> tuple[Head | None, list[str]]:
     if number.isdecimal() and number.isascii() and len(digest) == 64:
         return (int(number), digest), []
     return None, ["head: its file does not hold the end of a trail (number and digest); it was damaged or written over"]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[IO[str]]:
-    """The head's file, made where it is missing, for one process at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="ascii", errors="replace") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file

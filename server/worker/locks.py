@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import IO
 
 from server.registry.files import private
+from unbind_core.files import locked
 
 
 def take(data_dir: Path, name: str) -> IO[str] | None:
     """The lock of this name until it is closed; None where another holds it."""
-    lock = (private(data_dir / "locks") / f"{name}.lock").open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return locked(private(data_dir / "locks") / f"{name}.lock", wait=False)
     except BlockingIOError:
-        lock.close()
         return None
-    return lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unbind_core.files import remove_unfinished, write_whole
+from unbind_core.files import locked, remove_unfinished, write_text, write_whole
 
 WRITER = """
 import sys, time
@@ -67,3 +68,43 @@ def test_a_failure_leaves_what_was_there_before(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_has_nothing_unfinished(tmp_path: Path) -> None:
     remove_unfinished(tmp_path / "missing")
     assert not names(tmp_path)
+
+
+def test_a_text_is_its_owner_s_alone_and_a_new_one_replaces_none(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "here" / "text"
+    write_text(path, "é\n")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_bytes() == b"\xc3\xa9\n"
+    with pytest.raises(FileExistsError):
+        write_text(path, "other", new=True)
+    assert path.read_text(encoding="utf-8") == "é\n" and names(path.parent) == ["text"]
+    path.chmod(0o644)
+    write_text(path, "other")
+    assert path.read_text() == "other" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    write_text(path.with_name("new"), "new", new=True)
+    assert stat.S_IMODE(path.with_name("new").stat().st_mode) == 0o600 and names(path.parent) == ["new", "text"]
+
+
+LOCKER = """
+import sys, time
+from pathlib import Path
+from unbind_core.files import locked
+
+with locked(Path(sys.argv[1])) as held:
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_has_one_holder_and_goes_with_it_however_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "one.lock"
+    path.write_text("what it says")
+    with subprocess.Popen([sys.executable, "-c", LOCKER, path], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError):
+            locked(path, wait=False)
+        os.kill(holder.pid, signal.SIGKILL)
+    with locked(path) as held:
+        assert held.read() == "what it says"
+    locked(path, wait=False).close()
+    with locked(tmp_path / "new.lock"):
+        assert stat.S_IMODE((tmp_path / "new.lock").stat().st_mode) == 0o600

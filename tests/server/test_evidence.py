@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,12 @@ def test_the_command_checks_a_file_offline(document: dict[str, Any], tmp_path: P
     for forged in ("not json", json.dumps(document).replace('"payload": {', '"payload": {}, "payload": {', 1)):
         file.write_text(forged)
         assert run().exit_code == 1
+
+
+def test_all_who_make_the_key_at_once_get_the_same(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        keys = {key.private_bytes_raw() for key in pool.map(signing_key, [tmp_path / "d"] * 32)}
+    assert len(keys) == 1 and [path.name for path in (tmp_path / "d").iterdir()] == ["evidence.key"]
 
 
 def test_the_key_is_made_once_and_its_owner_s_alone(tmp_path: Path) -> None:

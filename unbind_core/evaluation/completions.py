@@ -16,7 +16,7 @@ from unbind_core.applying.selection import Selection
 from unbind_core.encoding import encode_prompt, pad_id
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, sentence_bleu
 from unbind_core.evaluation.replay import Replay, cache_key
-from unbind_core.files import write_whole
+from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import RetainRow
 from unbind_core.running.generation import Sampling, complete
@@ -157,7 +157,7 @@ def unedited_completions(
             progress=progress,
         )
         if file:
-            write_whole(file, lambda temporary: temporary.write_text(json.dumps(outputs)))
+            write_text(file, json.dumps(outputs))
     return outputs
 
 
