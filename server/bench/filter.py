@@ -72,11 +72,8 @@ def make_bank(
     identity: ModelIdentity, count: int, placement: str, device: torch.device, kind: str = "fisher"
 ) -> ModuleBank:
     """``count`` random modules of a kind, all at the middle layer ("one layer") or dealt out over all of them ("spread")."""
-    bank = ModuleBank(device)
-    for number in range(count):
-        layer = number % identity.num_layers if placement == "spread" else identity.num_layers // 2
-        bank.add(random_module(identity, number, layer, kind))
-    return bank
+    layers = [n % identity.num_layers if placement == "spread" else identity.num_layers // 2 for n in range(count)]
+    return ModuleBank.of((random_module(identity, n, layer, kind) for n, layer in enumerate(layers)), device)
 
 
 class _Phase:

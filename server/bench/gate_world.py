@@ -121,10 +121,7 @@ class Retained:
 
 def bank_of(world: World, modules: Sequence[UnbindModule]) -> ModuleBank:
     """A bank of these modules, where the model is."""
-    bank = ModuleBank(next(world.loaded.model.parameters()).device)
-    for module in modules:
-        bank.add(module)
-    return bank
+    return ModuleBank.of(modules, next(world.loaded.model.parameters()).device)
 
 
 def scores(

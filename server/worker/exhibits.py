@@ -83,8 +83,7 @@ def samples(loaded: LoadedModel, module: UnbindModule, forget: Sequence[ForgetRo
     rows = forget[:SAMPLES]
     tokenizer, model = loaded.tokenizer, loaded.model
     prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
-    bank = ModuleBank(next(model.parameters()).device)
-    bank.add(module)
+    bank = ModuleBank.of([module], next(model.parameters()).device)
 
     def texts(**editing: Any) -> list[str]:
         outputs = complete(

@@ -62,9 +62,7 @@ def measure_together(
 
 
 def _cost(loaded: LoadedModel, modules: Sequence[UnbindModule], every: Sequence[Batch]) -> dict[str, float]:
-    bank = ModuleBank(next(loaded.model.parameters()).device)
-    for module in modules:
-        bank.add(module)
+    bank = ModuleBank.of(modules, next(loaded.model.parameters()).device)
     kl = nll = 0.0
     count = 0
     with torch.no_grad(), frozen(loaded.model):

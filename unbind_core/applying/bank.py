@@ -10,7 +10,7 @@ import difflib
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,14 @@ class ModuleBank:
         self._columns: dict[int, Columns] = {}
         self._counters = Counters(self._device)
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
+
+    @classmethod
+    def of(cls, modules: Iterable[UnbindModule], device: torch.device | str = "cpu") -> ModuleBank:
+        """A bank that holds these modules. Raises ModelMismatch where they are not all of one model."""
+        bank = cls(device)
+        for module in modules:
+            bank.add(module)
+        return bank
 
     def add(self, module: UnbindModule) -> None:
         """Make a module available; one of the same name is replaced for selections made from now on.
@@ -181,8 +189,7 @@ class ModuleBank:
 
 def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:
     """A bank with this module alone, and its selection for every row."""
-    bank = ModuleBank(device)
-    bank.add(module)
+    bank = ModuleBank.of([module], device)
     selection = bank.select([{module.name: 1.0}])
     assert selection is not None
     return bank, selection
