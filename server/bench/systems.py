@@ -26,6 +26,7 @@ from server.engine.engine import Engine
 from server.engine.pinned import NOTHING, PinnedSet
 from server.engine.request import GenerationRequest, Sampling
 from unbind_core.architecture import LoadedModel
+from unbind_core.cpu.speedups import EVERY, Speedups
 from unbind_core.errors import UnbindError
 
 Prompts = Sequence[Sequence[int]]
@@ -42,9 +43,14 @@ class System(Protocol):
 class EngineSystem:
     """The embedded engine, read through its public streams."""
 
-    def __init__(self, loaded: LoadedModel, slots: int, length: int) -> None:
+    def __init__(self, loaded: LoadedModel, slots: int, length: int, speedups: Speedups = EVERY) -> None:
         self.engine = Engine(
-            loaded.model, loaded.tokenizer, max_slots=slots, max_length=length, queue_limit=max(64, slots)
+            loaded.model,
+            loaded.tokenizer,
+            max_slots=slots,
+            max_length=length,
+            queue_limit=max(64, slots),
+            speedups=speedups,
         )
         self.engine.start()
 

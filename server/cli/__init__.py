@@ -7,13 +7,14 @@ from importlib import import_module
 
 import typer
 
-from server.allocator import keep_freed_memory
+from unbind_core.cpu.allocator import keep_freed_memory
 
 GROUPS = (
     "serve",
     "worker",
     "fit",
     "bench",
+    "bench_cpu",
     "bench_takedown",
     "bench_fuzz",
     "demo",

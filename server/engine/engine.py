@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from server.engine.lanes import Lanes
 from server.engine.letters import Letters
 from server.engine.lines import Lines
 from server.engine.modules import Counts, ModuleTable
@@ -37,6 +36,8 @@ from server.engine.scheduler import QueueFull, Scheduler
 from server.engine.step import Stepper, end_ids
 from server.engine.text import TextStream
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.cpu.lanes import MOST_LANES, Lanes
+from unbind_core.cpu.speedups import EVERY, Speedups
 from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.engine")
@@ -71,12 +72,13 @@ class Engine:
         max_length: int = 2048,
         queue_limit: int = 64,
         chunk_tokens: int = 512,
+        speedups: Speedups = EVERY,
     ) -> None:
         self.tokenizer = tokenizer
         bank = ModuleBank(next(model.parameters()).device)
-        self.runner = Runner(model, bank, max_slots, max_length)
+        self.runner = Runner(model, bank, max_slots, max_length, speedups)
         self.modules = ModuleTable(bank, self.runner.reserve)
-        self.lanes = Lanes(self.runner.device)
+        self.lanes = Lanes(self.runner.device, MOST_LANES if speedups.lanes else 1)
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
         self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules)
         self._ends = end_ids(model, tokenizer)

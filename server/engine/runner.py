@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ from server.engine.attention import SlotAttention
 from server.engine.request import Flight
 from server.engine.scheduler import Chunk
 from server.engine.slots import Placement, SlotCache, placed
-from server.engine.threads import ThreadChoice
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, Places
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.passes import Pass, Record
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_layers
+from unbind_core.cpu.linears import PackedLinears
+from unbind_core.cpu.speedups import EVERY, Speedups
+from unbind_core.cpu.threads import ThreadChoice
 from unbind_core.errors import UnsupportedArchitecture
-from unbind_core.running.linears import PackedLinears
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 
@@ -37,7 +38,7 @@ class Runner:
     slot cache as without a cache (checked by running it, see ``self_test``).
     """
 
-    def __init__(self, model: Any, bank: ModuleBank, slots: int, max_length: int) -> None:
+    def __init__(self, model: Any, bank: ModuleBank, slots: int, max_length: int, speedups: Speedups = EVERY) -> None:
         self.model = model
         self.bank = bank
         self.max_length = max_length
@@ -47,11 +48,13 @@ class Runner:
         self.device = next(model.parameters()).device
         self.gate_memory = GateMemory(slots, max_length, self.device)
         self.dtype = next(model.parameters()).dtype
-        self._threads = ThreadChoice(self.device)
+        self._threads = ThreadChoice(self.device) if speedups.threads else None
         with ExitStack() as attached:
             self.intervention = attached.enter_context(Intervention(model))
-            self._packed = PackedLinears(model)
-            attached.callback(self._packed.remove)
+            self._packed: AbstractContextManager[None] = nullcontext()
+            if speedups.packed:
+                self._packed = packed = PackedLinears(model)
+                attached.callback(packed.remove)
             self._attention = SlotAttention(self._config)
             attached.enter_context(self._attention)
             self._attached = attached.pop_all()  # for the engine's life; close() takes them off
@@ -108,7 +111,7 @@ class Runner:
         )
         with (
             torch.inference_mode(),
-            self._threads(ids.numel(), placement.length),
+            self._threads(ids.numel(), placement.length) if self._threads else nullcontext(),
             self._packed,
             placed(placement),
             self.intervention.step(selection, pass_),

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from server.engine.lanes import Lanes
 from server.engine.modules import ModuleTable
 from server.engine.pace import Pace
 from server.engine.request import Delta, FinishReason, Flight, Status, TokenLogprob
 from server.engine.runner import Runner
 from server.engine.sampler import logprobs, sample
 from server.engine.scheduler import Plan, Scheduler, side_by_side
+from unbind_core.cpu.lanes import Lanes
 
 log = logging.getLogger("unbind.engine")
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from server.allocator import keep_freed_memory
 from server.registry.files import private, save_json
 from server.registry.tables import JobKind
 from server.worker.plan import Task, ends
+from unbind_core.cpu.allocator import keep_freed_memory
 from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress
 

@@ -25,6 +25,7 @@ from server.settings import Settings, load_settings
 from server.worker.plan import PATIENCE_SECONDS, Task
 from server.worker.share import Share
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.cpu.linears import packed_linears
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
 from unbind_core.evaluation.drafts import Drafts
@@ -35,7 +36,6 @@ from unbind_core.fitting.options import BUDGETS, FitOptions
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
-from unbind_core.running.linears import packed_linears
 
 MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
 PATIENCE_STEP = 1.0  # seconds between two looks at a store that does not answer

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import decoder_layers, identify
+from unbind_core.cpu.linears import packed_linears
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
@@ -28,7 +29,6 @@ from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
-from unbind_core.running.linears import packed_linears
 
 RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 

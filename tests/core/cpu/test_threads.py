@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine import threads
-from server.engine.threads import AGAIN, LONG, TRIED, ThreadChoice
+from unbind_core.cpu import threads
+from unbind_core.cpu.threads import AGAIN, LONG, TRIED, ThreadChoice
 
 CPU = torch.device("cpu")
 

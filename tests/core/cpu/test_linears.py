@@ -7,8 +7,8 @@ import torch
 
 from tests.core.conftest import FAMILIES, TinyCheckpoint
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.running import linears
-from unbind_core.running.linears import PackedLinears, packed_linears
+from unbind_core.cpu import linears
+from unbind_core.cpu.linears import PackedLinears, packed_linears
 
 IDS = torch.arange(3, 27).view(2, 12)
 

@@ -17,11 +17,11 @@ MOST_LANES = 2  # more would need more prompts at a time, and share the caches a
 
 
 class Lanes:
-    """``count`` passes at a time. To be used by one thread, which waits for them."""
+    """``count`` passes at a time, at most ``most``. To be used by one thread, which waits for them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int = MOST_LANES) -> None:
         threads = torch.get_num_threads() if device.type == "cpu" else 1
-        self.count = min(MOST_LANES, threads)
+        self.count = min(most, threads)
         self._pool = ThreadPoolExecutor(
             self.count, "unbind-lane", initializer=torch.set_num_threads, initargs=(threads // self.count,)
         )

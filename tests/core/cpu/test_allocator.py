@@ -8,7 +8,7 @@ import sys
 
 CHURN = """
 import resource, sys, threading
-from server.allocator import keep_freed_memory
+from unbind_core.cpu.allocator import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 import torch
