@@ -159,7 +159,9 @@ def run(
             repeats,
             progress,
         )
-        pair = {name: partial(_Child, checkpoint, load, name == ALL) for name in (ALL, "allocator")}
+        pair: dict[str, Callable[[], Any]] = {
+            name: partial(_Child, checkpoint, load, name == ALL) for name in (ALL, "allocator")
+        }
         children = _measured(f"{load}, allocator", pair, repeats, progress)
         gains = {name: gain(seconds[name], seconds[ALL]) for name in WITHOUT}
         gains["allocator"] = gain(children["allocator"], children[ALL])
