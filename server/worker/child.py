@@ -48,9 +48,10 @@ def die_with_parent(number: int, parent: int) -> None:
 
 @dataclass
 class Voice:
-    """Lines of JSON to the worker; progress at most every SAY_SECONDS, whatever the hot loop calls."""
+    """Lines of JSON to the worker; progress at most every ``pause`` seconds, whatever the hot loop calls."""
 
     out: IO[str]
+    pause: float = SAY_SECONDS
     said: float = field(default=0.0)
     part: float = 0.0
     steps: int = 0
@@ -100,7 +101,7 @@ class Voice:
         before, after = (steps / (steps + STEPS) for steps in (self.steps, self.steps + 1))
         self.part = max(self.part, before + (after - before) * progress.done / max(progress.total, 1))
         now = time.monotonic()
-        if now - self.said >= SAY_SECONDS:
+        if now - self.said >= self.pause:
             self.said = now
             text = f"{progress.stage} {progress.done}/{progress.total} {progress.message}".strip()
             self.say(progress=self.part, message=text)

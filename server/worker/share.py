@@ -7,6 +7,7 @@ leaves at its lower priority. When the server is idle, one thread leaves a core 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -14,12 +15,12 @@ import torch
 
 from unbind_core.progress import Progress, ProgressCallback
 
-SECONDS = 1.0
+SECONDS = 1.0  # between two looks
 SLACK = 0.4  # of a core: a thread that gets six tenths of one is worth having
 
 
 @dataclass(frozen=True)
-class _Moment:
+class Moment:
     """Seconds on the clock, of this process on all processors, and of all processors without work."""
 
     clock: float
@@ -27,17 +28,19 @@ class _Moment:
     idle: float
 
     @classmethod
-    def now(cls) -> _Moment:
+    def now(cls) -> Moment:
+        """As the system tells it."""
         return cls(time.monotonic(), time.process_time(), psutil.cpu_times().idle)
 
 
 class Share:
     """One stage's; ``watching`` wraps the callback that the stage calls from its computing thread all the time."""
 
-    def __init__(self, most: int) -> None:
-        """``most`` threads, if there are cores for them."""
+    def __init__(self, most: int, now: Callable[[], Moment] = Moment.now) -> None:
+        """``most`` threads, if there are cores for them; ``now`` tells how busy the machine has been."""
         self.most = most
-        self._last = _Moment.now()
+        self._now = now
+        self._last = now()
 
     def watching(self, progress: ProgressCallback) -> ProgressCallback:
         """The same callback, which also sets the number of threads."""
@@ -49,10 +52,11 @@ class Share:
         return tell
 
     def _look(self) -> None:
-        if time.monotonic() - self._last.clock < SECONDS:
+        before, found = self._last, self._now()
+        passed = found.clock - before.clock
+        if passed < SECONDS:
             return
-        before, self._last = self._last, _Moment.now()
-        passed = self._last.clock - before.clock
+        self._last = found
         free = (self._last.used - before.used + self._last.idle - before.idle) / passed
         torch.set_num_threads(threads(free, self.most))
 

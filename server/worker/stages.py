@@ -44,11 +44,16 @@ ProgressCall = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage works with."""
+    """What a stage works with.
+
+    A module store that does not answer is asked every ``patience_step`` seconds, for ``patience`` seconds.
+    """
 
     settings: Settings
     task: Task
     progress: ProgressCall
+    patience: float = PATIENCE_SECONDS
+    patience_step: float = PATIENCE_STEP
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -90,10 +95,10 @@ class Context:
         return self.stored(self.task.module)
 
     def stored(self, record: Mapping[str, Any]) -> UnbindModule:
-        """The module of a record. Raises DataError where the store does not give it for PATIENCE_SECONDS."""
+        """The module of a record. Raises DataError where the store does not give it in time."""
         if record["origin"] == Origin.SHIPPED:
             return UnbindModule.load(record["file"], self.loaded.identity)
-        store, patient_until = ObjectStore(self.settings.published_store), time.monotonic() + PATIENCE_SECONDS
+        store, patient_until = ObjectStore(self.settings.published_store), time.monotonic() + self.patience
         while True:
             try:
                 return UnbindModule.from_bytes(store.get(record["file"], record["digest"]), record["file"])
@@ -106,7 +111,7 @@ class Context:
                         f"{reason}; bring the store back, or retire that module, and retry the job"
                     ) from None
             self.progress(Progress("waiting for the module store", 0, 1, reason))
-            time.sleep(PATIENCE_STEP)
+            time.sleep(self.patience_step)
 
 
 @cache

@@ -120,9 +120,8 @@ def test_one_row_alone_is_enough(loaded: LoadedModel, cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_a_fit_tells_of_progress_all_the_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "SAY_SECONDS", 0.0)
-    voice, passes, gaps = child.Voice(io.StringIO()), 0, []
+def test_a_fit_tells_of_progress_all_the_time(loaded: LoadedModel) -> None:
+    voice, passes, gaps = child.Voice(io.StringIO(), pause=0), 0, []
 
     def tell(progress: Progress) -> None:
         nonlocal passes

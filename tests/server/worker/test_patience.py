@@ -15,7 +15,6 @@ from server.registry.objects import ObjectStore
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, Origin
 from server.settings import Settings
-from server.worker import stages
 from server.worker.patience import Patience, Stopping
 from server.worker.plan import Task
 from server.worker.stages import Context
@@ -72,8 +71,9 @@ def test_a_worker_that_is_asked_to_leave_waits_for_no_database(settings: Setting
     registry.close()
 
 
-def stage_context(settings: Settings, told: list[Progress]) -> Context:
-    return Context(settings, Task("job", JobKind.ACTIVATE, "new", "", {}, "", {}), told.append)
+def stage_context(settings: Settings, told: list[Progress], patience: float) -> Context:
+    task = Task("job", JobKind.ACTIVATE, "new", "", {}, "", {})
+    return Context(settings, task, told.append, patience=patience, patience_step=0.02)
 
 
 def kept(settings: Settings, make_module: MakeModule) -> tuple[dict[str, Any], Path]:
@@ -83,14 +83,11 @@ def kept(settings: Settings, make_module: MakeModule) -> tuple[dict[str, Any], P
     return record, Path(settings.published_store) / key
 
 
-def test_a_stage_waits_for_a_store_that_is_away(
-    settings: Settings, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stages, "PATIENCE_STEP", 0.02)
+def test_a_stage_waits_for_a_store_that_is_away(settings: Settings, make_module: MakeModule) -> None:
     record, file = kept(settings, make_module)
     away = file.rename(file.with_name("elsewhere"))
     told: list[Progress] = []
-    context = stage_context(settings, told)
+    context = stage_context(settings, told, patience=60)
     thread = threading.Timer(0.3, lambda: away.rename(file))
     thread.start()
     assert context.stored(record).digest == record["digest"]
@@ -99,12 +96,10 @@ def test_a_stage_waits_for_a_store_that_is_away(
 
 
 def test_a_stage_that_waited_in_vain_names_module_reason_and_remedy(
-    settings: Settings, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, make_module: MakeModule
 ) -> None:
-    monkeypatch.setattr(stages, "PATIENCE_STEP", 0.02)
-    monkeypatch.setattr(stages, "PATIENCE_SECONDS", 0.1)
     record, file = kept(settings, make_module)
-    context = stage_context(settings, [])
+    context = stage_context(settings, [], patience=0.1)
     file.rename(file.with_name("elsewhere"))
     with pytest.raises(
         DataError, match=r"module 'other' could not be read .*No such file.*; bring the store back, or retire"

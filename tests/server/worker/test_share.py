@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
 import torch
 
-from server.worker import share
-from server.worker.share import Share, threads
+from server.worker.share import Moment, Share, threads
 from unbind_core.progress import Progress
 
 
@@ -23,27 +19,25 @@ def test_a_thread_for_every_core_that_is_there(cores: float, most: int, expected
     assert threads(cores, most) == expected
 
 
-def test_a_stage_beside_busy_processes_gets_one_thread_and_all_of_them_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(share, "SECONDS", 0.3)
-    most, told = psutil.cpu_count() or 1, list[Progress]()
+def test_a_stage_beside_busy_processes_gets_one_thread_and_all_of_them_without() -> None:
+    # seconds on the clock, of this process, of all processors without work: alone on two cores, then beside another
+    found = iter([Moment(0, 0, 0), Moment(0.5, 0, 0.1), Moment(1, 1, 1), Moment(2, 2, 1), Moment(3, 3, 2)])
+    told, set_to = list[Progress](), list[int]()
     before = torch.get_num_threads()
-    busy = [
-        subprocess.Popen([sys.executable, "-c", "import time\nt = time.time()\nwhile time.time() < t + 20: pass"])
-        for _ in range(2 * most)
-    ]
     try:
-        watching = Share(most).watching(told.append)
-        deadline, found = time.monotonic() + 15, most + 1
-        while time.monotonic() < deadline and found > max(1, most // 2 + 1):
-            torch.randn(300, 300) @ torch.randn(300, 300)
+        watching = Share(2, lambda: next(found)).watching(told.append)
+        for _ in range(4):
             watching(Progress("detector", 1, 2))
-            found = torch.get_num_threads()
-        assert found <= max(1, most // 2 + 1)
-        assert set(told) == {Progress("detector", 1, 2)}
+            set_to.append(torch.get_num_threads())
     finally:
-        for process in busy:
-            process.kill()
-            process.wait()
         torch.set_num_threads(before)
+    assert set_to == [before, 2, 1, 2]  # less than a second after the last look nothing is changed
+    assert told == [Progress("detector", 1, 2)] * 4
+
+
+def test_a_moment_counts_the_work_of_this_process() -> None:
+    before = Moment.now()
+    while time.process_time() < before.used + 0.02:
+        sum(range(1000))
+    after = Moment.now()
+    assert after.used - before.used >= 0.02 and after.clock > before.clock and after.idle >= before.idle

@@ -5,17 +5,13 @@ from __future__ import annotations
 import io
 import json
 
-import pytest
-
-from server.worker import child
 from server.worker.child import Voice
 from unbind_core.progress import Progress
 
 
-def test_progress_never_goes_back_and_a_search_does_not_use_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "SAY_SECONDS", 0.0)
+def test_progress_never_goes_back_and_a_search_does_not_use_it_up() -> None:
     out = io.StringIO()
-    voice = Voice(out)
+    voice = Voice(out, pause=0)
     voice.begin("fit")
     for stage in ("states", "detector", *("greedy", "sampled", "greedy", "gates", "gates") * 20):
         for done in range(4):
