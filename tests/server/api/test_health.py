@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from server import service
-from server.api.admin import jobs
 from server.engine.engine import EngineStats
 from server.registry.access import Access
 from server.registry.audit import Actor
@@ -220,9 +219,8 @@ def test_a_data_folder_that_is_lost_is_noticed_at_once(
 
 
 def test_a_job_that_is_followed_ends_its_stream_when_the_data_is_lost(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(jobs, "EVENT_SECONDS", 0.02)
     rows = {"name": "t", "rows": [{"text": "def add(a, b):\n    return a + b\n" * 8}]}
     with live(checkpoint, tmp_path) as server:
         job = server.admin("/takedowns", rows).body["job_id"]

@@ -225,11 +225,11 @@ def test_sampling_parameters_reach_the_sampler(server: Live) -> None:
     hot = {"temperature": 5.0, "seed": 3}
     assert server.complete(**hot).text == server.complete(**hot).text != greedy
     assert server.complete(**hot, top_k=1).text == server.complete(**hot, min_p=1).text == greedy
-    first = server.complete(logprobs=1, max_tokens=1, ignore_eos=True)
-    ids = server.call("/tokenize", {"content": first.text}).body["tokens"]
-    if len(ids) == 1:
-        assert server.complete(max_tokens=1, ignore_eos=True, logit_bias={str(ids[0]): -100}).text != first.text
-    assert server.complete(repetition_penalty=5.0).text != greedy or server.complete(presence_penalty=2).text != greedy
+    first = server.complete(max_tokens=1, ignore_eos=True).text
+    (token,) = server.call("/tokenize", {"content": first}).body["tokens"]
+    assert server.complete(max_tokens=1, ignore_eos=True, logit_bias={str(token): -100}).text != first
+    for penalty in ({"repetition_penalty": 5.0}, {"presence_penalty": 2}):
+        assert server.complete(**penalty).text != greedy, penalty
     refused = server.complete(logit_bias={"999999": 1})
     assert (refused.status, refused.error["param"]) == (400, "logit_bias")
 
