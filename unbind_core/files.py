@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 UNFINISHED = ".partial"
+MAX_BYTES = 2**28  # of a module: a network of 4,096 units on a model as wide as 16,384 has as many
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, new: bool = False) -> None:

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.fields import field_problems, is_number
-from unbind_core.files import read_regular, write_whole
+from unbind_core.files import MAX_BYTES, read_regular, write_whole
 from unbind_core.identity import ModelIdentity
 from unbind_core.module_file import DETECTORS, FORMAT, TENSORS, UNREADABLE, read, shown, written
 
 PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
 MAX_GATE_WINDOW = 256  # positions
-MAX_BYTES = 2**28  # of a file: a network of 4,096 units on a model as wide as 16,384 has as many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 

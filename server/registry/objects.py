@@ -12,8 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import read_regular, remove_unfinished, write_whole
-from unbind_core.module import MAX_BYTES
+from unbind_core.files import MAX_BYTES, read_regular, remove_unfinished, write_whole
 
 QUARANTINE = "quarantine"
 _KEPT = 200  # bytes of a name, so that with time and ending it is still one that file systems take

@@ -25,9 +25,9 @@ from server.registry.records import NewModule
 from server.registry.refusals import AWAY
 from server.registry.tables import ModuleState, Origin
 from unbind_core.errors import ModuleFileError
-from unbind_core.files import read_regular
+from unbind_core.files import MAX_BYTES, read_regular
 from unbind_core.identity import ModelIdentity
-from unbind_core.module import MAX_BYTES, UnbindModule
+from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied

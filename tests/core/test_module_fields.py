@@ -19,8 +19,9 @@ from safetensors.torch import load as load_tensors
 from tests.core.conftest import make_module
 from tests.core.test_module_file import metadata_of, with_metadata
 from unbind_core.errors import ModelMismatch, ModuleFileError
+from unbind_core.files import MAX_BYTES
 from unbind_core.identity import ModelIdentity
-from unbind_core.module import MAX_BYTES, UnbindModule
+from unbind_core.module import UnbindModule
 from unbind_core.module_file import TENSORS
 
 MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)

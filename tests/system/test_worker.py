@@ -79,7 +79,9 @@ class Workshop:
         while not what():
             told = "".join(self.log[-30:])
             assert time.monotonic() < deadline, told
-            assert not any((worker.poll() or 0) > 0 for worker in self.workers), told  # none ends by an error of its own
+            assert not any((worker.poll() or 0) > 0 for worker in self.workers), (
+                told
+            )  # none ends by an error of its own
             time.sleep(0.02)
 
     def ended(self, *jobs: str, seconds: float = 30) -> list[dict[str, Any]]:

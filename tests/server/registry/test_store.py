@@ -24,7 +24,8 @@ from server.registry.tables import ModuleRow, Origin
 from tests.core.conftest import save_checkpoint
 from tests.server.conftest import MakeModule, build_module
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.module import MAX_BYTES, UnbindModule
+from unbind_core.files import MAX_BYTES
+from unbind_core.module import UnbindModule
 
 ADMIN = Actor("admin", "test")
 
