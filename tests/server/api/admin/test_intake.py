@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import tarfile
-import time
 import zipfile
 
 import pytest
@@ -113,12 +112,10 @@ def test_a_bad_upload_is_refused_with_the_reason(data: bytes, says: str) -> None
 
 def test_bombs_are_refused_before_they_go_off() -> None:
     zeros = b" " * (200 * 2**20)
-    began = time.monotonic()
     for bomb in (zipped({"a.py": zeros}), tarred({"a.py": zeros}), tarred({"skipped.bin": zeros, "b.py": b"x"})):
         assert len(bomb) < 2**20
         with pytest.raises(UnbindError, match="unpacks to more than"):
             from_upload(bomb, ["*.py"], [])
-    assert time.monotonic() - began < 20
     with pytest.raises(UnbindError, match=f"more than {MAX_FILES} files"):
         from_upload(zipped({f"{i}.py": b"x" for i in range(MAX_FILES + 1)}), [], [])
 
