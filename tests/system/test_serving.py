@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_errors_have_the_shape_that_clients_read(server: ServerProcess, client: 
         ({"prompt": "a", "unbind": {"module": ["one"]}}, "unbind.module"),
         ({"prompt": "a", "unbind": {"modules": ["x" * 500]}}, "unbind.modules.0"),
         ({"prompt": "a", "unbind": {"modules": ["../../etc"]}}, "unbind.modules"),
-        ({"prompt": ["a"], "suffix": "b"}, None),
+        ({"prompt": ["a"], "suffix": "b"}, "suffix"),
     ],
 )
 def test_a_bad_body_is_refused_by_the_name_of_its_field(server: ServerProcess, body: Any, param: str | None) -> None:
@@ -225,24 +226,29 @@ def test_a_client_that_leaves_frees_its_slot_and_a_full_queue_answers_429(server
         "extra_body": {"ignore_eos": True},
     }
 
+    def until(running: int, waiting: int) -> None:
+        deadline, text = time.monotonic() + 20, ""
+        wanted = (f"unbind_requests_running {running}.0", f"unbind_requests_waiting {waiting}.0")
+        while not all(line in text for line in wanted):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.02)
+            text = server.call("/metrics")[1]
+
     async def run() -> None:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            streams = [await client.completions.create(**fields, stream=True) for _ in range(8)]
-            for _ in range(2):
-                with pytest.raises(RateLimitError) as refused:
-                    await client.completions.create(**fields)
-                assert refused.value.response.headers["Retry-After"] == "1"
-            for stream in streams:
-                await stream.close()
+            # a stream answers with its first token, so that those in the queue are still being asked for
+            asked = [asyncio.create_task(client.completions.create(**fields, stream=True)) for _ in range(8)]
+            await asyncio.to_thread(until, 4, 4)
+            with pytest.raises(RateLimitError) as refused:
+                await client.completions.create(**fields)
+            assert 1 <= int(refused.value.response.headers["Retry-After"]) <= 120
+            for stream in asked:
+                stream.cancel()
+                with suppress(asyncio.CancelledError):
+                    await (await stream).close()
+        await asyncio.to_thread(until, 0, 0)
 
     asyncio.run(run())
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        text = server.call("/metrics")[1]
-        if "unbind_requests_running 0.0" in text and "unbind_requests_waiting 0.0" in text:
-            return
-        time.sleep(0.05)
-    raise AssertionError(text)
 
 
 def test_health_readiness_and_the_console_answer(server: ServerProcess) -> None:
