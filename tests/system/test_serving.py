@@ -301,20 +301,25 @@ def test_streams_at_the_limit_are_ended_as_documented_and_the_process_is_gone_in
 ) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True})
     with serving(checkpoint, tmp_path, drain_timeout=1, max_slots=1) as server:
-        streams = []
-        ended: list[list[bytes]] = []
-        for _ in range(8):
+
+        def ask() -> HTTPConnection:
             connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            streams.append((connection, connection.getresponse()))
+            return connection
+
+        begun_with = ask()
+        stream = begun_with.getresponse()  # with its first token; the others wait for theirs
+        waiting = [ask() for _ in range(7)]
         server.process.send_signal(signal.SIGTERM)
         begun = time.monotonic()
-        for connection, stream in streams:
-            ended.append(stream.read().split(b"\n\n")[-3:])
+        error, done, rest = stream.read().split(b"\n\n")[-3:]
+        assert (done, rest) == (b"data: [DONE]", b"") and b'"code":"shutting_down"' in error
+        refused = [connection.getresponse() for connection in waiting]
+        assert [answer.status for answer in refused] == [503] * 7
+        assert {json.loads(answer.read())["error"]["code"] for answer in refused} == {"shutting_down"}
+        for connection in (begun_with, *waiting):
             connection.close()
         server.process.wait(20)
         assert time.monotonic() - begun < 1 + 2
-        for error, done, rest in ended:
-            assert (done, rest) == (b"data: [DONE]", b"") and b'"code":"shutting_down"' in error
     log = "".join(server.log)
     assert "1 requests that still ran and" in log and "Traceback" not in log
