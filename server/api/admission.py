@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.caller import admit, identified_administrator, keys_needed
 from server.api.middleware import ADMINISTRATION
+from server.api.turnstile import Turnstile
 from server.errors import ApiError, response
 from server.exposure import is_own_name, on_loopback
 from server.service import Service
@@ -40,10 +41,13 @@ class OwnName:
 
 
 class KeyFirst:
-    """401, 403 and 429 before the body of a request is read; the route's dependency takes the caller found here."""
+    """401, 403 and 429 before the body of a request is read; the route's dependency takes the caller found here.
+
+    Those who are let in go on a few at a time.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._app, self._turnstile = app, Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -57,4 +61,5 @@ class KeyFirst:
             except ApiError as error:
                 await response(error)(scope, receive, send)
                 return
+            await self._turnstile.through()
         await self._app(scope, receive, send)
