@@ -19,7 +19,6 @@ from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "PYTHONPATH": str(ROOT)}
-FEW = {"forget_b": 3, "retain_train": 120, "retain_test": 20}  # rows of each set that the Python page is tried on
 README_PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -105,21 +104,6 @@ def test_the_readme_s_fit_runs_and_its_module_keeps_the_model_off_the_text(tmp_p
     row = json.loads((ROOT / "server/demo/rows/forget_b.jsonl").read_text().splitlines()[0])
     assert printed.startswith(row["prompt"])
     assert row["continuation"].strip() not in printed
-    assert (tmp_path / "set-b.safetensors").is_file()
-
-
-def test_the_python_page_s_blocks_run_one_after_another(tmp_path: Path) -> None:
-    (tmp_path / "server").symlink_to(ROOT / "server")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    code, cut = re.subn(
-        r'"(\w+)\.jsonl"\)\.read_text\(\)\.splitlines\(\)',
-        lambda found: f"{found[0]}[:{FEW[found[1]]}]",
-        "\n".join(blocks),
-    )
-    assert cut == len(FEW)
-    lines = python(code, tmp_path).splitlines()
-    before, after = (float(line.split()[1]) for line in lines if line.startswith(("before ", "after ")))
-    assert after < 0.1 * before
     assert (tmp_path / "set-b.safetensors").is_file()
 
 
