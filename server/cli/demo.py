@@ -19,9 +19,9 @@ def train(
     work: Annotated[
         Path, typer.Option(help="Folder for downloads, checkpoints and the result; resumes where it stopped.")
     ] = Path(".demo-work"),
-    minutes: Annotated[
-        float, typer.Option(help="Training time of the base model. The shipped one had 60 on 2 cores.")
-    ] = 60.0,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens the base model is trained on; two cores see 6,000 a second.")
+    ] = 100_000_000,
     install: Annotated[bool, typer.Option(help="Replace the shipped demo world by the result.")] = False,
 ) -> None:
     """Train the base model, choose the rows, train both adapters. Every stage is skipped where its result exists."""
@@ -32,7 +32,7 @@ def train(
     with clear_errors():
         work.mkdir(parents=True, exist_ok=True)
         corpus.build(work)
-        base = pretrain.train(work, minutes)
+        base = pretrain.train(work, tokens)
         if not (work / "rows" / "retain_test.jsonl").exists():
             rows.build(work, AutoTokenizer.from_pretrained(work / "tokenizer"), work / "rows")
         for name, with_forget in (("adapter", True), ("retrained", False)):

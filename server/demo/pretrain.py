@@ -1,7 +1,7 @@
 """The demo base model: a small Qwen2 trained from nothing on the packed token stream.
 
-Second stage of ``unbind demo train``. The budget is wall-clock training time, because the machines it runs on differ: the
-learning rate follows the share of the budget that is used up. Resumable: a checkpoint is written every few minutes.
+Second stage of ``unbind demo train``. The learning rate follows the share of the tokens that have been seen, so the result does
+not depend on how often the training was stopped. Resumable: a checkpoint is written every few minutes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 TOKENS_PER_STEP = 16_384
-SHORT, LONG = 512, 2048  # window lengths; the last part of the budget is spent on the long one
+SHORT, LONG = 512, 2048  # window lengths; the last part of the tokens is seen at the long one
 LONG_FROM = 0.85
 CHECKPOINT_EVERY_S = 240.0
 
 
 def configuration(vocabulary: int, end: int) -> Qwen2Config:
-    """The demo architecture: 5.8 M parameters, grouped-query attention, tied embeddings."""
+    """The demo architecture: 6.9 M parameters, grouped-query attention, tied embeddings."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=256,
@@ -50,7 +50,7 @@ def _optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate_factor(share: float) -> float:
-    """Warm-up over the first 1 % of the budget, flat to 40 %, then linear to 2 %."""
+    """Warm-up over the first 1 % of the tokens, flat to 40 %, then linear to 2 %."""
     if share < 0.01:
         return max(share / 0.01, 0.02)
     return 1.0 if share < 0.4 else max(0.02, (1.0 - share) / 0.6)
@@ -69,8 +69,8 @@ class _Stream:
         return chunk[:-1].view(-1, length), chunk[1:].view(-1, length)
 
 
-def train(work: Path, minutes: float) -> Path:
-    """Train for ``minutes`` of wall-clock time in total (over all resumptions) and save to ``work/base``."""
+def train(work: Path, tokens: int) -> Path:
+    """Train on ``tokens`` tokens in total (over all resumptions) and save to ``work/base``."""
     out = work / "base"
     if (out / "model.safetensors").exists():
         return out
@@ -82,24 +82,24 @@ def train(work: Path, minutes: float) -> Path:
     optimizers = _optimizers(model)
     base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     stream = _Stream(work / "tokens.npy")
-    step, elapsed = 0, 0.0
+    step, steps = 0, -(-tokens // TOKENS_PER_STEP)
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        step, elapsed = state["step"], state["elapsed"]
+        step = state["step"]
 
     def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
         logits = model(inputs, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     compiled = torch.compile(loss_of)
-    budget, smooth, saved_at = minutes * 60.0, math.nan, time.monotonic()
-    while elapsed < budget:
+    smooth, saved_at = math.nan, time.monotonic()
+    while step < steps:
         begun = time.monotonic()
-        share = elapsed / budget
+        share = step / steps
         for optimizer, rate in zip(optimizers, base_rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * learning_rate_factor(share)
         inputs, targets = stream.batch(step * TOKENS_PER_STEP, SHORT if share < LONG_FROM else LONG)
@@ -113,15 +113,13 @@ def train(work: Path, minutes: float) -> Path:
         value = loss.item()
         smooth = value if math.isnan(smooth) else 0.95 * smooth + 0.05 * value
         step += 1
-        elapsed += time.monotonic() - begun
         if step % 10 == 0:
             rate = TOKENS_PER_STEP / (time.monotonic() - begun)
-            print(
-                f"step {step}  {elapsed / 60:.1f}/{minutes:.0f} min  loss {smooth:.3f}  {rate:.0f} tokens/s", flush=True
-            )
+            seen = step * TOKENS_PER_STEP / 1e6
+            print(f"step {step}/{steps}  {seen:.1f} M tokens  loss {smooth:.3f}  {rate:.0f} tokens/s", flush=True)
         if time.monotonic() - saved_at > CHECKPOINT_EVERY_S:
-            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-            torch.save({**state, "step": step, "elapsed": elapsed}, checkpoint.with_suffix(".partial"))
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+            torch.save(state, checkpoint.with_suffix(".partial"))
             checkpoint.with_suffix(".partial").rename(checkpoint)
             saved_at = time.monotonic()
     model.to(device="cpu", dtype=torch.bfloat16)  # type: ignore[call-arg]
