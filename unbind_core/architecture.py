@@ -97,6 +97,17 @@ def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "
     return ModelIdentity(fingerprint(model, config.to_dict(), tokenizer), label, size, len(layers))
 
 
+def numerics(model: nn.Module) -> dict[str, str | None]:
+    """What a model computes in, {"dtype", "quantisation"}: the precision, and how its weights are quantised (None: not at all)."""
+    quantised = getattr(getattr(unwrap(model), "config", None), "quantization_config", None)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    floating = (value.dtype for value in model.parameters() if value.is_floating_point())
+    return {
+        "dtype": str(next(floating, torch.float32)).removeprefix("torch."),
+        "quantisation": str(getattr(method, "value", method) or "unknown") if quantised else None,
+    }
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to serve or to fit on: evaluation mode, no parameter wants a gradient."""

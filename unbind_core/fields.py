@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_NESTED = 16  # levels of the free fields: reports have four
 _LARGEST = 2.0**127  # what single precision, in which modules are applied, can hold
 
@@ -23,6 +24,17 @@ def field_problems(described: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def is_number(value: Any) -> bool:
     """Whether this is a number, no boolean, that stays finite in single precision."""
     return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST  # NaN is not
+
+
+def numerics_problem(value: Any) -> str | None:
+    """What is wrong with a module's ``calibrated``, if anything."""
+    if not isinstance(value, Mapping) or set(value) != {"dtype", "quantisation"}:
+        return "must be an object of dtype and quantisation"
+    if value["dtype"] not in DTYPES:
+        return f"must name a dtype of {', '.join(DTYPES)}"
+    if value["quantisation"] is not None and not (_is_text(value["quantisation"]) and value["quantisation"]):
+        return "must name the quantisation as text, or null"
+    return None
 
 
 def _object_problems(prefix: str, given: Mapping[str, Any], fields: Mapping[str, _Rule]) -> Iterator[tuple[str, str]]:
@@ -104,4 +116,10 @@ _FIELDS: Mapping[str, _Rule] = {
     "detector": _TEXT,
     "window": _COUNT,
     "tau_close": _NUMBER_OR_NULL,
+    "correction": _TEXT,
+    "policy": _TEXT,
+    "calibrated": (
+        lambda value: numerics_problem(value) is None,
+        f"an object of dtype ({', '.join(DTYPES)}) and quantisation",
+    ),
 }

@@ -15,12 +15,16 @@ from torch import Tensor
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import ModuleFileError
 
-FORMAT = 1
+FORMAT = 2
 KEY = "unbind"
 # What reading bytes that mean to do harm can raise, of safetensors, torch and json.
 UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-TENSORS = ("w", "v", "b", "heads", "heads_b")
-DETECTORS = {"fisher": {"w", "v"}, "network": set(TENSORS)}  # kind -> the tensors it has
+TENSORS = ("w", "v", "b", "heads", "heads_b", "u", "a", "c")
+DETECTORS = {"fisher": {"w"}, "network": {"w", "b", "heads", "heads_b"}}  # kind -> the tensors it has
+CORRECTIONS = {"push": {"v"}, "lowrank": {"u", "a", "c"}}
+FLOAT32: Mapping[str, Any] = {"dtype": "float32", "quantisation": None}
+# What format 1 had no fields for. A module that is all of this is still written so: its bytes, and with them its digest, stay.
+_FIRST: Mapping[str, Any] = {"correction": "push", "policy": "silent", "calibrated": FLOAT32}
 
 
 def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:
@@ -31,6 +35,13 @@ def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> st
             digest.update(tensors[key].numpy().tobytes())
     digest.update(canonical_json(described, nan=False).encode())
     return digest.hexdigest()
+
+
+def filed(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata as a file holds it, with its format: 1, without the fields that it implies, where that says it all."""
+    if all(described.get(key) == value for key, value in _FIRST.items()):
+        return {key: value for key, value in described.items() if key not in _FIRST} | {"format": 1}
+    return {**described, "format": FORMAT}
 
 
 def written(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> bytes:
@@ -61,14 +72,12 @@ def read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(described, dict):
         raise ModuleFileError(f"{origin}: its metadata is not an object; restore the original file")
     version = described.get("format")
-    if type(version) is not int or version != FORMAT:
+    if type(version) is not int or not 1 <= version <= FORMAT:
         newer = type(version) is int and version > FORMAT
         remedy = "upgrade this software" if newer else "fit it again"
         told = type(version).__name__ if isinstance(version, (list, dict)) else shown(version)
-        raise ModuleFileError(f"{origin}: format {told} is not the one this version reads ({FORMAT}); {remedy}")
-    kind = described.get("detector")
-    kinds = [DETECTORS[kind]] if isinstance(kind, str) and kind in DETECTORS else list(DETECTORS.values())
-    if set(tensors) not in kinds:
+        raise ModuleFileError(f"{origin}: format {told} is not one that this version reads (1 to {FORMAT}); {remedy}")
+    if set(tensors) not in _tensor_sets(described):
         raise ModuleFileError(f"{origin}: holds tensors {sorted(tensors)}, not those of a module; give a module file")
     claimed = described.pop("checksum", None)
     try:
@@ -80,8 +89,18 @@ def read(data: bytes, origin: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ModuleFileError(
             f"{origin}: altered after it was written (the checksum differs); restore the original file"
         )
-    described.pop("format")
-    return tensors, described
+    whole = described if version == FORMAT else {**_FIRST, **described}
+    if filed(whole) != described:
+        raise ModuleFileError(f"{origin}: its fields are not those of format {version}; restore the original file")
+    return tensors, {key: value for key, value in whole.items() if key != "format"}
+
+
+def _tensor_sets(described: Mapping[str, Any]) -> list[set[str]]:
+    """The sets of tensors that a module of this detector and correction may have; of any, where it does not say."""
+    parts = []
+    for kinds, kind in ((DETECTORS, described.get("detector")), (CORRECTIONS, described.get("correction"))):
+        parts.append([kinds[kind]] if isinstance(kind, str) and kind in kinds else list(kinds.values()))
+    return [detector | correction for detector in parts[0] for correction in parts[1]]
 
 
 def shown(value: Any) -> str:

@@ -37,7 +37,7 @@ def random_module(identity: ModelIdentity, number: int, layer: int, kind: str = 
     """A module of random directions; its numbers are seeded by ``number``. ``kind`` "network": of the usual size."""
     generator = torch.Generator().manual_seed(number)
     w, v = (torch.nn.functional.normalize(torch.randn(2, identity.hidden_size, generator=generator))).unbind()
-    tensors = {"w": w.clone(), "v": v.clone()}
+    tensors: dict[str, Any] = {"w": w.clone(), "v": v.clone()}
     if kind == "network":
         tensors |= {
             "w": torch.randn(NETWORK_WIDTH, identity.hidden_size, generator=generator) / identity.hidden_size**0.5,

@@ -203,6 +203,13 @@ def make_network_module(
     return make_module(identity, name, layer, seed=seed, **(fields | changes))
 
 
+def lowrank(size: int, rank: int = 3, seed: int = 0) -> dict[str, Any]:
+    """The fields that give a module a low-rank correction instead of its push; its numbers are multiples of 1/4."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    u, a, c = (torch.randint(-4, 5, shape, generator=generator) / 4 for shape in ((size, rank), (rank, size), (size,)))
+    return {"correction": "lowrank", "policy": "rewrite", "v": None, "u": u, "a": a, "c": c}
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     """Make ``tiny_checkpoint(family, directory=None, seed=0)`` -> path; shared where no directory is given."""

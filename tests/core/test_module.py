@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.conftest import make_module, make_network_module
+from tests.core.conftest import lowrank, make_module, make_network_module
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.identity import ModelIdentity
-from unbind_core.module import MAX_GATE_WINDOW, UnbindModule
-from unbind_core.module_file import TENSORS
+from unbind_core.module import UnbindModule
+from unbind_core.module_checks import MAX_GATE_WINDOW
 
 MODEL = ModelIdentity("f" * 64, "tiny", 16, 4)
 
@@ -38,11 +39,105 @@ def test_a_network_comes_back_as_it_was(tmp_path: Path, changes: dict[str, Any])
     digest = module.save(tmp_path / "a.safetensors")
     again = UnbindModule.load(tmp_path / "a.safetensors", MODEL)
     assert again == module and again.digest == module.digest == digest
-    assert set(again.tensors) == set(TENSORS)
+    assert set(again.tensors) == {"w", "b", "heads", "heads_b", "v"}
     assert all(torch.equal(part, module.tensors[name]) for name, part in again.tensors.items())
     assert (again.detector, again.window, again.tau_close) == ("network", module.window, module.tau_close)
     assert again.to_bytes() == module.to_bytes() == make_network_module(MODEL, **changes).to_bytes()
     assert again.renamed("b").window == module.window
+
+
+CALIBRATED = {"dtype": "bfloat16", "quantisation": None}
+
+
+@pytest.mark.parametrize("make", [make_module, make_network_module])
+@pytest.mark.parametrize("rank", [1, 5, 256])
+def test_a_low_rank_correction_comes_back_as_it_was(tmp_path: Path, make: Any, rank: int) -> None:
+    module = make(MODEL, **lowrank(16, rank), calibrated=CALIBRATED)
+    digest = module.save(tmp_path / "a.safetensors")
+    again = UnbindModule.load(tmp_path / "a.safetensors", MODEL)
+    assert again == module and again.digest == module.digest == digest
+    assert again.tensors.keys() == module.tensors.keys() and "v" not in again.tensors
+    assert all(torch.equal(part, module.tensors[name]) for name, part in again.tensors.items())
+    assert (again.correction, again.rank, again.policy, again.calibrated) == ("lowrank", rank, "rewrite", CALIBRATED)
+    assert again.to_bytes() == module.to_bytes() and again.describe() == module.describe()
+    assert again.describe()["format"] == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"policy": "rewrite"}, {"calibrated": {"dtype": "float32", "quantisation": "gptq"}}]
+)
+def test_a_push_that_says_more_than_the_first_format_can_comes_back_as_it_was(changes: dict[str, Any]) -> None:
+    module = make_module(MODEL, **changes)
+    again = UnbindModule.from_bytes(module.to_bytes())
+    assert again == module and again.describe() == module.describe() | {"format": 2}
+
+
+def test_files_of_the_first_format_keep_their_digest_and_mean_a_silent_push() -> None:
+    files = sorted(Path("modules").glob("demo-a*.safetensors"))
+    assert files
+    for path in files:
+        data = path.read_bytes()
+        module = UnbindModule.load(path)
+        if module.describe()["format"] == 1:
+            assert (module.correction, module.rank, module.policy) == ("push", 0, "silent")
+            assert module.calibrated == {"dtype": "float32", "quantisation": None}
+        assert module.to_bytes() == data and module.digest == hashlib.sha256(data).hexdigest()
+    plain = make_module(MODEL)
+    assert plain.describe()["format"] == 1 and b"correction" not in plain.to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"correction": "rotate"}, "correction"),
+        ({"correction": "push"}, "correction"),
+        ({"v": torch.ones(16) / 4}, "correction"),
+        ({"c": None}, "correction"),
+        ({"heads": torch.ones(1, 1)}, "detector"),
+        ({"u": torch.ones(15, 3)}, "u"),
+        ({"u": torch.ones(16, 2)}, "a"),
+        ({"u": torch.ones(16)}, "u"),
+        ({"u": torch.ones(16, 0), "a": torch.ones(0, 16)}, "u"),
+        ({"u": torch.ones(16, 257), "a": torch.ones(257, 16)}, "u"),
+        ({"u": torch.full((16, 3), math.nan)}, "u"),
+        ({"u": torch.ones(16, 3, dtype=torch.float64)}, "u"),
+        ({"a": torch.ones(16, 3)}, "a"),
+        ({"a": torch.full((3, 16), math.inf)}, "a"),
+        ({"c": torch.ones(15)}, "c"),
+        ({"c": torch.full((16,), -math.inf)}, "c"),
+        ({"c": torch.zeros(16), "u": torch.zeros(16, 3)}, "c"),
+        ({"policy": "loud"}, "policy"),
+        ({"calibrated": {"dtype": "float32"}}, "calibrated"),
+        ({"calibrated": {"dtype": "int3", "quantisation": None}}, "calibrated"),
+        ({"calibrated": {"dtype": "float32", "quantisation": 4}}, "calibrated"),
+    ],
+)
+def test_a_correction_that_cannot_be_applied_is_refused_by_the_fields_name(changes: dict[str, Any], field: str) -> None:
+    whole = make_module(MODEL, **lowrank(16))
+    with pytest.raises(ModuleFileError, match=f"module '.*': {field} "):
+        dataclasses.replace(whole, **changes)
+    assert dataclasses.replace(whole, c=torch.zeros(16)).rank == 3  # one of the two may be zero
+    assert dataclasses.replace(whole, u=torch.zeros(16, 3)).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("running", "said"),
+    [
+        (
+            {"dtype": "float32", "quantisation": None},
+            "calibrated in bfloat16, and the model runs in float32; serve with --dtype bfloat16",
+        ),
+        (
+            {"dtype": "bfloat16", "quantisation": "gptq"},
+            "runs in bfloat16 with gptq weights; serve the model that it was fitted on",
+        ),
+    ],
+)
+def test_other_numerics_than_a_module_was_calibrated_in_are_refused(running: dict[str, Any], said: str) -> None:
+    module = make_module(MODEL, calibrated=CALIBRATED)
+    module.require_numerics(CALIBRATED)
+    with pytest.raises(ModelMismatch, match=f"module 'a' .*{said}, or fit the forget set again"):
+        module.require_numerics(running)
 
 
 def test_only_a_network_has_a_network() -> None:

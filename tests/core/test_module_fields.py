@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_tensors
 
-from tests.core.conftest import make_module
+from tests.core.conftest import lowrank, make_module
 from tests.core.test_module_file import metadata_of, with_metadata
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.files import MAX_BYTES
@@ -37,6 +37,8 @@ def sealed(data: bytes, described: Any) -> bytes:
 
 WHOLE = make_module(MODEL).to_bytes()
 DESCRIBED = {key: value for key, value in metadata_of(WHOLE).items() if key != "checksum"}
+LOWRANK = make_module(MODEL, **lowrank(16)).to_bytes()
+SAID = {key: value for key, value in metadata_of(LOWRANK).items() if key != "checksum"}
 
 
 def test_a_file_sealed_anew_is_read_where_its_fields_are_right() -> None:
@@ -91,6 +93,43 @@ def test_a_field_that_is_missing_is_named(field: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("correction", 1),
+        ("policy", None),
+        ("calibrated", None),
+        ("calibrated", {"dtype": [], "quantisation": None}),
+        ("calibrated", {"dtype": "float32", "quantisation": "\ud800"}),
+        ("calibrated", {"dtype": "float32", "quantisation": None, "more": 1}),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
+def test_a_correction_of_a_wrong_type_is_refused_by_the_fields_name(field: str, value: Any) -> None:
+    with pytest.raises(ModuleFileError, match=f"metadata field {field} must be"):
+        UnbindModule.from_bytes(sealed(LOWRANK, SAID | {field: value}))
+
+
+@pytest.mark.parametrize("field", ["correction", "policy", "calibrated"])
+def test_the_second_format_says_what_the_first_implies(field: str) -> None:
+    with pytest.raises(ModuleFileError, match=f"metadata field {field} is missing"):
+        UnbindModule.from_bytes(sealed(LOWRANK, {key: value for key, value in SAID.items() if key != field}))
+
+
+@pytest.mark.parametrize(
+    ("data", "described"),
+    [
+        (WHOLE, DESCRIBED | {"correction": "push"}),
+        (WHOLE, DESCRIBED | {"policy": "rewrite"}),
+        (WHOLE, make_module(MODEL).describe() | {"format": 2}),
+        (LOWRANK, SAID | {"format": 1}),
+    ],
+)
+def test_one_module_has_one_way_of_being_written(data: bytes, described: dict[str, Any]) -> None:
+    with pytest.raises(ModuleFileError, match=r"its fields are not those of format [12]"):
+        UnbindModule.from_bytes(sealed(data, described))
+
+
+@pytest.mark.parametrize(
     ("field", "value"), [("fingerprint", 1), ("name", None), ("hidden_size", 16.0), ("num_layers", -1)]
 )
 def test_a_model_of_wrong_types_is_refused_by_the_fields_name(field: str, value: Any) -> None:
@@ -122,10 +161,15 @@ JSON = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted(DESCRIBED)) | st.text(max_size=8), JSON, min_size=1, max_size=3))
-def test_any_metadata_gives_a_module_that_works_or_a_refusal(changes: dict[str, Any]) -> None:
+@given(
+    st.sampled_from([(WHOLE, DESCRIBED), (LOWRANK, SAID)]),
+    st.dictionaries(st.sampled_from(sorted(SAID)) | st.text(max_size=8), JSON, min_size=1, max_size=3),
+)
+def test_any_metadata_gives_a_module_that_works_or_a_refusal(
+    file: tuple[bytes, dict[str, Any]], changes: dict[str, Any]
+) -> None:
     try:
-        module = UnbindModule.from_bytes(sealed(WHOLE, DESCRIBED | changes))
+        module = UnbindModule.from_bytes(sealed(file[0], file[1] | changes))
     except ModuleFileError:
         return
     again = UnbindModule.from_bytes(module.to_bytes())

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from tests.core.conftest import make_module, make_network_module
+from tests.core.conftest import lowrank, make_module, make_network_module
 from tests.core.test_module import (
     MODEL,
 )
 from unbind_core.errors import ModuleFileError
-from unbind_core.module import PARTITIONS, UnbindModule
+from unbind_core.module import UnbindModule
+from unbind_core.module_checks import PARTITIONS
 
 
 def metadata_of(data: bytes) -> dict[str, Any]:
@@ -31,8 +32,9 @@ def with_metadata(data: bytes, described: dict[str, Any] | str) -> bytes:
     return save_tensors(load_tensors(data), metadata={"unbind": text})
 
 
-def test_a_network_file_that_was_damaged_or_lost_a_tensor_is_refused() -> None:
-    data = make_network_module(MODEL).to_bytes()
+@pytest.mark.parametrize("correction", [{}, lowrank(16)], ids=["push", "lowrank"])
+def test_a_network_file_that_was_damaged_or_lost_a_tensor_is_refused(correction: dict[str, Any]) -> None:
+    data = make_network_module(MODEL, **correction).to_bytes()
     tensors, text = load_tensors(data), json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
     for name in tensors:
         fewer = {key: part for key, part in tensors.items() if key != name}
@@ -126,8 +128,8 @@ def test_exchanged_tensors_are_refused() -> None:
 
 def test_a_later_format_asks_for_an_upgrade() -> None:
     data = make_module(MODEL).to_bytes()
-    with pytest.raises(ModuleFileError, match=r"format 2 .* upgrade"):
-        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 2}))
+    with pytest.raises(ModuleFileError, match=r"format 3 .* upgrade"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 3}))
 
 
 def test_not_a_number_in_the_file_is_refused() -> None:

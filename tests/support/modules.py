@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from unbind_core.identity import ModelIdentity
-from unbind_core.module import PARTITIONS, UnbindModule
+from unbind_core.module import UnbindModule
+from unbind_core.module_checks import PARTITIONS
 
 
 def build_module(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from unbind_core.architecture import numerics
 from unbind_core.encoding import encode
 from unbind_core.evaluation.metrics import spans
 from unbind_core.evaluation.scores import RowScore
@@ -128,6 +129,7 @@ class Context:
             settings=self.options.to_json(),
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=_versions(),
+            calibrated=numerics(self.model),
             **of_gate,
         )
 

@@ -1,0 +1,123 @@
+"""What makes a module one that can be applied: the checks that every module passes before it is a module."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from unbind_core.fields import is_number, numerics_problem
+from unbind_core.module_file import CORRECTIONS, DETECTORS, shown
+
+if TYPE_CHECKING:
+    from unbind_core.module import UnbindModule
+
+PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
+POLICIES = ("silent", "rewrite")
+MAX_GATE_WINDOW = 256  # positions
+MAX_RANK = 256  # of a low-rank correction
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
+
+
+def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
+    """Every (field, what is wrong with it), first things first: later checks may rest on earlier ones."""
+    size, count = module.model.hidden_size, module.model.num_layers
+    if not _NAME.fullmatch(str(module.name)):
+        yield "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+    if type(module.layer) is not int or not 0 <= module.layer < count:
+        yield "layer", f"is {module.layer!r}; the model has layers 0 to {count - 1}"
+    for field, kinds in (("detector", DETECTORS), ("correction", CORRECTIONS)):
+        kind = getattr(module, field)
+        if kind not in kinds:
+            yield field, f"{kind!r} cannot be applied by this version; upgrade this software"
+        here = module.tensors.keys() & set().union(*kinds.values())
+        if here != kinds[kind]:
+            needed, found = (", ".join(sorted(names)) or "none" for names in (kinds[kind], here))
+            yield field, f"'{kind}' needs the tensors {needed}, not {found}"
+    yield from _correction_problems(module, size)
+    if module.policy not in POLICIES:
+        yield "policy", f"is {shown(module.policy)}; it must be one of {', '.join(POLICIES)}"
+    if problem := numerics_problem(module.calibrated):
+        yield "calibrated", problem
+    for field, low, needed in (
+        ("s_ref", -math.inf, ""),
+        ("tau", 0, " and not negative"),
+        ("kappa", 0, " and not negative"),
+    ):
+        value = getattr(module, field)
+        if not is_number(value) or value < low:
+            yield field, f"is {shown(value)}; it must be a finite number{needed}, in single precision"
+    yield from _detector_problems(module, size)
+    if module.quantile is not None and not (is_number(module.quantile) and 0 <= module.quantile <= 1):
+        yield "quantile", f"is {shown(module.quantile)}; it must lie between 0 and 1, or be null"
+    for key in module.partitions:
+        if key not in PARTITIONS:
+            yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
+    for kind in ("forget", "retain"):
+        rows = [row for key in PARTITIONS if key.startswith(kind) for row in module.partitions.get(key, ())]
+        if any(type(row) is not int or row < 0 for row in rows) or len(rows) != len(set(rows)):
+            yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
+
+
+def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
+    """The correction's tensors."""
+    if module.v is not None:
+        yield from _tensor_problems("v", module.v, (size,))
+        if abs(float(module.v.double().norm()) - 1) > _UNIT:
+            yield (
+                "v",
+                f"must have unit length, not {float(module.v.double().norm()):.4f}; the strength belongs in kappa",
+            )
+    if module.u is None or module.a is None or module.c is None:
+        return
+    rank = module.u.shape[-1] if module.u.dim() == 2 else 0
+    if not 1 <= rank <= MAX_RANK:
+        yield "u", f"must be [{size}, r] with a rank r from 1 to {MAX_RANK}, not {list(module.u.shape)}"
+    for field, tensor, shape in (
+        ("u", module.u, (size, rank)),
+        ("a", module.a, (rank, size)),
+        ("c", module.c, (size,)),
+    ):
+        yield from _tensor_problems(field, tensor, shape, zero=True)
+    if not bool(module.c.any()) and not (bool(module.u.any()) and bool(module.a.any())):
+        yield "c", "must not be all zero where u or a is: such a module changes nothing; fit it again"
+
+
+def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
+    """The detector's tensors, its window and its second threshold."""
+    if module.detector == "fisher":
+        yield from _tensor_problems("w", module.w, (size,))
+        for field, needed in (("window", (1,)), ("tau_close", (None, module.tau))):
+            if getattr(module, field) not in needed:
+                yield (
+                    field,
+                    f"is {getattr(module, field)!r}; the 'fisher' detector has no memory: {needed[0]!r} is needed",
+                )
+        return
+    b, heads, heads_b = module.network
+    width, count = b.numel(), heads_b.numel()
+    shapes = (("w", module.w, (width, size)), ("b", b, (width,)), ("heads", heads, (count, width)))
+    for field, tensor, shape in (*shapes, ("heads_b", heads_b, (count,))):
+        yield from _tensor_problems(field, tensor, shape, zero=field in ("b", "heads_b"))
+    if type(module.window) is not int or not 1 <= module.window <= MAX_GATE_WINDOW:
+        yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_GATE_WINDOW}"
+    if not module.tau > 0:
+        yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
+    close = module.tau_close
+    if close is not None and not (is_number(close) and 0 <= close <= module.tau):
+        yield "tau_close", f"is {shown(close)}; it must lie between 0 and tau, or be null"
+
+
+def _tensor_problems(
+    field: str, tensor: Tensor, shape: tuple[int, ...], zero: bool = False
+) -> Iterator[tuple[str, str]]:
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tuple(tensor.shape) != shape:
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        yield field, f"must be float32 {list(shape)} on the CPU, not {found}"
+    if not bool(torch.isfinite(tensor).all()) or not (zero or float(tensor.norm()) > 0):
+        yield field, "must be finite and not all zero; fit it again"
