@@ -181,10 +181,9 @@ class ModuleBank:
         else:
             starts = [self._starts[name] for name in names]
             gates = NetworkGates(modules, tensors, on, starts, self._columns[layer].width, self._device)
-        v = torch.stack([own["v"] for own in tensors])
         kappa = torch.tensor([module.kappa for module in modules], device=self._device)
         slots = torch.tensor([self._slots[name] for name in names], device=self._device)
-        return Part(names, gates, v, kappa, slots, strength, on)
+        return Part(names, gates, tensors, kappa, slots, strength, on)
 
 
 def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:

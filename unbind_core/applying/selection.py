@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unbind_core.applying.corrections import Corrections
 from unbind_core.applying.counts import PHASES, Count, Tally
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
 from unbind_core.applying.passes import WHOLE, Pass
@@ -37,30 +38,30 @@ class Part:
         self,
         names: Sequence[str],
         gates: FisherGates | NetworkGates,
-        v: Tensor,
+        tensors: Sequence[Mapping[str, Tensor]],
         kappa: Tensor,
         slots: Tensor,
         strength: Tensor,
         on: Tensor,
     ) -> None:
-        """v FP32 [m,d], kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks for, R being 1 where
-        all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa.
+        """``tensors`` are the modules' own; kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks
+        for, R being 1 where all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa.
         """
         self._names = tuple(names)
         self._gates = gates
         self._proportional = isinstance(gates, FisherGates)
-        self.width = gates.width  # products of a state with a vector of its size
-        self._zero = v.new_zeros(())
+        self._zero = kappa.new_zeros(())
         self._on = on
         self.tally = Tally(slots, on)
-        # Where no two rows want a module with different strengths, its direction holds the strength once and for all.
+        # Where no two rows want a module with different strengths, its correction holds the strength once and for all.
         most = torch.where(on, strength, 0.0).amax((0, 1))
         alike = bool(((strength == most) | ~on).all())
         self._strength = None if alike else strength
-        self._v = (kappa * most if alike else kappa).unsqueeze(1) * v
+        self._corrections = Corrections(tensors, kappa * most if alike else kappa)
+        self.width = gates.width + self._corrections.width  # products of a state with a vector of its size
 
     def __call__(self, edited: Tensor, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Count]:
-        """``edited`` less this part's correction, which is read off ``states`` alone; and what its gates did."""
+        """``edited`` with this part's corrections, which are read off ``states`` alone; and what its gates did."""
         a, gate = self._gates(layer, states, pass_)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
@@ -68,10 +69,7 @@ class Part:
         if pass_.record is not None:
             pass_.record.append((self._names, torch.where(gate, a, 0.0)))
         count = self._count(gate, states, pass_)
-        flat = amount.view(-1, amount.shape[-1])
-        if edited.dtype == torch.float32:
-            return torch.addmm(edited.reshape(-1, edited.shape[-1]), flat, self._v, alpha=-1).view(edited.shape), count
-        return edited - (flat @ self._v).view(edited.shape).to(edited.dtype), count
+        return self._corrections.add_to(edited, states, amount), count
 
     def _count(self, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
         counts = pass_.real if pass_.counts is None else pass_.counts
@@ -95,7 +93,8 @@ class Selection:
         self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
 
     def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE) -> Edit:
-        """The edited states of one layer (Section 4.3, eq. (10)), new storage, same shape and dtype; the input stays as it is.
+        """The edited states of one layer (Section 4.3, eq. (10)), same shape and dtype; the input stays as it is, and is given back
+        where nothing is added.
 
         ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. In FP32 throughout; all modules of the layer read the same
         unmodified states. Raises UnbindError where the batch has other rows than the selection.

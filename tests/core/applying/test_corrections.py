@@ -1,0 +1,182 @@
+"""Pushes and low-rank corrections, under gates of either kind: any mix is the sum of its modules, each as its formula says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.core.applying.test_gates import by_hand
+from tests.core.conftest import bank_of, edit, lowrank, make_module, make_network_module, select
+from unbind_core.applying import corrections
+from unbind_core.applying.corrections import added, corrected
+from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.identity import ModelIdentity
+from unbind_core.module import UnbindModule
+
+D, LAYER, LENGTH = 16, 1, 30
+MODEL = ModelIdentity("f" * 64, "tiny", D, 4)
+MAKE = {"fisher": make_module, "network": make_network_module}
+KINDS = [(detector, rank) for detector in MAKE for rank in (0, 1, 5)]
+
+
+def made(name: str, detector: str, rank: int, seed: int = 0, **changes: Any) -> UnbindModule:
+    low = lowrank(D, rank, seed) if rank else {}
+    return MAKE[detector](MODEL, name, LAYER, seed=seed, **(low | {"kappa": 0.5} | changes))
+
+
+def states(*shape: int, seed: int = 7) -> Tensor:
+    """Multiples of 1/2: scores of such states are exact in FP32, so that every gate decides alike in any batch."""
+    return torch.randint(-2, 3, (*shape, D), generator=torch.Generator().manual_seed(seed)) / 2
+
+
+EVERY = {f"m{i}": made(f"m{i}", *kind, seed=i) for i, kind in enumerate(KINDS)}
+
+
+def change_by_hand(one: UnbindModule, strength: float, sequence: Tensor) -> Tensor:
+    """What one module adds to a sequence [T,d], in FP64 straight from the formulas."""
+    h = sequence.double()
+    if one.detector == "network":
+        amount = torch.tensor(by_hand(one, sequence)).double()
+    else:
+        a = (h @ one.w.double() - one.s_ref).clamp(min=0)
+        amount = torch.where(a >= one.tau, a, 0.0)
+    if one.v is not None:
+        return -(amount * one.kappa * strength)[:, None] * one.v.double()
+    assert one.u is not None and one.a is not None and one.c is not None
+    update = h @ one.a.double().T @ one.u.double().T + one.c.double()
+    return (amount * one.kappa * strength)[:, None] * update
+
+
+strengths = st.dictionaries(st.sampled_from(sorted(EVERY)), st.sampled_from([0.0, 0.5, 1.0, 3.0]), max_size=len(EVERY))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(strengths, min_size=1, max_size=5))
+def test_any_mix_adds_what_each_of_its_modules_adds_alone(rows: list[dict[str, float]]) -> None:
+    sequences = states(len(rows), LENGTH)
+    selection = bank_of(*EVERY.values()).select(rows)
+    found = sequences if selection is None else edit(selection, LAYER, sequences)
+    for row, wanted in enumerate(rows):
+        total = sum((change_by_hand(EVERY[n], s, sequences[row]) for n, s in wanted.items()), torch.zeros(()))
+        torch.testing.assert_close(found[row].double(), sequences[row].double() + total, atol=1e-4, rtol=1e-5)
+        if not any(wanted.values()):
+            assert torch.equal(found[row], sequences[row])
+
+
+def test_each_of_these_modules_changes_something_and_not_everything() -> None:
+    for name, one in EVERY.items():
+        changed = (edit(select(bank_of(one), {name: 1.0}), LAYER, states(3, LENGTH)) != states(3, LENGTH)).any(-1)
+        assert 0 < int(changed.sum()) < changed.numel()
+
+
+def test_the_order_of_adding_modules_does_not_matter() -> None:
+    rows = [dict.fromkeys(EVERY, 1.0), {}]
+    found, other = (
+        edit(select(bank_of(*some), *rows), LAYER, states(2, LENGTH))
+        for some in (EVERY.values(), reversed(EVERY.values()))
+    )
+    assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("detector", list(MAKE))
+def test_a_low_rank_correction_without_ranks_is_a_push(detector: str) -> None:
+    push = made("a", detector, 0, kappa=2.5)
+    assert push.v is not None
+    tensors = {"u": torch.zeros(D, 4), "a": lowrank(D, 4)["a"], "c": -push.v}
+    low = made("a", detector, 4, kappa=2.5, **tensors)
+    for rows in ([{"a": 1.0}], [{"a": 1.0}, {"a": 0.3}, {}]):
+        sequences = states(max(2, len(rows)), LENGTH)
+        found = [edit(select(bank_of(one), *rows), LAYER, sequences) for one in (push, low)]
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("detector", list(MAKE))
+def test_a_row_without_modules_is_not_harmed_by_states_that_are_not_finite(detector: str) -> None:
+    sequences = states(3, LENGTH)
+    sequences[1, 4, 2], sequences[1, 5, 3] = float("inf"), float("nan")
+    bank = bank_of(made("a", detector, 3), made("b", detector, 0, seed=1))
+    found = edit(select(bank, {"a": 1.0}, {}, {"b": 1.0}), LAYER, sequences)
+    assert torch.equal(found[1].nan_to_num(nan=7.0), sequences[1].nan_to_num(nan=7.0))
+    assert bool(torch.isfinite(found[0]).all()) and bool(torch.isfinite(found[2]).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("detector", list(MAKE))
+def test_arithmetic_is_in_single_precision_and_cast_before_the_addition(detector: str, dtype: torch.dtype) -> None:
+    one, sequences = made("a", detector, 3), states(2, LENGTH)
+    single = edit(select(bank_of(one), {"a": 1.0}), LAYER, sequences)
+    u, a, c = (one.tensors[name] for name in "uac")
+    amount = torch.stack([change_by_hand(one, 1.0, sequence).abs().sum(-1) for sequence in sequences]) > 0
+    found = edit(select(bank_of(one), {"a": 1.0}), LAYER, sequences.to(dtype))
+    assert found.dtype == dtype and torch.equal(found[~amount], sequences.to(dtype)[~amount])
+    if detector == "network":  # whose amount is 1
+        whole = sequences.to(dtype) + (one.kappa * (sequences @ a.T @ u.T + c)).to(dtype)
+        torch.testing.assert_close(found[amount], whole[amount])
+    torch.testing.assert_close(found.float(), single, atol=0.1, rtol=0.02)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, LENGTH), max_size=4), st.sampled_from(sorted(EVERY)))
+def test_a_sequence_cut_into_passes_is_edited_as_the_whole(cuts: list[int], more: str) -> None:
+    wanted = {"m4": 1.0, "m2": 0.5, more: 2.0}
+    bank = bank_of(*EVERY.values())
+    sequence = states(1, LENGTH)
+    memory, parts = GateMemory(2, LENGTH), []
+    edges = [0, *sorted(cuts), LENGTH]
+    for start, end in pairwise(edges):
+        if start < end:
+            places = Places(memory, torch.tensor([1]), torch.arange(start, end)[None], torch.tensor([start]))
+            parts.append(edit(select(bank, wanted), LAYER, sequence[:, start:end], places=places))
+    torch.testing.assert_close(torch.cat(parts, 1), edit(select(bank, wanted), LAYER, sequence), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("detector", list(MAKE))
+def test_a_fit_and_the_bank_do_one_arithmetic(detector: str) -> None:
+    one, sequences = made("a", detector, 5, kappa=1.0), states(2, LENGTH)
+    record: list[tuple[tuple[str, ...], Tensor]] = []
+    found = edit(select(bank_of(one), {"a": 1.0}), LAYER, sequences, record=record)
+    amount = record[0][1][..., 0]
+    if detector == "network":
+        amount = (amount > 0).float()
+    assert torch.equal(corrected(sequences, amount, *(one.tensors[name] for name in "uac")), found)
+
+
+def test_a_correction_can_be_learned() -> None:
+    """Its gradients are those of the formula, and none leaks from where the amount is 0."""
+    h, amount = states(4, 6).double().float(), torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
+    amount[0] = 0
+    tensors = [lowrank(D, 3)[name].clone().requires_grad_(True) for name in "uac"]
+    h.requires_grad_(True)
+    weights = states(4, 6, seed=9)
+    (corrected(h, amount, *tensors) * weights).sum().backward()
+    found = [tensor.grad.clone() for tensor in (*tensors, h) if tensor.grad is not None]
+    for tensor in (*tensors, h):
+        tensor.grad = None
+    u, a, c = tensors
+    ((h + amount[..., None] * (h @ a.T @ u.T + c)) * weights).sum().backward()
+    assert len(found) == 4
+    for one, tensor in zip(found, (*tensors, h), strict=True):
+        torch.testing.assert_close(one, tensor.grad, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found[3][0], weights[0])
+
+
+def test_a_cpu_spends_no_product_where_no_gate_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[int]()
+
+    def counting(*given: Any) -> Tensor:
+        calls.append(1)
+        return added(*given)
+
+    monkeypatch.setattr(corrections, "added", counting)
+    one = made("a", "fisher", 3, tau=1e6)
+    bank, sequences = bank_of(one, made("b", "fisher", 3)), states(2, LENGTH)
+    assert torch.equal(edit(select(bank, {"a": 1.0}), LAYER, sequences), sequences)
+    assert not calls and bank.counts()["a"]["prefill"] == (2 * LENGTH, 0)
+    edit(select(bank, {"a": 1.0, "b": 1.0}), LAYER, sequences)
+    assert calls == [1]
