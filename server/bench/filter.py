@@ -1,7 +1,7 @@
 """What modules cost at inference: the bank's edits against a plain forward pass, measured in the same run.
 
-Behind ``unbind bench filter``. Modules are random, which costs the same as fitted ones: the arithmetic is dense and
-does not depend on whether a gate opens.
+Behind ``unbind bench filter``. Modules are random, which costs the same as fitted ones or more: the arithmetic is dense,
+and ``open_rate`` says how often their gates are open; on a CPU a low-rank correction costs nothing in a pass where none is.
 """
 
 from __future__ import annotations
@@ -25,32 +25,49 @@ from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnbindError
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
+from unbind_core.module_file import FLOAT32
 
 MODULES = (1, 8, 64, 512)
 NETWORKS = (1, 8, 64)
+KINDS = ("fisher", "network", "network lowrank")
 NETWORK_WIDTH, NETWORK_HEADS, NETWORK_WINDOW = 128, 24, 32  # as fitted for 24 rows of the demo
+RANK = 32
 DECODE_ROWS, DECODE_CACHE = 16, 256
 PREFILL_TOKENS = 512
 
 
-def random_module(identity: ModelIdentity, number: int, layer: int, kind: str = "fisher") -> UnbindModule:
-    """A module of random directions; its numbers are seeded by ``number``. ``kind`` "network": of the usual size."""
+def random_module(
+    identity: ModelIdentity, number: int, layer: int, kind: str = "fisher", running: Mapping[str, Any] = FLOAT32
+) -> UnbindModule:
+    """A module of random directions; its numbers are seeded by ``number``. ``kind`` of ``KINDS``: a detector of the usual size, and
+    "lowrank" where its correction is no push. ``running``: the numerics that the model runs in.
+    """
+    detector, _, correction = kind.partition(" ")
     generator = torch.Generator().manual_seed(number)
     w, v = (torch.nn.functional.normalize(torch.randn(2, identity.hidden_size, generator=generator))).unbind()
     tensors: dict[str, Any] = {"w": w.clone(), "v": v.clone()}
-    if kind == "network":
+    if detector == "network":
         tensors |= {
             "w": torch.randn(NETWORK_WIDTH, identity.hidden_size, generator=generator) / identity.hidden_size**0.5,
             "b": torch.zeros(NETWORK_WIDTH),
             "heads": torch.randn(NETWORK_HEADS, NETWORK_WIDTH, generator=generator) / NETWORK_WIDTH**0.5,
             "heads_b": torch.zeros(NETWORK_HEADS),
         }
+    if correction == "lowrank":  # small, as such a correction takes the place of the state's own way
+        tensors |= {
+            "v": None,
+            "u": torch.randn(identity.hidden_size, RANK, generator=generator) / 1000,
+            "a": torch.randn(RANK, identity.hidden_size, generator=generator) / identity.hidden_size**0.5,
+            "c": v.clone(),
+        }
     return UnbindModule(
         name=f"bench{number:04}",
         layer=layer,
-        detector=kind,
-        window=NETWORK_WINDOW if kind == "network" else 1,
-        tau_close=0.25 if kind == "network" else None,
+        detector=detector,
+        correction=correction or "push",
+        calibrated=running,
+        window=NETWORK_WINDOW if detector == "network" else 1,
+        tau_close=0.25 if detector == "network" else None,
         **tensors,
         s_ref=0.0,
         tau=0.5,
@@ -96,13 +113,21 @@ class _Phase:
         ).to(self.device, self._dtype)
 
         # Gates with memory find what they have kept of the positions before, as in an engine.
-        slots, starts = (
-            torch.arange(self.batch, device=self.device),
-            torch.full((self.batch,), past, device=self.device),
-        )
-        positions = starts[:, None] + torch.arange(self.length, device=self.device)
-        places = Places(GateMemory(self.batch, past + self.length, self.device), slots, positions, starts)
-        self._pass = Pass(places=places, phase=phase)
+        memory = GateMemory(self.batch, past + self.length, self.device)
+        self._pass = self._places(memory, past, self.length)
+        self._before = self._places(memory, 0, past) if past else None
+        self._past = torch.randn(self.batch, past, loaded.identity.hidden_size, generator=generator).to(self._states)
+
+    def _places(self, memory: GateMemory, start: int, length: int) -> Pass:
+        slots = torch.arange(self.batch, device=self.device)
+        positions = (start + torch.arange(length, device=self.device)).expand(self.batch, -1)
+        return Pass(places=Places(memory, slots, positions, torch.full_like(slots, start)), phase=self.name)
+
+    def remember(self, selection: Selection) -> None:
+        """Have gates with memory see the positions before those that are timed: on random states most of them are open by then."""
+        if self._before is not None and selection.remembers:
+            for layer in sorted(selection.layers):
+                selection.edit(layer, self._past, self._before)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Wall-clock time of ``work``, the device's own work included."""
@@ -137,7 +162,7 @@ class _Phase:
 def measure(
     phase: _Phase, intervention: Intervention, bank: ModuleBank, rows: Sequence[Mapping[str, float]], repeats: int
 ) -> dict[str, float]:
-    """Medians over interleaved repeats.
+    """Medians over interleaved repeats, and ``open_rate``, at what share of the positions gates were open.
 
     ``share``: time of the edits over time of the plain pass. ``end_to_end``: time of a pass with hooks and edits over
     the plain pass beside it, less one; a small difference of large numbers, less exact. ``forward_ms``: the plain pass.
@@ -145,6 +170,8 @@ def measure(
     selection = bank.select(rows)
     if selection is None:
         raise UnbindError("rows: no row asks for a module; give at least one name")
+    phase.remember(selection)
+    seen = _counted(bank, phase)
     for _ in range(2):
         phase.forward_seconds(intervention, None)
         phase.forward_seconds(intervention, selection)
@@ -155,15 +182,23 @@ def measure(
         edits.append(phase.edit_seconds(selection))
         edited.append(phase.forward_seconds(intervention, selection))
     pairs = [after / before - 1 for before, after in zip(plain, edited, strict=True)]
+    evaluated, opened = (after - before for before, after in zip(seen, _counted(bank, phase), strict=True))
     return {
+        "open_rate": opened / evaluated,
         "share": statistics.median(edits) / statistics.median(plain),
         "end_to_end": statistics.median(pairs),
         "forward_ms": 1e3 * statistics.median(plain),
     }
 
 
+def _counted(bank: ModuleBank, phase: _Phase) -> tuple[int, int]:
+    """Positions evaluated and gates open so far, over all modules."""
+    counts = [phases[phase.name] for phases in bank.counts().values()]
+    return sum(evaluated for evaluated, _ in counts), sum(opened for _, opened in counts)
+
+
 def run(loaded: LoadedModel, *, counts: Sequence[int] = MODULES, repeats: int = 15) -> dict[str, Any]:
-    """Cost of the bank by number of modules, placement, phase and kind of detector.
+    """Cost of the bank by number of modules, placement, phase and kind (``KINDS``: detector, and correction where it is no push).
 
     Decode is a step of 16 rows x 1 token on a cache of 256 tokens, prefill one row of 512 tokens. ``cost``: every row
     uses every module. ``cost_one_module_a_row``: decode where the bank holds as many modules, but each row uses one.
@@ -172,7 +207,7 @@ def run(loaded: LoadedModel, *, counts: Sequence[int] = MODULES, repeats: int = 
     apart: list[dict[str, Any]] = []
     with torch.inference_mode(), Intervention(loaded.model) as intervention:
         for phase in (_Phase(loaded, "decode"), _Phase(loaded, "prefill")):
-            for placement, kind in itertools.product(("one layer", "spread"), ("fisher", "network")):
+            for placement, kind in itertools.product(("one layer", "spread"), KINDS):
                 for count in counts if kind == "fisher" else [count for count in counts if count <= max(NETWORKS)]:
                     bank = make_bank(loaded.identity, count, placement, phase.device, kind)
                     where = {"modules": count, "placement": placement, "phase": phase.name, "kind": kind}

@@ -25,7 +25,7 @@ from server.bench.load import under_load
 from server.bench.server import served
 from server.bench.systems import EngineSystem, HttpSystem, LibraryBatching, StaticBatch, System, vllm_system
 from server.engine.pinned import PinnedSet
-from unbind_core.architecture import LoadedModel
+from unbind_core.architecture import LoadedModel, numerics
 from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress, ProgressCallback
 
@@ -154,7 +154,8 @@ class Bench:
         engine = EngineSystem(self._loaded, load.requests, load.prompt + load.new)
         identity = self._loaded.identity
         table = engine.engine.modules
-        every = [random_module(identity, number, number % identity.num_layers, kind) for number in range(max(counts))]
+        running = numerics(self._loaded.model)
+        every = [random_module(identity, n, n % identity.num_layers, kind, running) for n in range(max(counts))]
         engine.engine.sync_modules([(module, module.digest) for module in every]).result()
         try:
             names = [module.name for module in every]
@@ -244,7 +245,8 @@ def run(
     if "modules" in parts:
         figures["module_slowdown"] = bench.modules(loads[0], sorted({0, *module_counts}))
         networks = [count for count in module_counts if count <= max(NETWORKS)]
-        figures["module_slowdown_networks"] = bench.modules(loads[0], sorted({0, *networks}), "network")
+        for key, kind in (("networks", "network"), ("lowrank", "network lowrank")):
+            figures[f"module_slowdown_{key}"] = bench.modules(loads[0], sorted({0, *networks}), kind)
     if "http" in parts:
         through = bench.http(loads[0], settings)
         figures |= {"http_over_engine": through["ratio"], "http": through}

@@ -138,7 +138,8 @@ def fit(
 def _summary(module: UnbindModule, result: FitReport) -> list[str]:
     """What was chosen and what it was measured to do, in a few lines."""
     chosen = result.selected or {}
-    where = f"{module.name}: layer {module.layer}, kappa {module.kappa:.3g}, tau {module.tau:.4g}"
+    correction = f"a correction of rank {module.rank}" if module.rank else "a push"
+    where = f"{module.name}: {module.policy}, {correction} at layer {module.layer}, kappa {module.kappa:.3g}, tau {module.tau:.4g}"
     if module.detector == "fisher":
         return [
             f"[bold green]{result.outcome}[/] {where}, the paper's gate at quantile {module.quantile} ({chosen['grid']} grid)",

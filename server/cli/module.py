@@ -14,7 +14,7 @@ from server.registry.lifecycle import standing
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Reference = Annotated[str, typer.Argument(help="Module id, or a name: its loaded version, else the newest.")]
-_SHOWN = ("name", "version", "state", "loaded", "id", "digest")
+_SHOWN = ("name", "version", "state", "loaded", "correction", "policy", "id", "digest")
 # command -> what it says of itself
 CHANGES = {
     "activate": "Make a version available, and enforce it in its scope; the one before it is superseded.",
@@ -43,7 +43,11 @@ def list_modules(
         return
     table = Table(*(Column(name, no_wrap=name in ("state", "id")) for name in _SHOWN), box=None)
     for module in answer["data"]:
-        told = {**module, "state": standing(module["state"], module["scope"]), "digest": module["digest"][:12]}
+        told = dict.fromkeys(_SHOWN, "") | {
+            **module,
+            "state": standing(module["state"], module["scope"]),
+            "digest": module["digest"][:12],
+        }
         table.add_row(*(str(told[column]) for column in _SHOWN))
     screen.print(table)
     for problem in answer["problems"]:
@@ -88,7 +92,9 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
         return
     table = Table(show_header=False, box=None)
     for field, value in answer.items():
-        if not isinstance(value, dict):
+        if field == "calibrated":
+            table.add_row("[bold]calibrated[/]", ", ".join(str(part) for part in value.values() if part))
+        elif not isinstance(value, dict):
             table.add_row(f"[bold]{field}[/]", str(value))
     screen.print(table)
 

@@ -36,6 +36,7 @@ from server.engine.scheduler import QueueFull, Scheduler
 from server.engine.step import Stepper, end_ids
 from server.engine.text import TextStream
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.architecture import numerics
 from unbind_core.cpu.lanes import MOST_LANES, Lanes
 from unbind_core.cpu.speedups import EVERY, Speedups
 from unbind_core.module import UnbindModule
@@ -77,7 +78,7 @@ class Engine:
         self.tokenizer = tokenizer
         bank = ModuleBank(next(model.parameters()).device)
         self.runner = Runner(model, bank, max_slots, max_length, speedups)
-        self.modules = ModuleTable(bank, self.runner.reserve)
+        self.modules = ModuleTable(bank, numerics(model), self.runner.reserve)
         self.lanes = Lanes(self.runner.device, MOST_LANES if speedups.lanes else 1)
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
         self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules)

@@ -25,9 +25,13 @@ Counts = dict[str, dict[str, tuple[int, int]]]
 class ModuleTable:
     """Name -> current version. ``sync`` and ``collect`` run on the engine's thread, the rest anywhere."""
 
-    def __init__(self, bank: ModuleBank, reserve: Callable[[], None] = lambda: None) -> None:
-        """``reserve`` makes room for what the bank holds, before anything new can be named; what it raises ends a ``sync``."""
-        self._bank, self._reserve = bank, reserve
+    def __init__(
+        self, bank: ModuleBank, numerics: Mapping[str, Any], reserve: Callable[[], None] = lambda: None
+    ) -> None:
+        """``numerics``: what the model runs in. ``reserve`` makes room for what the bank holds, before anything new can be named;
+        what it raises ends a ``sync``.
+        """
+        self._bank, self._numerics, self._reserve = bank, numerics, reserve
         self._current: dict[str, LoadedModule] = {}
         self._names: dict[str, str] = {}  # by key, of every version ever loaded: counts never go back
         self._unused: deque[str] = deque()
@@ -63,9 +67,13 @@ class ModuleTable:
     def sync(self, modules: Iterable[tuple[UnbindModule, str]]) -> None:
         """Make exactly these (module, digest) the current ones; running requests keep what they have.
 
-        Raises UnbindError, and leaves all as it was, where the memory for them is not there.
+        Raises UnbindError, and leaves all as it was, where the memory for them is not there; ModelMismatch where one was
+        calibrated in other numerics than the model runs in.
         """
         wanted: dict[str, LoadedModule] = {}
+        modules = list(modules)
+        for module, _ in modules:
+            module.require_numerics(self._numerics)
         for module, digest in modules:
             present = self._current.get(module.name)
             wanted[module.name] = present if present and present.digest == digest else self._add(module, digest)
@@ -108,6 +116,11 @@ class ModuleTable:
         return {
             "name": name,
             "digest": entry.digest,
+            "detector": module.detector,
+            "correction": module.correction,
+            "rank": module.rank,
+            "policy": module.policy,
+            "calibrated": dict(module.calibrated),
             "layer": module.layer,
             "s_ref": module.s_ref,
             "tau": module.tau,

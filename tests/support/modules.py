@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,20 +13,19 @@ from unbind_core.module_checks import PARTITIONS
 
 
 def build_module(
-    identity: ModelIdentity, name: str, layer: int = 1, seed: int = 0, kappa: float = 30.0
+    identity: ModelIdentity, name: str, layer: int = 1, seed: int = 0, kappa: float = 30.0, **changes: Any
 ) -> UnbindModule:
-    """A module whose gate opens often, so that its effect shows."""
+    """A module whose gate opens often, so that its effect shows; ``changes`` are further fields, or others than these."""
     generator = torch.Generator().manual_seed(seed)
 
     def unit() -> Tensor:
         vector = torch.randn(identity.hidden_size, generator=generator)
         return vector / vector.norm()
 
+    fields: dict[str, Any] = {"w": unit(), "v": unit()} | changes
     return UnbindModule(
         name=name,
         layer=layer,
-        w=unit(),
-        v=unit(),
         s_ref=-0.5,
         tau=0.1,
         kappa=kappa,
@@ -38,4 +39,5 @@ def build_module(
         created_at="2026-01-01T00:00:00+00:00",
         versions={},
         settings={},
+        **fields,
     )

@@ -17,10 +17,10 @@ def test_every_combination_is_measured_as_a_share_of_the_plain_pass(tmp_path: Pa
         (count, placement, phase, kind)
         for phase in ("decode", "prefill")
         for placement in ("one layer", "spread")
-        for kind in ("fisher", "network")
+        for kind in ("fisher", "network", "network lowrank")
         for count in (1, 20)
     ]
-    assert all(row["share"] > 0 and row["forward_ms"] > 0 for row in figures["cost"])
+    assert all(0.2 < row["open_rate"] <= 1 and row["share"] > 0 and row["forward_ms"] > 0 for row in figures["cost"])
     assert {row["phase"] for row in figures["cost_one_module_a_row"]} == {"decode"}
     assert figures["model"]["layers"] == 3
     assert not any(layer._forward_hooks for layer in decoder_layers(loaded.model))

@@ -12,12 +12,13 @@ import pytest
 from server.engine.engine import Engine
 from server.engine.request import GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
+from tests.core.conftest import lowrank
 from tests.server.conftest import MakeModule
 from tests.server.engine.test_engine import _collect, _plain, _prompts, _tokens
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.errors import UnbindError
+from unbind_core.errors import ModelMismatch, UnbindError
 from unbind_core.module import UnbindModule
 
 pytestmark = pytest.mark.usefixtures("two_lanes")
@@ -25,11 +26,12 @@ SETS: tuple[tuple[str, ...], ...] = ((), ("n",), ("m",), ("m", "n"))
 NEW = 20
 
 
-@pytest.fixture(scope="module")
-def modules(loaded: LoadedModel) -> list[UnbindModule]:
+@pytest.fixture(scope="module", params=["push", "lowrank"])
+def modules(request: pytest.FixtureRequest, loaded: LoadedModel) -> list[UnbindModule]:
     """Two layers, windows of 5 and 3."""
-    first = remembering_module(loaded, "n", 0, window=5)
-    return [first, remembering_module(loaded, "m", 1, seed=1, window=3, heads=1)]
+    low = {"kappa": 0.3, **lowrank(loaded.identity.hidden_size)} if request.param == "lowrank" else {}
+    first = remembering_module(loaded, "n", 0, window=5, **low)
+    return [first, remembering_module(loaded, "m", 1, seed=1, window=3, heads=1, **low)]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,20 @@ def test_a_new_version_of_a_module_leaves_running_requests_their_gates(
     with attach(loaded.model, bank):
         by_newer = _plain(loaded.model, prompt, NEW)
     assert asyncio.run(swap_midway()) == (expected[1], by_newer)
+
+
+def test_a_module_calibrated_in_other_numerics_is_not_loaded(
+    engine: Engine, modules: list[UnbindModule], make_module: MakeModule
+) -> None:
+    other = make_module("other", calibrated={"dtype": "bfloat16", "quantisation": None})
+    with pytest.raises(
+        ModelMismatch, match="calibrated in bfloat16, and the model runs in float32; serve with --dtype"
+    ):
+        engine.sync_modules([(module, module.digest) for module in (*modules, other)]).result(10)
+    assert sorted(engine.modules.current) == ["m", "n"]
+    described = engine.modules.describe("n")
+    assert (described["correction"], described["rank"]) == (modules[0].correction, modules[0].rank)
+    assert described["calibrated"] == {"dtype": "float32", "quantisation": None}
 
 
 def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(

@@ -14,13 +14,21 @@ from server.engine.engine import Engine, EngineStopped
 from server.engine.memory import DoesNotFit, plan_memory
 from server.engine.request import Delta, GenerationRequest, Sampling
 from server.engine.scheduler import QueueFull
+from tests.core.conftest import lowrank
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
 from unbind_core.errors import UnknownModule
+from unbind_core.module import UnbindModule
 
 pytestmark = pytest.mark.usefixtures("two_lanes")
 NAMES = ("one", "two", "three", "four")
 MakeEngine = Callable[..., Engine]
+
+
+def _modules(loaded: LoadedModel, make_module: MakeModule) -> list[UnbindModule]:
+    """Pushes and low-rank corrections at three layers; one layer has both."""
+    low = {"kappa": 0.3, **lowrank(loaded.identity.hidden_size)}
+    return [make_module(name, layer=i % 3, seed=i, **(low if i % 2 else {})) for i, name in enumerate(NAMES)]
 
 
 def _start(loaded: LoadedModel, make_module: MakeModule, **options: Any) -> Engine:
@@ -28,7 +36,7 @@ def _start(loaded: LoadedModel, make_module: MakeModule, **options: Any) -> Engi
         loaded.model, loaded.tokenizer, **{"max_slots": 6, "max_length": 200, "chunk_tokens": 40, **options}
     )
     engine.start()
-    modules = [make_module(name, layer=i % 3, seed=i) for i, name in enumerate(NAMES)]
+    modules = _modules(loaded, make_module)
     engine.sync_modules([(module, module.digest) for module in modules]).result(10)
     return engine
 
@@ -96,7 +104,7 @@ def _soak(loaded: LoadedModel, make_module: MakeModule, count: int, seed: int = 
     rng = random.Random(seed)
     prompts = [tuple(rng.randrange(6, 300) for _ in range(rng.randrange(5, 120))) for _ in range(8)]
     engine = _start(loaded, make_module, queue_limit=16)
-    everything = [make_module(name, layer=i % 3, seed=i) for i, name in enumerate(NAMES)]
+    everything = _modules(loaded, make_module)
     finished = 0
 
     async def client() -> None:
