@@ -44,6 +44,27 @@ def windowed(scores: Tensor, window: int, lengths: Tensor) -> Tensor:
     return ((sums[:, window:] - sums[:, :-window]) / lengths.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
 
 
+def in_grains(z: Tensor) -> Tensor:
+    """Scores that are in units of 1/1024 of a threshold, FP32, as they count: clipped and rounded, int32. ``z`` is lost."""
+    return z.clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().int()
+
+
+def in_thresholds(sums: Tensor, counted: Tensor) -> Tensor:
+    """e, FP32: the mean of so many scores in units of the threshold, from the sum of their grains."""
+    return sums / (counted * GRAIN)
+
+
+def decided(scores: Tensor, s_ref: float, tau: float, window: int) -> Tensor:
+    """e [T] of a whole sequence's scores f [T,K], as :class:`NetworkGates` has it under these thresholds: it opens where e >= 1.
+
+    Clipped, rounded and added up as there. There s_ref and tau are part of the product that gives the scores, whose last bit may
+    differ: a score may so come out one grain higher or lower.
+    """
+    sums = functional.pad(in_grains((scores - s_ref) * (GRAIN / tau)), (0, 0, window, 0)).cumsum(0, dtype=torch.int32)
+    seen = torch.arange(1, len(scores) + 1, device=scores.device).clamp(max=window).float()
+    return in_thresholds((sums[window:] - sums[:-window]).amax(-1), seen)
+
+
 def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
     """The state of two-threshold gates: open from a position that opens to one that closes; bool [B,T,M], before [B,M]."""
     step = torch.arange(1, opens.shape[1] + 1, device=opens.device)[:, None]
@@ -183,7 +204,7 @@ class NetworkGates:
         batch, length, d = states.shape
         hidden = functional.linear(states.reshape(-1, d).float(), self._w, self._b).relu_()
         hidden = hidden.view(batch * length, -1, self._hidden).transpose(0, 1)
-        scores = torch.baddbmm(self._heads_b, hidden, self._heads).clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().int()
+        scores = in_grains(torch.baddbmm(self._heads_b, hidden, self._heads))
         scores = scores.transpose(0, 1).reshape(batch, length, -1)
         return scores if self._real is None else scores.index_select(-1, self._real)
 
@@ -195,7 +216,7 @@ class NetworkGates:
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)
         most = sums.view(*sums.shape[:2], -1, self._most).amax(-1)
-        return most / (torch.minimum(lengths, self._window) * GRAIN)
+        return in_thresholds(most, torch.minimum(lengths, self._window))
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:

@@ -21,7 +21,7 @@ from unbind_core.fitting.network import FIRST_POSITION, Network, train_network
 from unbind_core.fitting.retained import (
     retained,
 )
-from unbind_core.fitting.separation import WINDOWS, Separation, evidence, separation
+from unbind_core.fitting.separation import WINDOWS, Separation, as_decided, evidence, separation
 from unbind_core.progress import counted
 from unbind_core.rows import retain_digest, spread
 from unbind_core.running.capture import capture_states
@@ -116,7 +116,7 @@ class Screening:
         """A network trained on ``rows`` against the retain states, and how far apart it puts the two sides with each window."""
         with self.clock.stage("detector"):
             network = self._train(rows, layer, width, steps, f"detector of {width}", batch)
-            return network, self._separations(network, rows, layer, WINDOWS)
+            return network, self._separations(network, rows, layer, WINDOWS, served=True)
 
     def retain_norm(self, layer: int) -> float:
         """The mean norm of a retain state."""
@@ -162,16 +162,19 @@ class Screening:
             stage=stage,
         )
 
-    def _separations(self, network: Network, forget: Sequences, layer: int, windows: Sequence[int]) -> list[Separation]:
+    def _separations(
+        self, network: Network, forget: Sequences, layer: int, windows: Sequence[int], served: bool = False
+    ) -> list[Separation]:
+        """What each window gives; ``served``: with thresholds through the arithmetic of the gate that is served."""
         ours, theirs = (
             [(one.row, one.first_target - 1, network.scores(states)) for one, states in of]
             for of in (forget, _sequences(self.retain, layer))
         )
-        rate = self.context.options.limits.open_rate
-        return [
-            separation(evidence(ours, width), evidence(theirs, width), width, rate)
-            for width in counted(windows, len(windows), "separation", self.context.progress)
-        ]
+        rate, found = self.context.options.limits.open_rate, []
+        for width in counted(windows, len(windows), "separation", self.context.progress):
+            split = separation(evidence(ours, width), evidence(theirs, width), width, rate)
+            found.append(as_decided(split, ours, theirs) if served else split)
+        return found
 
     def _retain_moments(self, layer: int) -> Moments:
         """From a sample of the kept states that is ample for a covariance."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from unbind_core.applying.gates import windowed
+from unbind_core.applying.gates import GRAIN, decided, windowed
 
 WINDOWS = (8, 16, 32)
 GAP = (0.75, 0.5, 0.25)
+MISSED = 0.005  # share of the forget positions that need not be reached
+SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped
 RESAMPLES, CONFIDENCE = 1000, 0.95
 
 
@@ -72,10 +74,48 @@ def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: i
     ours = torch.cat([one.e[one.first :] for one in forget])
     theirs = torch.cat([one.e for one in retain])
     retained = _lowest_within(retain, theirs, rate)
-    forgotten = float(ours.kthvalue(max(1, round(0.005 * len(ours)))).values)
+    forgotten = float(ours.kthvalue(max(1, round(MISSED * len(ours)))).values)
     spread = float(ours.median() - theirs.median())
     margin = (forgotten - retained) / spread if spread > 0 else -1.0
     return Separation(window, float(theirs.mean()), retained, float(theirs.max()), forgotten, margin)
+
+
+def as_decided(
+    split: Separation, forget: Sequence[tuple[int, int, Tensor]], retain: Sequence[tuple[int, int, Tensor]]
+) -> Separation:
+    """``split`` with its boundaries where the gate that is served has them, which clips and rounds each score.
+
+    ``forget`` and ``retain`` are (row, first position that matters, scores [T,K]) as for :func:`evidence`. Each boundary goes to
+    the threshold at which the same number of positions is at or above it as was found on scores as they are.
+    """
+
+    def reached(sequences: Sequence[tuple[int, int, Tensor]], tau: float) -> Tensor:
+        return torch.cat(
+            [decided(scores, split.reference, tau, split.window)[first:] for _, first, scores in sequences]
+        )
+
+    def settled(threshold: float, statistic: Callable[[float], Tensor]) -> float:
+        tau = threshold - split.reference
+        for _ in range(SETTLING):
+            if tau <= 0 or abs(ratio := float(statistic(tau)) - 1) <= 0.5 / GRAIN:
+                break
+            tau *= 1 + ratio
+        return split.reference + tau if tau > 0 else threshold
+
+    whole = [(row, 0, scores) for row, _, scores in retain]
+    every = torch.cat([one.e for one in evidence(whole, split.window)])
+    open_there = int((every >= split.retained).sum())
+    ours = sum(len(scores) - first for _, first, scores in forget)
+    missed = max(1, round(MISSED * ours))
+    highest = settled(split.highest, lambda tau: reached(whole, tau).max())
+    return replace(
+        split,
+        highest=highest,
+        retained=settled(split.retained, lambda tau: reached(whole, tau).topk(open_there).values[-1])
+        if open_there
+        else highest + (split.retained - split.highest),
+        forgotten=settled(split.forgotten, lambda tau: reached(forget, tau).kthvalue(missed).values),
+    )
 
 
 def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.core.conftest import LAYER, bank_of, edit, make_module, make_network_module, select
+from unbind_core.applying.gates import GRAIN, decided
 from unbind_core.errors import Cancelled, FittingError
 from unbind_core.fitting.network import Network, train_network
-from unbind_core.fitting.separation import Evidence, evidence, separation
+from unbind_core.fitting.separation import Evidence, as_decided, evidence, separation
+from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 
 ROWS, D = 4, 12
@@ -130,3 +133,73 @@ def test_positions_before_the_first_that_matters_do_not_count() -> None:
     ours = torch.cat((torch.full((10,), -100.0), torch.full((20,), 5.0)))
     found = separation(side(ours, first=10), side(torch.zeros(50)), 8, 0.01)
     assert found.forgotten == 5.0
+
+
+def scored(sequences: int, length: int, shift: float, seed: int) -> tuple[list[Tensor], list[tuple[int, int, Tensor]]]:
+    """States of whole sequences and their scores by :func:`untrained`; spikes among them are what clipping is for."""
+    generator = torch.Generator().manual_seed(seed)
+    states = [torch.randn(length, D, generator=generator) + shift for _ in range(sequences)]
+    for one in states:
+        one[:: length // 3] *= 12
+    return states, [(row, 0, untrained().scores(one)) for row, one in enumerate(states)]
+
+
+def untrained() -> Network:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((6, D), (6,), (3, 6), (3,))
+    return Network(*(torch.randn(shape, generator=generator) for shape in shapes))
+
+
+def open_when_served(states: list[Tensor], s_ref: float, tau: float, window: int, beside: int) -> list[Tensor]:
+    """Where a module with these thresholds is open, in a bank with ``beside`` other modules that are larger or smaller."""
+    network, identity = untrained(), ModelIdentity("f" * 64, "tiny", D, 4)
+    tensors = {name: getattr(network, name) for name in ("w", "b", "heads", "heads_b")}
+    own = {"detector": "network", "s_ref": s_ref, "tau": tau, "tau_close": None, "window": window}
+    others = [
+        make_network_module(identity, f"b{i}", LAYER, seed=i, width=3 + 4 * i, heads=1 + 2 * i) for i in range(beside)
+    ]
+    bank = bank_of(make_module(identity, "a", LAYER, **tensors, **own), *others)
+    found = []
+    for sequence in states:
+        record: list[tuple[tuple[str, ...], Tensor]] = []
+        edit(select(bank, dict.fromkeys(bank.names, 0.0)), LAYER, sequence[None], record=record)
+        ((names, e),) = record
+        found.append(e[0, :, names.index("a")])
+    return found
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_a_boundary_found_at_calibration_is_the_boundary_at_deployment(window: int, beside: int) -> None:
+    """As many positions are open as it allows, through clipping, rounding and stacking; scores as they are give another one."""
+    ours, forget = scored(6, 60, 0.4, 1)
+    theirs, retain = scored(20, 60, 0.0, 2)
+    raw = separation(evidence(forget, window), evidence(retain, window), window, 0.02)
+    found = as_decided(raw, forget, retain)
+    assert found.reference == raw.reference
+    if window > 1:  # some spike counted for more than two thresholds
+        assert found.retained < 0.9 * raw.retained
+    allowed = sum(int((one.e >= raw.retained).sum()) for one in evidence(retain, window))
+    reached = len(ours) * 60 - max(1, round(0.005 * len(ours) * 60)) + 1
+    for boundary, states, sequences, most in (
+        (found.highest, theirs, retain, 1),
+        (found.retained, theirs, retain, allowed),
+        (found.forgotten, ours, forget, reached),
+    ):
+        tau = (boundary - found.reference) * 1.002  # beside the boundary, where no last bit decides
+        if tau > 0:  # a network's gate opens above its reference only
+            served = open_when_served(states, found.reference, tau, window, beside)
+            counted = sum(int((decided(scores, found.reference, tau, window) >= 1).sum()) for _, _, scores in sequences)
+            assert sum(int((e > 0).sum()) for e in served) == counted <= most
+            assert counted >= most - 2  # and no further away from it than clipped scores make necessary
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_the_evidence_a_fit_goes_by_is_that_of_the_gate(window: int) -> None:
+    states, sequences = scored(10, 60, 0.3, 3)
+    served = open_when_served(states, 0.7, 1.3, window, 2)
+    for (_, _, scores), e in zip(sequences, served, strict=True):
+        expected = decided(scores, 0.7, 1.3, window)
+        clear = (expected - 1).abs() > 1 / GRAIN  # on the grain itself the last bit of a product may decide
+        assert torch.equal((e > 0)[clear], (expected >= 1)[clear]) and bool(clear.any())
+        torch.testing.assert_close(e[clear & (e > 0)], expected[clear & (e > 0)], atol=1.01 / GRAIN, rtol=0)
