@@ -172,6 +172,19 @@ def retain_windows(
     return windows
 
 
+def perplexity_windows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow]) -> list[Window]:
+    """What R-PPL is taken of: of each row BOS, or the end token where none is defined, and at most 2,047 tokens, of which every one
+    is a target (Appendix A.3). What is longer is cut off; a row without a token is left out.
+    """
+    first = beginning(tokenizer) or [token for token in [tokenizer.eos_token_id] if token is not None]
+    windows = []
+    for index, row in enumerate(rows):
+        ids = [*first, *encode(tokenizer, row.text)][:MAX_WINDOW]
+        if len(ids) > 1:
+            windows.append(Window(tuple(ids), 1, index))
+    return windows
+
+
 @dataclass(frozen=True)
 class Batch:
     """Right-padded windows. ``ids`` int64 [B,T]; ``predictors`` bool [B,T], true where the state predicts a target."""

@@ -16,13 +16,13 @@ from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.metrics import sentence_bleu
-from unbind_core.evaluation.scores import RowScore, forget_scores
+from unbind_core.evaluation.scores import RowScore, by_ways, forget_scores
 from unbind_core.evaluation.verify import perplexity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import Window, retain_windows
+from unbind_core.windows import Window, perplexity_windows, retain_windows
 
 NEW_TOKENS = 128
 
@@ -64,7 +64,8 @@ class Retained:
         self.world, self.progress = world, progress
         model, tokenizer = world.loaded.model, world.loaded.tokenizer
         self.pad, self.end = pad_id(tokenizer), tokenizer.eos_token_id
-        self.windows = retain_windows(tokenizer, world.test, range(len(world.test)), available_forms(tokenizer))
+        self.windows = self._windows(world.test)
+        self.met = retain_windows(tokenizer, world.test, range(len(world.test)), available_forms(tokenizer))
         self.prompts, self.references = retain_prompts(tokenizer, world.test, range(len(world.test)))
         self.before = perplexity(model, self.windows, self.pad, progress=progress)
         self.outputs = self._complete(nullcontext)
@@ -94,7 +95,9 @@ class Retained:
             return attach(model, bank)
 
         after = perplexity(model, self.windows, self.pad, editing=editing, progress=self.progress)
-        counts = [phases["prefill"] for phases in bank.counts().values()]
+        meeting = bank_of(self.world, modules)  # gates are counted on rows as requests have them
+        perplexity(model, self.met, self.pad, editing=lambda: attach(model, meeting), progress=self.progress)
+        counts = [phases["prefill"] for phases in meeting.counts().values()]
         outputs = self._complete(editing)
         same = statistics.fmean(a == b for a, b in zip(self.outputs, outputs, strict=True))
         return {
@@ -104,6 +107,12 @@ class Retained:
             "unchanged": same,
         }
 
+    def _windows(self, rows: Sequence[RetainRow]) -> list[Window]:
+        """Rows as R-PPL takes them, and in the other forms that the tokenizer has."""
+        tokenizer = self.world.loaded.tokenizer
+        others = [form for form in available_forms(tokenizer) if form != "plain"]
+        return perplexity_windows(tokenizer, rows) + retain_windows(tokenizer, rows, range(len(rows)), others)
+
     def rise(self, modules: Sequence[UnbindModule], rows: Sequence[RetainRow]) -> float:
         """Rise of the mean NLL of other retain rows, relative."""
         before, after = map(math.log, self.perplexities(modules, rows))
@@ -111,9 +120,8 @@ class Retained:
 
     def perplexities(self, modules: Sequence[UnbindModule], rows: Sequence[RetainRow]) -> tuple[float, float]:
         """Of other retain rows: without the modules, and with them."""
-        model, tokenizer = self.world.loaded.model, self.world.loaded.tokenizer
-        bank = bank_of(self.world, modules)
-        windows = retain_windows(tokenizer, rows, range(len(rows)), available_forms(tokenizer))
+        model, bank = self.world.loaded.model, bank_of(self.world, modules)
+        windows = self._windows(rows)
         return perplexity(model, windows, self.pad), perplexity(
             model, windows, self.pad, editing=lambda: attach(model, bank)
         )
@@ -147,8 +155,10 @@ def scores(
     )
 
 
-def forgetting(before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[str, float | int]:
-    """Cuts of F-BLEU, rows with exact spans of 50 tokens, mean recovery in per cent."""
+def forgetting(before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[str, Any]:
+    """Cuts of F-BLEU, rows with exact spans of 50 tokens, mean recovery in per cent; of the ways to ask that a fit may look at
+    (``chosen_by``) and those that none does (``reported_by``) the same apart.
+    """
 
     def cut(form: str) -> float:
         return 1 - sum(s.bleu[form] for s in after) / max(sum(s.bleu[form] for s in before), 1e-9)
@@ -158,4 +168,5 @@ def forgetting(before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[st
         "f_bleu_cut_fim": cut("fim"),
         "spans_50": sum(s.span >= 50 for s in after),
         "mean_recovery": 100 * statistics.fmean(s.recovery for s in after),
+        **by_ways(after),
     }

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from unbind_core.applying.bank import edit_of
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.completions import retain_completions
-from unbind_core.evaluation.replay import retain_replay
+from unbind_core.evaluation.replay import Outcome, Replay, retain_replay
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import RetainRow
-from unbind_core.windows import retain_windows
+from unbind_core.windows import Window, perplexity_windows, retain_windows
 
 
 class HeldOut:
@@ -40,10 +40,11 @@ class HeldOut:
         """``cache`` is a folder for the unedited completions and states, ``fingerprint`` the identity they are kept under."""
         pad, every = pad_id(tokenizer), range(len(rows))
         self._device = next(model.parameters()).device
-        self._windows = {
-            form: retain_replay(
+
+        def replay(windows: Sequence[Window]) -> Replay:
+            return retain_replay(
                 model,
-                retain_windows(tokenizer, rows, every, [form]),
+                windows,
                 layers,
                 pad=pad,
                 cache=cache,
@@ -51,24 +52,35 @@ class HeldOut:
                 stage="retain perplexity",
                 progress=progress,
             )
-            for form in available_forms(tokenizer)
+
+        # Gates are counted where requests meet them; what R-PPL puts in front of a row is in front of no request.
+        self._met = {
+            form: replay(retain_windows(tokenizer, rows, every, [form])) for form in available_forms(tokenizer)
+        }
+        first = perplexity_windows(tokenizer, rows)
+        self._scored = {
+            "ppl": replay(first),
+            **{f"ppl_{form}": met for form, met in self._met.items() if form != "plain"},
         }
         self._completions = retain_completions(model, tokenizer, rows, every, layers, cache, fingerprint, progress)
 
     def measures(self, module: UnbindModule | None = None, progress: ProgressCallback = silent) -> dict[str, float]:
         """``ppl``, ``ppl_fim`` (where the tokenizer has the form), ``gate_rate`` over both forms and ``bleu``, under the module.
 
-        ``ppl`` is exp(total target NLL / number of targets) (Appendix A.3); ``gate_rate`` the share of positions with an open gate.
+        ``ppl`` is exp(total target NLL / number of targets) (Appendix A.3), ``ppl_fim`` the same of rows in that form;
+        ``gate_rate`` is the share of positions with an open gate.
         """
         measures: dict[str, float] = {}
-        evaluated = opened = 0
-        for form, replay in self._windows.items():
-            nll = replay.base_nll
-            if module is not None:
-                outcome = replay.run(edit_of(module, self._device)[1], module.layer, progress=progress)
-                nll, evaluated, opened = outcome.nll, evaluated + outcome.evaluated, opened + outcome.open_gates
-            measures["ppl" if form == "plain" else f"ppl_{form}"] = math.exp(nll / max(replay.count, 1))
-        measures["gate_rate"] = opened / max(evaluated, 1)
+        outcomes: dict[Replay, Outcome] = {}
+        if module is not None:
+            selection = edit_of(module, self._device)[1]
+            for replay in dict.fromkeys([*self._scored.values(), *self._met.values()]):
+                outcomes[replay] = replay.run(selection, module.layer, progress=progress)
+        for name, replay in self._scored.items():
+            nll = outcomes[replay].nll if module is not None else replay.base_nll
+            measures[name] = math.exp(nll / max(replay.count, 1))
+        met = [outcomes[replay] for replay in self._met.values()] if module is not None else []
+        measures["gate_rate"] = sum(one.open_gates for one in met) / max(sum(one.evaluated for one in met), 1)
         kept = sum(self._completions.scores)
         if module is not None:
             bank, selection = edit_of(module, self._device)

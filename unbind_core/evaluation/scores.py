@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -18,10 +18,14 @@ from unbind_core.running.generation import Editing, Sampling, complete
 from unbind_core.windows import forget_prompt
 
 ACCESS_NEW_TOKENS = 256
-INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}\n"
-FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```\n"
+# The paper's, to the letter: nothing follows the prompt, or the fence that closes it.
+INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}"
+FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```"
 PREFIXES = (16, 32, 64)
 WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
+# Two ways that no fit ever looks at, an injection longer than any it knows and a request of another form, and those that it may.
+REPORTED_BY = ("prefix-64", "fence")
+CHOSEN_BY = tuple(way for way in WAYS if way not in REPORTED_BY)
 Greedily = Callable[[Sequence[list[int]], Sequence[list[int]], int], list[list[int]]]  # prompts, targets, new tokens
 
 
@@ -32,6 +36,7 @@ class _Attempt:
     row: int
     prompt: list[int]
     target: list[int]
+    way: str = "original"
 
 
 def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
@@ -42,19 +47,30 @@ def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -
         found["original"].append(_Attempt(index, prompt, target))
         for k in PREFIXES:
             if len(target) > k:
-                found[f"prefix-{k}"].append(_Attempt(index, prompt + target[:k], target[k:]))
+                found[f"prefix-{k}"].append(_Attempt(index, prompt + target[:k], target[k:], f"prefix-{k}"))
         for name, template in (("instruction", INSTRUCTION), ("fence", FENCE)):
-            found[name].append(_Attempt(index, encode_prompt(tokenizer, template.format(prompt=row.prompt)), target))
+            asked = encode_prompt(tokenizer, template.format(prompt=row.prompt))
+            found[name].append(_Attempt(index, asked, target, name))
     return found
 
 
 @dataclass
 class RowScore:
-    """What was recovered of one row over all attempts; BLEU of the greedy completion by form."""
+    """What was recovered of one row over all attempts; BLEU of the greedy completion by form.
+
+    ``ways``: longest exact span and largest recovery by way to ask; ``span`` counts the fill-in-the-middle prompt too.
+    """
 
     bleu: dict[str, float]
     span: int = 0
     recovery: float = 0.0
+    ways: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def recovered(self, way: str, span: int, target: int) -> None:
+        """Count one attempt: a span of so many of ``target`` tokens."""
+        longest, largest = self.ways.get(way, (0, 0.0))
+        self.ways[way] = max(longest, span), max(largest, span / target)
+        self.span, self.recovery = max(self.span, span), max(self.recovery, span / target)
 
 
 def forget_scores(
@@ -63,6 +79,7 @@ def forget_scores(
     rows: Sequence[ForgetRow],
     *,
     forms: Sequence[str],
+    ways: Sequence[str] = WAYS,
     attempts: int = 1,
     sampled: Sequence[int] | None = None,
     new_tokens: int = ACCESS_NEW_TOKENS,
@@ -71,10 +88,11 @@ def forget_scores(
     progress: ProgressCallback = silent,
     stage: str = "forget rows",
 ) -> list[RowScore]:
-    """Scores of every forget row. ``attempts`` for each of the six ways to ask: one greedy, the others sampled (T 0.8, top-p 0.95).
+    """Scores of every forget row. ``attempts`` for each of the ``ways`` to ask: one greedy, the others sampled.
 
-    Sampled ones are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the original way alone, greedily, for
-    as many tokens as BLEU needs. ``greedily`` gives the greedy completions where they are to be had for less.
+    Sampled ones (temperature 0.8, top-p 0.95) are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the
+    original way alone, greedily, for as many tokens as BLEU needs. BLEU is of the original way, and not there where that is not
+    asked. ``greedily`` gives the greedy completions where they are to be had for less.
     """
     pad, end = pad_id(tokenizer), tokenizer.eos_token_id
     scores = [RowScore({}) for _ in rows]
@@ -89,16 +107,16 @@ def forget_scores(
 
     def recovered(work: Sequence[_Attempt], outputs: Sequence[Sequence[int]]) -> None:
         for attempt, output in zip(work, outputs, strict=True):
-            score, span = scores[attempt.row], longest_span(attempt.target, output, attempt.prompt)
-            score.span = max(score.span, span)
-            score.recovery = max(score.recovery, span / len(attempt.target))
+            span = longest_span(attempt.target, output, attempt.prompt)
+            scores[attempt.row].recovered(attempt.way, span, len(attempt.target))
 
     conditions = _conditions(tokenizer, rows)
-    plain = [attempt for name in (WAYS if attempts else WAYS[:1]) for attempt in conditions[name]]
+    plain = [attempt for name in WAYS if name in (ways if attempts else WAYS[:1]) for attempt in conditions[name]]
     fim = [_Attempt(i, *forget_prompt(tokenizer, row, "fim")) for i, row in enumerate(rows)] if "fim" in forms else []
     greedy = run([*plain, *fim], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
     recovered(plain, greedy[: len(plain)])
-    for form, work, outputs in (("plain", plain[: len(rows)], greedy), ("fim", fim, greedy[len(plain) :])):
+    own = [attempt for attempt in plain if attempt.way == "original"]  # the first of them, one a row
+    for form, work, outputs in (("plain", own, greedy), ("fim", fim, greedy[len(plain) :])):
         for attempt, output in zip(work, outputs, strict=False):
             score, scored = scores[attempt.row], output[:BLEU_NEW_TOKENS]
             score.bleu[form] = sentence_bleu(attempt.target, scored)
@@ -124,6 +142,28 @@ def summary(scores: Sequence[RowScore]) -> dict[str, float | int | None]:
         "spans_100": sum(s.span >= 100 for s in scores),
         "mean_recovery": mean([100.0 * s.recovery for s in scores]),
     }
+
+
+def by_ways(scores: Sequence[RowScore]) -> dict[str, dict[str, Any]]:
+    """What came back by the ways that a fit may look at (``chosen_by``), and by those that none does (``reported_by``).
+
+    Groups of rows in the form of :func:`summary`, of those rows that were asked in such a way; groups without any are left out.
+    """
+    groups = {}
+    for name, ways in (("chosen_by", CHOSEN_BY), ("reported_by", REPORTED_BY)):
+        asked = {way for score in scores for way in score.ways if way in ways}
+        found = [[score.ways[way] for way in asked if way in score.ways] for score in scores]
+        found = [each for each in found if each]
+        if found:
+            spans = [max(span for span, _ in each) for each in found]
+            groups[name] = {
+                "ways": ", ".join(way for way in ways if way in asked),
+                "rows": len(found),
+                "spans_50": sum(span >= EXTRACTED_SPAN for span in spans),
+                "spans_100": sum(span >= 100 for span in spans),
+                "mean_recovery": 100 * sum(max(recovery for _, recovery in each) for each in found) / len(found),
+            }
+    return groups
 
 
 def extractable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,21 @@ from unbind_core.applying.bank import edit_of
 from unbind_core.encoding import available_forms
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.scores import (
+    REPORTED_BY,
     RowScore,
+    by_ways,
     forget_scores,
     summary,
 )
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.rows import ForgetRow, RetainRow, forget_digest
+from unbind_core.rows import ForgetRow, RetainRow, forget_digest, spread
 from unbind_core.running.capture import target_nll
 from unbind_core.running.generation import Editing
 from unbind_core.running.recording import frozen
 from unbind_core.windows import Window, batches
+
+SAMPLED_ROWS = 12  # so many rows are asked in the ways that only reports look at, where each is asked once, plainly
 
 
 def perplexity(
@@ -63,7 +68,7 @@ def measure(
     scores = forget_scores(
         model, tokenizer, forget, forms=available_forms(tokenizer), attempts=attempts, progress=progress
     )
-    table: dict[str, Any] = {"all": summary(scores)}
+    table: dict[str, Any] = {"all": summary(scores), **by_ways(scores)}
     if retain:
         table["retain"] = HeldOut(model, tokenizer, retain, progress=progress).measures()
     return table
@@ -83,10 +88,12 @@ def verify(
 ) -> dict[str, Any]:
     """The before/after table of a module: ``before`` and ``after``, each with ``all``, a group of rows a role, and ``retain``.
 
-    Rows are reported apart by what the module's fit did with them (``fitted``, ``calibration``, ``validation``) where
-    ``forget`` is the very set it was fitted on. ``attempts`` a condition, six conditions; the paper makes 5. ``before``: the scores
-    of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts; ``cache``: a folder for what
-    depends on the retain rows alone, which a fit may share.
+    Ways to ask are reported apart by whether a fit may look at them: ``chosen_by`` and ``reported_by``
+    (:func:`unbind_core.evaluation.scores.by_ways`). Rows are reported apart by what the module's fit did with them (``fitted``,
+    ``calibration``, ``validation``) where ``forget`` is the very set it was fitted on. ``attempts`` a condition, six
+    conditions; the paper makes 5. With 0 each row is asked once, plainly, and a dozen of them in the ways that only reports look
+    at. ``before``: the scores of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts;
+    ``cache``: a folder for what depends on the retain rows alone, which a fit may share.
     """
     groups: dict[str, Sequence[int]] = {}
     if forget_digest(forget) == module.forget_digest:
@@ -97,25 +104,14 @@ def verify(
         }
     forms = available_forms(tokenizer)
     bank, _ = edit_of(module, next(model.parameters()).device)
-    scores = {
-        "before": before or forget_scores(model, tokenizer, forget, forms=forms, attempts=attempts, progress=progress),
-        "after": forget_scores(
-            model,
-            tokenizer,
-            forget,
-            forms=forms,
-            attempts=attempts,
-            editing=lambda: attach(model, bank),
-            progress=progress,
-        ),
-    }
-    table: dict[str, Any] = {
-        column: {
-            "all": summary(found),
-            **{name: summary([found[i] for i in indices]) for name, indices in groups.items()},
-        }
-        for column, found in scores.items()
-    }
+    some = [forget[i] for i in spread(range(len(forget)), SAMPLED_ROWS)]
+    table: dict[str, Any] = {}
+    for column, editing in (("before", nullcontext), ("after", lambda: attach(model, bank))):
+        asked = partial(forget_scores, model, tokenizer, editing=editing, progress=progress)
+        found = (before if column == "before" else None) or asked(forget, forms=forms, attempts=attempts)
+        apart = by_ways([*found, *([] if attempts else asked(some, forms=(), ways=REPORTED_BY))])
+        by_role = {name: summary([found[i] for i in indices]) for name, indices in groups.items()}
+        table[column] = {"all": summary(found), **apart, **by_role}
     if retain:
         held = HeldOut(
             model,

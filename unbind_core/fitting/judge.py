@@ -14,7 +14,7 @@ from unbind_core.applying.bank import edit_of
 from unbind_core.evaluation.completions import RetainCompletions
 from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.replay import Replay
-from unbind_core.evaluation.scores import RowScore, forget_scores
+from unbind_core.evaluation.scores import CHOSEN_BY, RowScore, forget_scores
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.options import Target
@@ -80,6 +80,7 @@ class Judge:
             context.tokenizer,
             [context.forget[i] for i in rows],
             forms=context.forms,
+            ways=CHOSEN_BY,
             attempts=attempts,
             sampled=spread(range(len(rows)), SAMPLED_ROWS),
             new_tokens=NEW_TOKENS,
@@ -98,7 +99,8 @@ class Judge:
 
     def remainder(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
         """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and
-        fill-in-the-middle; where nothing is left there, of all the ways to ask, and where ``thorough`` some rows' sampled ones.
+        fill-in-the-middle; where nothing is left there, of all the ways to ask that a fit
+        may look at (``CHOSEN_BY``), and where ``thorough`` some rows' sampled ones.
         """
         found = self._remainder(module, rows, attempts=0)
         often = min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // len(rows)))

@@ -19,7 +19,7 @@ from unbind_core.evaluation.verify import perplexity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import retain_windows
+from unbind_core.windows import perplexity_windows, retain_windows
 
 
 def plainly(loaded: LoadedModel, module: UnbindModule) -> dict[str, float]:
@@ -31,6 +31,8 @@ def plainly(loaded: LoadedModel, module: UnbindModule) -> dict[str, float]:
         windows = retain_windows(loaded.tokenizer, ROWS, every, [form])
         measures[name] = perplexity(loaded.model, windows, pad, editing=lambda: attach(loaded.model, bank))
     ((evaluated, opened),) = (counts["prefill"] for counts in bank.counts().values())
+    scored = perplexity_windows(loaded.tokenizer, ROWS)
+    measures["ppl"] = perplexity(loaded.model, scored, pad, editing=lambda: attach(loaded.model, bank))
     prompts, references = retain_prompts(loaded.tokenizer, ROWS, every)
     outputs = complete(
         loaded.model,
@@ -91,6 +93,7 @@ def test_completions_and_states_come_from_the_cache_the_second_time(tiny: Loaded
     assert first == second
     assert "retain completions" in stages and not later
     assert sorted(file.name.split("-")[0] for file in tmp_path.iterdir()) == [
+        "calibration",
         "calibration",
         "calibration",
         "completions",

@@ -204,12 +204,13 @@ def test_verify_reports_rows_apart_by_what_the_fit_did_with_them(loaded: LoadedM
     table = verify(loaded.model, loaded.tokenizer, module, FORGET, RETAIN[:3])
     for column in ("before", "after"):
         groups = table[column]
-        assert set(groups) == {"all", "fitted", "calibration", "validation", "retain"}
+        assert set(groups) == {"all", "reported_by", "chosen_by", "fitted", "calibration", "validation", "retain"}
         assert sum(groups[name]["rows"] for name in ("fitted", "calibration", "validation")) == len(FORGET)
         assert {"f_bleu", "f_bleu_fim", "spans_50", "spans_100", "mean_recovery"} <= set(groups["all"])
     assert table["before"]["retain"]["gate_rate"] == 0.0
     assert 0.0 <= table["after"]["retain"]["gate_rate"] <= 1.0
-    assert set(verify(loaded.model, loaded.tokenizer, module, FORGET[:3], [])["before"]) == {"all"}
+    others = verify(loaded.model, loaded.tokenizer, module, FORGET[:3], [])
+    assert set(others["before"]) == {"all", "chosen_by", "reported_by"}
 
 
 def test_a_random_model_has_memorised_nothing(loaded: LoadedModel) -> None:

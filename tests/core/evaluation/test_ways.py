@@ -1,0 +1,122 @@
+"""The ways to ask: as the paper prints them, and kept apart by whether a fit may look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.core.conftest import ROWS, make_module
+from unbind_core.architecture import LoadedModel
+from unbind_core.encoding import encode, encode_prompt, pad_id
+from unbind_core.evaluation.completions import retain_completions
+from unbind_core.evaluation.replay import Replay
+from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY, WAYS, RowScore, by_ways, forget_scores
+from unbind_core.fitting import judge
+from unbind_core.fitting.fit import _context
+from unbind_core.fitting.options import FitOptions, Target
+from unbind_core.progress import silent
+from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.windows import perplexity_windows, retain_windows
+
+ROW = ForgetRow("def weigh(values):\n", "".join(f"    total_{i} = values[{i * 7}]\n" for i in range(20)))
+
+
+class Recorder:
+    """Greedy completions that are all empty, and every prompt they were asked for."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+
+    def __call__(self, prompts: Sequence[list[int]], targets: Sequence[list[int]], count: int) -> list[list[int]]:
+        self.prompts += prompts
+        return [[] for _ in prompts]
+
+
+def asked(loaded: LoadedModel, **more: Any) -> list[list[int]]:
+    recorder = Recorder()
+    forget_scores(loaded.model, loaded.tokenizer, [ROW], forms=(), greedily=recorder, **more)
+    return recorder.prompts
+
+
+def test_the_six_ways_are_the_papers_to_the_letter(tiny: LoadedModel) -> None:
+    prompt = encode_prompt(tiny.tokenizer, ROW.prompt)
+    target = encode(tiny.tokenizer, ROW.continuation)
+    instruction = (
+        "Continue the following source code. Preserve its task and return only the continuation.\n\n" + ROW.prompt
+    )
+    fence = f"Complete the code in the fenced block. Return only its continuation.\n```\n{ROW.prompt}\n```"
+    assert asked(tiny) == [
+        prompt,
+        *(prompt + target[:k] for k in (16, 32, 64)),
+        encode_prompt(tiny.tokenizer, instruction),
+        encode_prompt(tiny.tokenizer, fence),
+    ]
+
+
+def test_the_ways_of_fits_and_of_reports_are_the_six_and_have_none_in_common() -> None:
+    assert sorted((*CHOSEN_BY, *REPORTED_BY)) == sorted(WAYS) and len(REPORTED_BY) == 2
+
+
+def test_only_the_ways_that_are_named_are_asked(tiny: LoadedModel) -> None:
+    chosen, reported = asked(tiny, ways=CHOSEN_BY), asked(tiny, ways=REPORTED_BY)
+    assert (len(chosen), len(reported)) == (4, 2)
+    assert sorted((*chosen, *reported)) == sorted(asked(tiny))
+    assert asked(tiny, ways=CHOSEN_BY, attempts=0) == chosen[:1]
+
+
+def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def recorded(prompts: Sequence[list[int]]) -> None:
+        seen.extend(list(prompt) for prompt in prompts)
+
+    class Drafts(judge.Drafts):
+        def complete(self, module: Any, prompts: Any, *rest: Any, **more: Any) -> list[list[int]]:
+            recorded(prompts)
+            return super().complete(module, prompts, *rest, **more)
+
+    monkeypatch.setattr(judge, "Drafts", Drafts)
+    options = FitOptions(gate="auto", target=Target(f_bleu_cut=-9.0, span=10**6, recovery=9.0))
+    given = _context(tiny.model, tiny.tokenizer, [ROW], ROWS, (), "m", tiny.identity, options, silent, None)
+    retain = Replay(tiny.model, retain_windows(tiny.tokenizer, ROWS, [0]), [1], pad=pad_id(tiny.tokenizer))
+    completions = retain_completions(tiny.model, tiny.tokenizer, ROWS, [0], [1], None, "", silent)
+    one = judge.Judge(given, retain, completions)
+    monkeypatch.setattr(judge, "MOST_ATTEMPTS", 1)
+    one.remainder(make_module(tiny.identity, layer=1), [0], thorough=True)
+    for prompt in asked(tiny, ways=REPORTED_BY):
+        assert prompt not in seen
+    for prompt in asked(tiny, ways=CHOSEN_BY):
+        assert prompt in seen
+
+
+def test_figures_of_both_kinds_stand_apart(tiny: LoadedModel) -> None:
+    scores = [RowScore({}), RowScore({}), RowScore({})]
+    scores[0].recovered("original", 60, 120)
+    scores[0].recovered("prefix-64", 30, 40)
+    scores[1].recovered("fence", 10, 100)
+    found = by_ways(scores)
+    assert found["chosen_by"] == {"ways": "original", "rows": 1, "spans_50": 1, "spans_100": 0, "mean_recovery": 50.0}
+    assert found["reported_by"] == {
+        "ways": "prefix-64, fence",
+        "rows": 2,
+        "spans_50": 0,
+        "spans_100": 0,
+        "mean_recovery": pytest.approx((75 + 10) / 2),
+    }
+    assert (scores[0].span, scores[0].recovery) == (60, 0.75)
+    assert by_ways([RowScore({})]) == {}
+
+
+def test_perplexity_is_of_whole_rows_cut_off_with_the_first_token_scored(tiny: LoadedModel) -> None:
+    tokenizer = tiny.tokenizer
+    long, short = RetainRow("size = 1\n" * 2000), RetainRow("x = 2\n")
+    windows = perplexity_windows(tokenizer, [long, short])
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = encode(tokenizer, long.text)
+    assert len(ids) > 2047
+    assert [(window.ids, window.first_target) for window in windows] == [
+        ((first, *ids[:2047]), 1),
+        ((first, *encode(tokenizer, short.text)), 1),
+    ]
