@@ -48,7 +48,7 @@ class Settings(BaseModel):
     )
     retain_calibration: Annotated[
         Path | None,
-        Field(description="JSONL of retain rows unseen in training, for the budgets; else a fifth of retain"),
+        Field(description="JSONL of retain rows unseen in training: half choose, half certify; else a fifth of retain"),
     ] = DEMO / "rows" / "retain_calibration.jsonl"
     retain_test: Annotated[Path | None, Field(description="JSONL of retain rows for the before/after table")] = (
         DEMO / "rows" / "retain_test.jsonl"

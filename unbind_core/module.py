@@ -21,7 +21,7 @@ from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.fields import field_problems
 from unbind_core.files import MAX_BYTES, read_regular, write_whole
 from unbind_core.identity import ModelIdentity
-from unbind_core.module_checks import PARTITIONS, module_problems
+from unbind_core.module_checks import FIRST_PARTITIONS, PARTITIONS, module_problems
 from unbind_core.module_file import FLOAT32, TENSORS, UNREADABLE, filed, read, written
 
 
@@ -158,7 +158,7 @@ class UnbindModule:
         tensors, described = read(data, origin)
         for name, problem in field_problems(described):
             raise ModuleFileError(f"{origin}: metadata field {name} {problem}; fit it again")
-        for part in PARTITIONS:
+        for part in FIRST_PARTITIONS:
             if part not in described["partitions"]:
                 raise ModuleFileError(f"{origin}: metadata field partitions.{part} is missing; fit it again")
         made = {"model": ModelIdentity(**described["model"]), "forms": tuple(described["forms"])}
@@ -210,7 +210,8 @@ class UnbindModule:
         """All metadata as plain JSON values (less the checksum); a file leaves out what its format implies."""
         described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in TENSORS}
         described["model"] = asdict(self.model)
-        described["partitions"] = {key: list(self.partitions.get(key, ())) for key in PARTITIONS}
+        parts = (key for key in PARTITIONS if key in FIRST_PARTITIONS or key in self.partitions)
+        described["partitions"] = {key: list(self.partitions.get(key, ())) for key in parts}
         for key in ("budgets", "measured", "versions", "settings", "calibrated"):
             described[key] = dict(described[key])
         return described | {"format": filed(described)["format"]}

@@ -16,7 +16,9 @@ from unbind_core.module_file import CORRECTIONS, DETECTORS, shown
 if TYPE_CHECKING:
     from unbind_core.module import UnbindModule
 
-PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
+# In every file; the certificate's rows came later.
+FIRST_PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
+PARTITIONS = (*FIRST_PARTITIONS, "retain_certificate")
 POLICIES = ("silent", "rewrite")
 MAX_GATE_WINDOW = 256  # positions
 MAX_RANK = 256  # of a low-rank correction

@@ -16,7 +16,7 @@ from unbind_core.canonical import canonical_json
 from unbind_core.errors import DataError, InsufficientRows
 
 MINIMUM_FORGET_ROWS = 3
-RETAIN_CALIBRATION = 150  # fewer rows say little of rates of some per mille
+RETAIN_CALIBRATION = 150  # to choose by, and as many to certify on: fewer say little of rates of some per mille
 PROMPT_SHARE = 0.25
 
 
@@ -40,16 +40,20 @@ class RetainRow:
 
 @dataclass(frozen=True)
 class Partitions:
-    """Row indices by role (Appendix A.1, table 5). Every row has one role; all windows of a row share it."""
+    """Row indices by role (Appendix A.1, table 5). Every row has one role; all windows of a row share it.
+
+    ``retain_calibration`` chooses threshold, strength and gate; ``retain_certificate``, which the paper has not, chooses nothing.
+    """
 
     forget_fit: tuple[int, ...]
     forget_calibration: tuple[int, ...]
     forget_validation: tuple[int, ...]
     retain_fit: tuple[int, ...]
     retain_calibration: tuple[int, ...]
+    retain_certificate: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, list[int]]:
-        """The five lists by name, as the module file records them."""
+        """The lists by name, as the module file records them."""
         return {name: list(indices) for name, indices in asdict(self).items()}
 
 
@@ -168,11 +172,13 @@ def make_partitions(
     set_apart: int = 0,
     *,
     split_forget: bool = True,
+    certify: bool = True,
 ) -> Partitions:
     """Seeded partitions by source row: forget by :func:`forget_sizes`, retain 80/20 % of at most ``retain_limit`` rows.
 
     With ``set_apart`` the calibration rows are drawn from the last so many retain rows, the fitting rows from the others:
-    at least 150 for calibration where there are so many. Without ``split_forget`` every forget row is fitted.
+    at least 300 where there are so many. Half of the calibration rows choose, the other half is the certificate part; without
+    ``certify`` all of them choose. Without ``split_forget`` every forget row is fitted.
     Raises InsufficientRows with the number that is needed.
     """
     if split_forget and len(forget) < MINIMUM_FORGET_ROWS:
@@ -203,17 +209,20 @@ def make_partitions(
     if set_apart:
         apart = list(range(len(pool), len(retain)))
         pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit - round(limit * 0.2)), rng)
-        held_apart = min(len(apart), max(RETAIN_CALIBRATION, round(limit * 0.2)))
+        held_apart = min(len(apart), max(2 * RETAIN_CALIBRATION, round(limit * 0.2)))
         retain_calibration = _draw(apart, lambda i: retain[i].language, held_apart, rng)
     else:
         pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit), rng)
         retain_calibration = _draw(pool, lambda i: retain[i].language, max(1, round(len(pool) * 0.2)), rng)
+    held_out = set(retain_calibration)
+    certificate = _draw(retain_calibration, lambda i: retain[i].language, len(held_out) // 2 if certify else 0, rng)
     return Partitions(
         forget_fit=tuple(i for i in everything if i not in set(held)),
         forget_calibration=tuple(i for i in held if i not in set(validation)),
         forget_validation=tuple(validation),
-        retain_fit=tuple(i for i in pool if i not in set(retain_calibration)),
-        retain_calibration=tuple(retain_calibration),
+        retain_fit=tuple(i for i in pool if i not in held_out),
+        retain_calibration=tuple(i for i in retain_calibration if i not in set(certificate)),
+        retain_certificate=tuple(certificate),
     )
 
 

@@ -69,6 +69,7 @@ def gate_figures(
                 "outcome": found.outcome,
                 **forgetting(before, after),
                 **retained.measure((module,)),
+                "certificate": found.certificate,
                 "fit_seconds": seconds,
                 "attempts": 6 * tries,
                 "layer": module.layer,

@@ -44,7 +44,9 @@ def submit(
     effective_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     expires_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     seed: int = 0,
-    gate: Annotated[str, typer.Option(help="auto, or paper for exactly the published one.")] = "auto",
+    gate: Annotated[
+        str, typer.Option(help="auto; paper for the paper's gate; paper-strict for exactly the published fit.")
+    ] = "auto",
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions and time.")] = False,
     idempotency_key: Text = None,

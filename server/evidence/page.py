@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from server.evidence import plots
 from server.registry.lifecycle import InForce, standing
+from unbind_core.fitting.bounds import told
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -27,7 +28,7 @@ _MEASURES = (
     ("retain NLL increase", "retain_nll_increase", "nll"),
     ("retain BLEU drop", "retain_bleu_drop", "bleu"),
 )
-_BOUNDS = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU drop", "open_rate": "gates open"}
+_COSTS = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU drop", "open_rate": "gates open"}
 
 
 def page(payload: Mapping[str, Any]) -> str:
@@ -99,6 +100,8 @@ def _fit(report: Mapping[str, Any]) -> dict[str, Any]:
     shown = bool(scan) or (bool(report) and not levels)
     return {
         "cost": _cost(report.get("selected"), report.get("budgets") or {}),
+        "certificate": told(report["certificate"]) if report.get("certificate") else None,
+        "bounds": _bounds(report.get("certificate") or {}),
         "candidates": plots.scan(scan or []) if shown else None,
         "levels": _levels(levels) if levels else None,
     }
@@ -107,16 +110,26 @@ def _fit(report: Mapping[str, Any]) -> dict[str, Any]:
 def _cost(chosen: Mapping[str, Any] | None, allowed: Mapping[str, Any]) -> dict[str, Any] | None:
     if not chosen:
         return None
-    if chosen.get("cost"):
-        bounds = chosen["cost"]["bounds"]
-        rows = [(label, float(bounds[key]), float(allowed[key])) for key, label in _BOUNDS.items() if key in allowed]
+    if cost := chosen.get("cost"):
+        found = cost.get("cautious") or cost["bounds"]  # as reports called them once
+        rows = [(label, float(found[key]), float(allowed[key])) for key, label in _COSTS.items() if key in allowed]
     else:
         rows = [
             (label, float(chosen[key]), float(allowed.get(budget, 0.01)))
             for label, key, budget in _MEASURES
             if chosen.get(key) is not None
         ]
-    return {"upper_bounds": bool(chosen.get("cost")), "plot": plots.bars(rows)}
+    return {"cautious": bool(chosen.get("cost")), "plot": plots.bars(rows)}
+
+
+def _bounds(certificate: Mapping[str, Any]) -> list[list[str]]:
+    """The lines of a certificate: what was observed, and the upper bound with its method, rows and level."""
+    names = {"touched": "rows with an open gate", **_COSTS}
+    return [
+        [label, *(_number(certificate[key][part]) for part in ("observed", "value", "method", "n", "level"))]
+        for key, label in names.items()
+        if key in certificate
+    ]
 
 
 def _levels(levels: Iterable[Mapping[str, Any]]) -> list[list[str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.registry.tables import JobKind
+from unbind_core.fitting.bounds import told
 
 # Share of the whole job's time, as measured on the demo world; progress is reported in these proportions.
 PLANS: Mapping[JobKind, Mapping[str, float]] = {
@@ -71,13 +72,17 @@ def ends(stage: str, result: Mapping[str, Any]) -> str | None:
 
 def remark(results: Mapping[str, Mapping[str, Any]]) -> str:
     """What there is to know of a module although it was made, "" where nothing is."""
-    if results.get("fit", {}).get("outcome") != SHORT:
-        return ""
-    forgot = (results["fit"].get("selected") or {}).get("forgot") or {}
-    left = ", ".join(f"{form} {share:.0%}" for form, share in forgot.get("f_bleu_left", {}).items())
-    return "short: the module is within its budgets, but forgets less than was aimed at" + (
-        f" (F-BLEU left: {left}; rows with long exact spans: {forgot['spans']})" if left else ""
-    )
+    fit, said = results.get("fit", {}), []
+    if fit.get("outcome") == SHORT:
+        forgot = (fit.get("selected") or {}).get("forgot") or {}
+        left = ", ".join(f"{form} {share:.0%}" for form, share in forgot.get("f_bleu_left", {}).items())
+        said.append(
+            "short: the module is within its budgets, but forgets less than was aimed at"
+            + (f" (F-BLEU left: {left}; rows with long exact spans: {forgot['spans']})" if left else "")
+        )
+    if (certificate := fit.get("certificate") or {}).get("over"):
+        said.append(f"certificate: {told(certificate)}")
+    return "; ".join(said)
 
 
 def progress_of(kind: JobKind, stage: str, within: float) -> float:

@@ -168,6 +168,7 @@ def fit_module(context: Context) -> dict[str, Any]:
         "selected": full["selected"],
         "seconds": full["seconds"],
         "retain_rows_left_out": len(report.retain_rows_left_out),
+        "certificate": full["certificate"],
     }
 
 

@@ -158,7 +158,12 @@ def make_module(
         "quantile": 0.5,
         "model": identity,
         "forms": ("plain", "fim"),
-        "partitions": {"forget_fit": (0, 2), "forget_calibration": (1,), "retain_fit": (0, 1)},
+        "partitions": {
+            "forget_fit": (0, 2),
+            "forget_calibration": (1,),
+            "retain_fit": (0, 1),
+            "retain_certificate": (2,),
+        },
         "budgets": {"kl": 0.01},
         "measured": {"forget_nll": 3.5},
         "forget_digest": "0" * 64,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ def test_the_metadata_is_one_canonical_json_string_with_the_documented_fields() 
     assert set(wanted.split()) <= set(described)
     assert set(described["model"]) == {"fingerprint", "name", "hidden_size", "num_layers"}
     assert set(described["partitions"]) == set(PARTITIONS)
+
+
+def test_a_file_without_a_certificate_part_loads_and_keeps_its_bytes() -> None:
+    parts = {part: rows for part, rows in make_module(MODEL).partitions.items() if part != "retain_certificate"}
+    data = replace(make_module(MODEL), partitions=parts).to_bytes()
+    assert "retain_certificate" not in metadata_of(data)["partitions"]
+    again = UnbindModule.from_bytes(data)
+    assert again.to_bytes() == data
 
 
 def test_a_truncated_file_is_refused_at_every_length() -> None:

@@ -82,14 +82,34 @@ def test_partitions_are_disjoint_cover_every_row_and_depend_on_the_seed_alone(co
     assert sorted(parts.forget_fit + parts.forget_calibration + parts.forget_validation) == list(range(count))
     assert parts.forget_fit and parts.forget_calibration and parts.forget_validation
     assert parts == make_partitions(forget, kept, seed)
-    assert not set(parts.retain_fit) & set(parts.retain_calibration)
+    retained = (*parts.retain_fit, *parts.retain_calibration, *parts.retain_certificate)
+    assert sorted(retained) == list(range(30)) and all(parts.to_json().values())
 
 
 def test_retain_rows_are_limited_and_split_80_20_in_proportion_to_language() -> None:
     kept = retain(1000, ("go", "python", "python", "python"))
-    parts = make_partitions(rows(30), kept, 0, 600)
-    assert (len(parts.retain_fit), len(parts.retain_calibration)) == (480, 120)
+    parts = make_partitions(rows(30), kept, 0, 600, certify=False)
+    assert (len(parts.retain_fit), len(parts.retain_calibration), parts.retain_certificate) == (480, 120, ())
     assert Counter(kept[i].language for i in parts.retain_calibration) == {"go": 30, "python": 90}
+
+
+def test_half_of_the_calibration_rows_choose_and_half_certify_in_proportion_to_language() -> None:
+    kept = retain(1000, ("go", "python", "python", "python"))
+    whole, parts = (make_partitions(rows(30), kept, 0, 600, certify=certify) for certify in (False, True))
+    assert parts.retain_fit == whole.retain_fit
+    assert sorted((*parts.retain_calibration, *parts.retain_certificate)) == list(whole.retain_calibration)
+    for part in (parts.retain_calibration, parts.retain_certificate):
+        assert Counter(kept[i].language for i in part) == {"go": 15, "python": 45}
+
+
+def test_rows_given_for_calibration_are_those_that_choose_and_certify() -> None:
+    kept = retain(1000)
+    parts = make_partitions(rows(30), kept, 0, 2500, set_apart=150)
+    assert parts.retain_fit == tuple(range(850))
+    assert sorted((*parts.retain_calibration, *parts.retain_certificate)) == list(range(850, 1000))
+    assert len(parts.retain_certificate) == 75
+    many = make_partitions(rows(30), kept, 0, 500, set_apart=600)
+    assert len(many.retain_calibration) == len(many.retain_certificate) == 150
 
 
 def test_the_retain_rows_drawn_do_not_depend_on_the_forget_set() -> None:

@@ -24,6 +24,7 @@ from server.registry.registry import Registry
 from server.registry.tables import JobState
 from server.settings import Settings
 from tests.server.registry.test_registry import claim, made_by, submit
+from unbind_core.fitting.bounds import mean_bound, share_bound
 
 HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single'"
 TRIAL = {
@@ -92,20 +93,37 @@ def test_the_page_shows_plots_and_tables_and_runs_and_fetches_nothing(document: 
 
 
 def test_the_page_tells_of_gates_with_memory(document: dict[str, Any]) -> None:
-    bounds = {"kl": 0.001, "nll": 0.002, "bleu": 0.0, "open_rate": 0.001}
+    costs = {"kl": 0.001, "nll": 0.002, "bleu": 0.0, "open_rate": 0.001}
     level = {
         "gate": "network",
         "layer": 3,
         "width": 128,
         "axis": "gradient",
-        "cost": {"bounds": bounds},
+        "cost": {"cautious": costs},
         "verdict": "chosen",
     }
     payload = copy.deepcopy(document["payload"])
-    payload["report"] = {"selected": level, "scan": [], "levels": [level], "budgets": dict.fromkeys(bounds, 0.005)}
+    payload["report"] = {"selected": level, "scan": [], "levels": [level], "budgets": dict.fromkeys(costs, 0.005)}
     payload["exhibits"]["histograms"]["score"] = "evidence <b>"
     html = page(payload)
     assert html.count("<svg") == 2 and "gradient" in html and "evidence &lt;b&gt;" in html and "0.0020 of 0.005" in html
+
+
+def test_the_page_says_what_rows_that_chose_nothing_cost(document: dict[str, Any]) -> None:
+    assert "<h2>Certificate</h2>" not in document["html"]
+    payload = copy.deepcopy(document["payload"])
+    certificate = {"touched": share_bound(0, 150).to_json(), "kl": mean_bound([0.0] * 150, ways=4).to_json()}
+    payload["report"]["certificate"] = {**certificate, "level": 0.95, "cap": 1.0, "over": []}
+    payload["report"]["selected"] = {"cost": {"bounds": {"kl": 0.001}}}  # as reports called the estimates once
+    group = {"ways": "prefix-64, fence", "rows": 12, "spans_50": 0}
+    payload["result"]["verify"]["after"]["reported_by"] = group
+    html = page(payload)
+    assert (
+        "0 of 150 retain rows that chose nothing were touched: at most 2.0 % of such rows are (95 %, clopper-pearson)"
+        in html
+    )
+    assert "clopper-pearson<td>150<td>0.95" in html and "hoeffding<td>150<td>0.95" in html
+    assert "reported_by<td>ways<td><td>prefix-64, fence" in html
 
 
 def test_every_text_of_the_document_is_shown_as_text(document: dict[str, Any]) -> None:

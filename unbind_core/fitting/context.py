@@ -93,7 +93,8 @@ class Context:
 
     def contradicting(self) -> list[int]:
         """The retain rows that hold such a span: what is to be kept there is what is to be forgotten."""
-        drawn = [*self.parts.retain_fit, *self.parts.retain_calibration]
+        parts = self.parts
+        drawn = [*parts.retain_fit, *parts.retain_calibration, *parts.retain_certificate]
         return [i for i in sorted(drawn) if self.holds_protected(encode(self.tokenizer, self.retain[i].text))]
 
     def retain_windows(self, indices: Sequence[int]) -> list[Window]:

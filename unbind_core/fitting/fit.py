@@ -20,8 +20,9 @@ from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
+from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.options import GATES, Clock, FitOptions, FitReport
+from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome
 from unbind_core.fitting.paper import fit_paper
 from unbind_core.fitting.retained import retained
 from unbind_core.identity import ModelIdentity
@@ -66,14 +67,16 @@ def fit(
     """Fit and calibrate one module that makes ``model`` forget the continuations of ``forget``; ``options.gate`` says how.
 
     ``retain_calibration``: rows for the retain budgets that the model was not trained on, which makes honester rates;
-    without them a fifth of ``retain`` is set aside. Partitions count them after ``retain``. ``identity`` (from
+    without them a fifth of ``retain`` is set aside. Half of them choose, the other half certifies: what the module costs rows that
+    chose nothing is ``report.certificate``. Partitions count them after ``retain``. ``identity`` (from
     :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. ``cache`` is a folder for
     what does not depend on the forget set; ``before``: what ``forget_scores(..., attempts=0)`` gave for these rows and the
     unedited model in all forms, where that is known. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
     UnsupportedArchitecture, and Cancelled where the callback raises it.
 
     With outcome "ineffective" the module has kappa = 0 and changes nothing: do not deploy it. With "short" it forgets less than
-    was aimed at. ``gate="paper"`` keeps rows of the forget set back for calibration and validation, as the paper does;
+    was aimed at. The paper's gates keep rows of the forget set back for calibration and validation, as the paper does, and
+    "paper-strict" takes its 600 retain rows, all of ``retain``, as 480 and 120 without a certificate;
     ``gate="auto"`` fits all of them and needs no more than one.
     """
     if before is not None and len(before) != len(forget):
@@ -85,7 +88,16 @@ def fit(
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
     with packed_linears(model):
-        return fit_paper(context) if context.options.gate == "paper" else fit_auto(context)
+        module, report = (fit_paper if context.options.gate in PAPER_GATES else fit_auto)(context)
+        if report.outcome is Outcome.INEFFECTIVE:
+            return module, report  # it changes nothing, and is not to be deployed
+        certificate = certify(context, module, report.retain_rows_left_out)
+    if certificate is None:
+        return module, report
+    return (
+        replace(module, measured={**module.measured, "certificate": certificate}),
+        replace(report, certificate=certificate),
+    )
 
 
 def prepare_retained(
@@ -114,17 +126,19 @@ def prepare_retained(
 
 def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
     retained(context)
-    if held_out:
-        with context.clock.stage("held-out completions"):
-            prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)))
-            unedited_completions(
-                context.model,
-                context.tokenizer,
-                prompts,
-                cache=context.cache,
-                fingerprint=context.identity.fingerprint,
-                progress=context.progress,
-            )
+    certificate = [context.retain[i] for i in context.parts.retain_certificate]
+    for stage, rows in (("certificate completions", certificate), ("held-out completions", held_out)):
+        with context.clock.stage(stage):
+            prompts, _ = retain_prompts(context.tokenizer, rows, range(len(rows)))
+            if prompts:
+                unedited_completions(
+                    context.model,
+                    context.tokenizer,
+                    prompts,
+                    cache=context.cache,
+                    fingerprint=context.identity.fingerprint,
+                    progress=context.progress,
+                )
 
 
 def _context(
@@ -141,6 +155,9 @@ def _context(
 ) -> Context:
     options = options or FitOptions()
     layers = _check_options(options, len(decoder_layers(model)))
+    options, strict = options.settled(), options.gate == "paper-strict"
+    if strict:
+        retain_calibration = ()  # the paper takes all of its retain rows from those the model was trained on
     rows = [*retain, *retain_calibration]
     return Context(
         model=model,
@@ -155,7 +172,8 @@ def _context(
             options.seed,
             options.retain_limit or RETAIN_LIMIT,
             len(retain_calibration),
-            split_forget=options.gate == "paper",
+            split_forget=options.gate in PAPER_GATES,
+            certify=not strict,
         ),
         layers=layers,
         forms=available_forms(tokenizer, options.forms),

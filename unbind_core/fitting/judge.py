@@ -18,7 +18,7 @@ from unbind_core.evaluation.scores import CHOSEN_BY, RowScore, forget_scores
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.options import Target
-from unbind_core.fitting.separation import upper_bound
+from unbind_core.fitting.separation import cautious
 from unbind_core.module import UnbindModule
 from unbind_core.rows import spread
 
@@ -29,16 +29,19 @@ NEW_TOKENS = 64  # a span that counts shows in so many; the own prompts are comp
 
 @dataclass(frozen=True)
 class Cost:
-    """What a module costs on the retain-calibration rows: means, and upper bounds of them."""
+    """What a module costs on the retain rows that choose: means, and cautious estimates of them, which budgets are held against.
+
+    No bounds: these rows chose the module. What it costs others is said by ``certificate.py``.
+    """
 
     nll: float
     kl: float
     open_rate: float
-    bounds: Budgets
+    cautious: Budgets
 
     def within(self, budgets: Budgets) -> bool:
-        """Whether every bound is within its budget."""
-        return all(getattr(self.bounds, key) <= value for key, value in asdict(budgets).items())
+        """Whether every cautious estimate is within its budget."""
+        return all(getattr(self.cautious, key) <= value for key, value in asdict(budgets).items())
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,16 @@ class Judge:
         outcome = self.retain.run(selection, module.layer, kl_budget=float("inf"), progress=self.context.progress)
         rows = list(outcome.rows.values())
         drops = self.completions.drops(bank, selection, module.layer, self.context.progress)
-        bounds = Budgets(
-            kl=upper_bound([(row.kl, row.scored) for row in rows]),
-            nll=upper_bound([(row.nll, row.scored) for row in rows]),
-            bleu=upper_bound([(drop, 1.0) for drop in drops]) if drops else 0.0,
-            open_rate=upper_bound([(float(row.changed), row.positions) for row in rows]),
+        estimates = Budgets(
+            kl=cautious([(row.kl, row.scored) for row in rows]),
+            nll=cautious([(row.nll, row.scored) for row in rows]),
+            bleu=cautious([(drop, 1.0) for drop in drops]) if drops else 0.0,
+            open_rate=cautious([(float(row.changed), row.positions) for row in rows]),
         )
         scored, positions = sum(row.scored for row in rows), sum(row.positions for row in rows)
         return Cost(
             sum(row.nll for row in rows) / scored,
             sum(row.kl for row in rows) / scored,
             sum(row.changed for row in rows) / positions,
-            bounds,
+            estimates,
         )

@@ -1,6 +1,6 @@
 """What can be chosen of a fit, and what it reports: shared by both ways to choose a gate.
 
-``fitting.py`` prepares; ``paper.py`` and ``auto.py`` fit.
+``fit.py`` prepares; ``paper.py`` and ``auto.py`` fit.
 """
 
 from __future__ import annotations
@@ -9,18 +9,33 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from unbind_core.errors import DataError
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
-from unbind_core.fitting.calibration import NORM_STRENGTHS, PAPER_STRENGTHS, QUANTILES, Budgets
+from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY
+from unbind_core.fitting.calibration import NORM_STRENGTHS, PAPER_QUANTILES, PAPER_STRENGTHS, QUANTILES, Budgets
 from unbind_core.fitting.fisher import RIDGE
 from unbind_core.windows import MAX_WINDOW
 
-# "auto" is held to the likelihood budgets of the paper with 95 % upper bounds, where the paper holds means to them.
-BUDGETS = {"paper": Budgets(), "auto": Budgets(bleu=0.01, open_rate=0.002)}
+# "auto" is held to the likelihood budgets of the paper with cautious estimates, where the paper holds means to them.
+BUDGETS = {"paper": Budgets(), "paper-strict": Budgets(), "auto": Budgets(bleu=0.01, open_rate=0.002)}
 GATES = tuple(BUDGETS)
+PAPER_GATES = ("paper", "paper-strict")
+# What "paper-strict" fixes: Appendices A.1 and B.3. Layers and seed are left to choose.
+STRICT: dict[str, Any] = {
+    "forms": ("plain",),
+    "quantiles": PAPER_QUANTILES,
+    "strengths": PAPER_STRENGTHS,
+    "norm_strengths": (),
+    "ridge": RIDGE,
+    "budgets": BUDGETS["paper-strict"],
+    "retain_limit": 600,
+    "max_window": MAX_WINDOW,
+    "full_scan": True,
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,9 @@ class Target:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What can be chosen. ``gate`` "paper" gives exactly the paper's module; "auto" goes from the simplest gate to the richest
-    and takes the first that reaches the ``target`` with the 95 % upper bounds of its costs within the budgets.
+    """What can be chosen. ``gate`` "paper-strict" does what the paper did, and nothing else (``STRICT``); "paper" gives the paper's
+    kind of module with finer grids, more rows and both forms; "auto" goes from the simplest gate to the richest and takes the first
+    that reaches the ``target`` with cautious estimates of its costs within the budgets.
 
     ``budgets`` None means the gate's own (``BUDGETS``); ``layers`` None tries all; ``forms`` None takes all that the tokenizer
     has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 2,500; ``state_bytes``: how much of the
@@ -62,6 +78,16 @@ class FitOptions:
     max_window: int = MAX_WINDOW
     full_scan: bool = False
     state_bytes: int = 2**30
+
+    def settled(self) -> FitOptions:
+        """These options with what the gate fixes. Raises DataError, naming the field, where another value was asked for."""
+        if self.gate != "paper-strict":
+            return self
+        default = FitOptions()
+        for key, value in STRICT.items():
+            if getattr(self, key) not in (getattr(default, key), value):
+                raise DataError(f"{key}: gate 'paper-strict' fixes it to {value}; leave it out, or use gate 'paper'")
+        return replace(self, **STRICT)
 
     @property
     def limits(self) -> Budgets:
@@ -89,7 +115,9 @@ class FitReport:
     nothing above strength 0 met the budgets. ``gate``: the kind that was chosen. ``levels``: what each kind that was
     tried reached, and why it was or was not taken. ``scan``: every candidate of the paper's gate. ``retain_rows_left_out``:
     the retain rows (numbered as in the module's partitions) that repeat forget rows so far that neither detector nor
-    thresholds may go by them.
+    thresholds may go by them. ``certificate``: what the module costs retain rows that chose nothing, with upper bounds
+    (``certificate.py``); None where there are no such rows. ``ways``: by which ways to ask forgetting was chosen, and which only
+    reports look at; every figure of forgetting in here is of the first kind.
     """
 
     outcome: Outcome
@@ -102,6 +130,10 @@ class FitReport:
     gate: str = "paper"
     levels: list[dict[str, Any]] = field(default_factory=list)
     retain_rows_left_out: list[int] = field(default_factory=list)
+    certificate: dict[str, Any] | None = None
+    ways: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"chosen_by": CHOSEN_BY, "reported_by": REPORTED_BY}
+    )
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

@@ -1,4 +1,4 @@
-"""How far apart a network puts forget and retain rows: evidence over a window, the thresholds that follow, bounds of rates."""
+"""How far apart a network puts forget and retain rows: evidence over a window, and the thresholds that follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOWS = (8, 16, 32)
 GAP = (0.75, 0.5, 0.25)
 MISSED = 0.005  # share of the forget positions that need not be reached
 SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped
-RESAMPLES, CONFIDENCE = 1000, 0.95
+RESAMPLES, QUANTILE = 1000, 0.95
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int) -> list[
 class Separation:
     """How far apart a detector puts forget and retain evidence with one window.
 
-    ``retained`` is the lowest threshold at which the bound of the retain rows' opening rate is within the budget,
+    ``retained`` is the lowest threshold at which the retain rows' opening rate, estimated cautiously, is within the budget,
     ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of the forget positions reach,
     ``reference`` the mean retain score (the paper's s_ref). ``margin`` is the gap between forgotten and retained, in units
     of the distance between the two medians.
@@ -70,7 +70,7 @@ class Separation:
 
 
 def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:
-    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, as a 95 % bound over rows."""
+    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, estimated cautiously."""
     ours = torch.cat([one.e[one.first :] for one in forget])
     theirs = torch.cat([one.e for one in retain])
     retained = _lowest_within(retain, theirs, rate)
@@ -119,21 +119,24 @@ def as_decided(
 
 
 def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:
-    """The lowest of some thresholds at which the bound of the opening rate is within ``rate``; if none is, just over them all."""
+    """The lowest of some thresholds at which the cautious opening rate is within ``rate``; if none is, just over them all."""
     for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.02):
         tau = float(every.topk(max(1, round(share * rate * len(every)))).values[-1])
         rows: dict[int, tuple[float, float]] = {}
         for one in retain:
             opened, count = rows.get(one.row, (0.0, 0.0))
             rows[one.row] = opened + float((one.e >= tau).sum()), count + len(one.e)
-        if upper_bound(list(rows.values())) <= rate:
+        if cautious(list(rows.values())) <= rate:
             return tau
     return float(every.max()) * (1 + 1e-6) + 1e-6
 
 
-def upper_bound(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
-    """95 % upper confidence bound of sum(a) / sum(b) over (a, b) of each row, by bootstrap over rows."""
+def cautious(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
+    """sum(a) / sum(b) over (a, b) of each row, on the high side: the 95 % quantile of it over rows drawn again and again.
+
+    A margin to choose by, and no bound: where no row costs anything it is 0. What holds is in ``bounds.py``.
+    """
     table = torch.tensor(parts, dtype=torch.float64)
     drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))
     sums = table[drawn].sum(1)
-    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(CONFIDENCE))
+    return float((sums[:, 0] / sums[:, 1].clamp(min=1e-12)).quantile(QUANTILE))

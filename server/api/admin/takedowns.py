@@ -50,9 +50,10 @@ async def post_takedown(
     else:
         body = _validated(TakedownBody, _json(await request.body(), "the body"))
         fields, intake = body, await asyncio.to_thread(from_json, body.rows)
-    if fields.options.gate == "paper" and len(intake.rows) < MINIMUM_FORGET_ROWS:
+    gate = fields.options.gate
+    if gate != "auto" and len(intake.rows) < MINIMUM_FORGET_ROWS:
         raise InsufficientRows(
-            f"rows: {len(intake.rows)} different; options.gate 'paper' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
+            f"rows: {len(intake.rows)} different; options.gate '{gate}' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
         )
     options = _checked_options(served, fields.options)
     positions = await asyncio.to_thread(_positions, served, intake)
@@ -197,6 +198,12 @@ def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any
     count = served.loaded.identity.num_layers
     if any(layer >= count for layer in options.layers or []):
         raise ApiError(400, f"options.layers: the model has layers 0 to {count - 1}", param="options.layers")
+    if options.gate == "paper-strict" and options.budgets is not None:
+        raise ApiError(
+            400,
+            "options.budgets: gate 'paper-strict' holds the paper's own; leave them out, or use gate 'paper'",
+            param="options.budgets",
+        )
     if options.scope is not None and options.scope not in scopes(served):
         raise ApiError(
             400,

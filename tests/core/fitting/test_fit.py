@@ -155,7 +155,7 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
             **asked,
         )
     assert "forget states" in seen and not {"retain states", "retain completions"} & set(seen)
-    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 5
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 6
     seen.clear()
     given = {"cache": tmp_path, "fingerprint": loaded.identity.fingerprint, "progress": callback}
     HeldOut(loaded.model, loaded.tokenizer, held_out, [1], **given)
