@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from server.engine.modules import ModuleTable
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError, invalid
 from server.registry.store import Scan
-from server.rules import MAX_MODULES, MAX_STRENGTH, Rules
+from server.rules import MAX_MODULES, MAX_STRENGTH, Rules, WhenOpen
 
 HEADER = "X-Unbind-Modules"
 FIELD = "unbind.modules"
@@ -97,6 +98,14 @@ def resolve(asked: Mapping[str, float], scopes: Sequence[Rules] = (), profiles: 
     add(asked)
     shadow = {name for scope in (*scopes, *profiles) for name in scope.shadow}
     return Effective(strengths, required, tuple(sorted(shadow - strengths.keys())))
+
+
+def when_open(setting: WhenOpen, server: Rules, key: Rules, profiles: Iterable[Rules]) -> WhenOpen:
+    """What holds for a call while a gate is open: what its key says, else the server's rules, else the setting; a profile, which
+    requests may choose, only makes it stricter.
+    """
+    base = key.when_open or server.when_open or setting
+    return max((base, *(rules.when_open or base for rules in profiles)), key=get_args(WhenOpen).index)
 
 
 def standing(scan: Scan, scopes: Collection[str]) -> Rules:

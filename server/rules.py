@@ -6,7 +6,7 @@ Written in the settings file or by the admin API, kept by the registry, united i
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
@@ -14,6 +14,7 @@ MAX_STRENGTH = 10.0
 MAX_MODULES = 4096
 ModuleName = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Strength = Annotated[float, Field(gt=0, le=MAX_STRENGTH, allow_inf_nan=False)]
+WhenOpen = Literal["allow", "strip", "refuse"]  # the loosest first
 
 
 def _not_mistaken(name: str) -> str:
@@ -72,6 +73,10 @@ class Rules(BaseModel):
     allowed: Annotated[
         list[ModuleName] | None,
         Field(max_length=MAX_MODULES, description="what requests may add; null allows every module"),
+    ] = None
+    when_open: Annotated[
+        WhenOpen | None,
+        Field(description="log-probabilities and steering where a gate is open; null leaves it to the server"),
     ] = None
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from server.rules import ProfileName, Rules, Strengths, from_json
+from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json
 
 PREFIX = "UNBIND_"
 HERE = Path(__file__).resolve().parent
@@ -154,6 +154,7 @@ class Settings(BaseModel):
     )
     insecure: Annotated[bool, Field(description="listen beyond loopback although no key exists")] = False
     enforced: Annotated[Strengths, Field(description="modules that apply to every request, with their strengths")] = {}
+    when_open: Annotated[WhenOpen, Field(description="log-probabilities and steering while a gate is open")] = "strip"
     profiles: Annotated[
         dict[ProfileName, Rules],
         BeforeValidator(from_json),

@@ -15,7 +15,7 @@ from server.cli.flags import settings_from
 from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope
 from server.registry.audit import Actor
 from server.registry.registry import open_registry
-from server.rules import Rules
+from server.rules import Rules, WhenOpen
 from unbind_core.errors import UnbindError
 
 commands = typer.Typer(help="Keys for clients.", no_args_is_help=True)
@@ -41,6 +41,10 @@ def create(
     allow: Annotated[
         list[str] | None, typer.Option("--allow", help="a module that requests may add; may be repeated; else all")
     ] = None,
+    when_open: Annotated[
+        str | None,
+        typer.Option("--when-open", help=f"{', '.join(get_args(WhenOpen))}: log-probabilities where a gate is open"),
+    ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="the profile it always runs under")] = None,
     days: Annotated[float | None, typer.Option("--days", min=0.0, help="days until it expires")] = None,
     per_minute: Annotated[
@@ -60,8 +64,10 @@ def create(
         scopes: list[Scope] = [known for known in get_args(Scope) if known in wanted]
         if wrong := set(wanted) - set(SCOPES):
             raise UnbindError(f"--scope: '{min(wrong)}' is unknown; choose from {', '.join(SCOPES)}")
+        if when_open not in (None, *get_args(WhenOpen)):
+            raise UnbindError(f"--when-open: '{when_open}' is unknown; choose from {', '.join(get_args(WhenOpen))}")
         try:
-            rules = Rules.model_validate({"enforced": enforce or [], "allowed": allow})
+            rules = Rules.model_validate({"enforced": enforce or [], "allowed": allow, "when_open": when_open})
         except ValueError as error:
             raise UnbindError(f"--enforce, --allow: not the name of a module ({error})") from None
         now = time.time()

@@ -172,6 +172,7 @@ class Engine:
             deliver,
             uniform_source(sampling.seed),
             ends=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends),
+            model_ends=self._ends,
             lines=Lines(sampling.least_indent),
         )
         with self._wake:

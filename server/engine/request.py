@@ -73,6 +73,11 @@ class Sampling:
         """Whether the token is the model's likeliest, and nothing else need be looked at."""
         return self.temperature <= 0 and not self.reshapes
 
+    @cached_property
+    def asks(self) -> bool:
+        """Whether log-probabilities are read or the choice of tokens is steered: what ``GenerationRequest.strips`` concerns."""
+        return self.logprobs is not None or self.prompt_logprobs is not None or self.reshapes or self.ignore_eos
+
     @property
     def warms_up(self) -> bool:
         """Whether nothing is asked for but that the prompt be known: it stays out of what is counted of the gates."""
@@ -83,26 +88,38 @@ class Sampling:
 class TokenLogprob:
     """A token, its natural-log probability under the model, and the likeliest tokens in its place, best first.
 
-    ``rank``: 1 for the likeliest token of all.
+    ``rank``: 1 for the likeliest token of all. ``logprob`` None: withheld, and so is everything but the token itself.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
     rank: int = 1
+
+
+def withheld_logprob(token: int) -> TokenLogprob:
+    """A token of which nothing else is told."""
+    return TokenLogprob(token, None, rank=0)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to continue. ``modules`` stays as it was pinned, whatever is loaded or unloaded meanwhile.
 
-    ``report`` asks for each position's gate activations beside the text.
+    ``report`` asks for each position's gate activations beside the text. ``strips``: from the first position at which a gate
+    that acts is open, to the end of the answer, log-probabilities are withheld and nothing steers the choice of tokens.
     """
 
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     modules: PinnedSet = NOTHING
     report: bool = False
+    strips: bool = False
+
+    @cached_property
+    def watches(self) -> bool:
+        """Whether it matters to this request where its gates open."""
+        return self.strips and self.sampling.asks and any(self.modules.strengths.values())
 
 
 @dataclass(frozen=True)
@@ -144,6 +161,7 @@ class Flight:
     """A request in the engine. ``computed`` counts the positions whose keys and values are in the slot.
 
     ``cached_tokens``: prompt positions taken over from an earlier request of the same slot, known from admission on.
+    ``opened``: the first position at which a gate that acts was open, where the request watches for it.
     """
 
     request: GenerationRequest
@@ -160,6 +178,8 @@ class Flight:
     activations: Mapping[str, float] = field(default_factory=dict)  # at the newest position, where a report is wanted
     cancelled: bool = False
     ends: frozenset[int] = frozenset()  # tokens that end this answer
+    model_ends: frozenset[int] = frozenset()  # those of them that ``ignore_eos`` leaves out while no gate is open
+    opened: int | None = None
     lines: Lines = field(default_factory=Lines)
     begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
     first_at: float = 0.0  # when its first token was chosen
@@ -168,6 +188,16 @@ class Flight:
     def prompt(self) -> tuple[int, ...]:
         """The prompt's token ids."""
         return self.request.prompt
+
+    def opens(self, position: int) -> None:
+        """A gate is open at this position, and at none before: from here on the answer ends where the model ends it."""
+        self.opened = position
+        self.ends |= self.model_ends
+
+    @property
+    def steered(self) -> bool:
+        """Whether what the request says of logits holds for the next token."""
+        return self.request.sampling.reshapes and self.opened is None
 
     @property
     def length(self) -> int:

@@ -102,12 +102,14 @@ class Runner:
             told = (real & ~warm[:, None]).to(self.device)
         selection = self._select(flights, phase)
         record: Record | None = [] if any(flight.request.report for flight in flights) else None
+        opened: list[Tensor] | None = [] if any(_looks(flight) for flight in flights) else None
         pass_ = Pass(
             places=self._places(selection, placement, starts),
             phase=phase,
             real=real.to(self.device) if padded else None,
             counts=told,
             record=record,
+            opened=opened,
         )
         with (
             torch.inference_mode(),
@@ -126,6 +128,8 @@ class Runner:
             ).logits
         if record is not None:
             self._report(flights, record, counts)
+        if opened:
+            self._note(flights, torch.stack(opened).any(0), starts, counts)
         if everywhere:
             return logits
         if len(kept) == 1 and self._keeps_logits:
@@ -144,6 +148,13 @@ class Runner:
         for flight, values_of in zip(flights, found, strict=True):
             if flight.request.report:
                 flight.activations = {e.module.name: values_of.get(e.key, 0.0) for e in flight.request.modules.entries}
+
+    @staticmethod
+    def _note(flights: Sequence[Flight], opened: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Tell the requests that look for it where a gate is open first; ``opened`` bool [B,T], padding on the right."""
+        for flight, row, start, count in zip(flights, opened.tolist(), starts, counts, strict=True):
+            if _looks(flight) and True in row[:count]:
+                flight.opens(start + row.index(True))
 
     def _places(self, selection: Selection | None, placement: Placement, starts: Sequence[int]) -> Places | None:
         """Where gates with memory find and leave their state; None where no gate of the step has one."""
@@ -221,6 +232,11 @@ class Runner:
     def close(self) -> None:
         """Leave the model as it was."""
         self._attached.close()
+
+
+def _looks(flight: Flight) -> bool:
+    """Whether it still matters to a request where a gate opens."""
+    return flight.request.watches and flight.opened is None
 
 
 def _attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:

@@ -25,13 +25,15 @@ def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[b
     """Token of each row and whether the row was finite; ``logits`` [B,V] stay as they are."""
     tokens = logits.argmax(dim=-1, keepdim=True)  # the place of a NaN where there is one, so it checks the row as well
     chosen, sound = tokens[:, 0].tolist(), logits.gather(1, tokens)[:, 0].isfinite().tolist()
-    special = [i for i, f in enumerate(flights) if sound[i] and not f.request.sampling.greedy]
+    special = [
+        i for i, f in enumerate(flights) if sound[i] and not f.request.sampling.greedy and (_hot(f) or f.steered)
+    ]
     if not special:
         return chosen, sound
     rows = logits[special].float()
     picked = [flights[i] for i in special]
     for row, flight in zip(rows, picked, strict=True):
-        if flight.request.sampling.reshapes:
+        if flight.steered:
             _reshape(row, flight)
     for i, token in zip(special, rows.argmax(dim=-1).tolist(), strict=True):
         chosen[i] = token

@@ -82,15 +82,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a free slot still holds: the tokens whose keys and values are valid, and the modules they depend on."""
+    """What a free slot still holds: the tokens whose keys and values are valid, and the modules they depend on.
+
+    ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any.
+    """
 
     tokens: tuple[int, ...] = ()
     modules: tuple[tuple[str, float], ...] = ()
     since: int = -1  # on the scheduler's own clock; lower is older
+    watched: bool = False
+    opened: int | None = None
 
     def common(self, flight: Flight) -> int:
         """How many positions ``flight`` can take over; never its whole prompt, whose last state is still needed."""
         if self.modules != flight.request.modules.identity or flight.request.sampling.prompt_logprobs is not None:
+            return 0
+        if flight.request.watches and not self.watched:
             return 0
         return min(common_prefix(self.tokens, flight.prompt), len(flight.prompt) - 1)
 
@@ -164,6 +171,9 @@ class Scheduler:
             flight = self.waiting.popleft()
             flight.slot, common = self._choose_slot(flight)
             flight.computed = flight.cached_tokens = common
+            opened = self.kept[flight.slot].opened
+            if flight.request.watches and opened is not None and opened < common:
+                flight.opens(opened)
             flight.status = Status.PREFILLING
             flight.admitted = next(self._clock)
             self.slots[flight.slot] = flight
@@ -211,7 +221,13 @@ class Scheduler:
         if flight.slot >= 0:
             if keep:
                 known = (*flight.prompt, *flight.output)[: flight.computed]
-                self.kept[flight.slot] = Kept(known, flight.request.modules.identity, next(self._clock))
+                self.kept[flight.slot] = Kept(
+                    known,
+                    flight.request.modules.identity,
+                    next(self._clock),
+                    flight.request.watches,
+                    flight.opened,
+                )
             self.slots[flight.slot] = None
             flight.slot = -1
         elif flight in self.waiting:

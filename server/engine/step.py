@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from server.engine.modules import ModuleTable
 from server.engine.pace import Pace
-from server.engine.request import Delta, FinishReason, Flight, Status, TokenLogprob
+from server.engine.request import Delta, FinishReason, Flight, Status, TokenLogprob, withheld_logprob
 from server.engine.runner import Runner
 from server.engine.sampler import logprobs, sample
 from server.engine.scheduler import Plan, Scheduler, side_by_side
@@ -105,19 +105,25 @@ class Stepper:
             flight = chunk.flight
             following = flight.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
             wanted = flight.request.sampling.prompt_logprobs or 0
-            flight.prompt_logprobs += logprobs(everywhere[row, : len(following)], following, wanted)
+            open_from = len(following) if flight.opened is None else max(0, flight.opened - chunk.start)
+            told = following[:open_from]
+            if told:
+                flight.prompt_logprobs += logprobs(everywhere[row, : len(told)], told, wanted)
+            flight.prompt_logprobs += [withheld_logprob(token) for token in following[open_from:]]
         return everywhere[torch.arange(len(plan.prefill)), [chunk.count - 1 for chunk in plan.prefill]]
 
     def _logprobs(
         self, logits: Tensor, flights: Sequence[Flight], tokens: Sequence[int]
-    ) -> dict[Flight, tuple[TokenLogprob, ...]]:
+    ) -> Mapping[Flight, tuple[TokenLogprob, ...]]:
         """For the requests that ask; the others cost nothing."""
-        rows = [i for i, flight in enumerate(flights) if flight.request.sampling.logprobs is not None]
+        asking = [i for i, flight in enumerate(flights) if flight.request.sampling.logprobs is not None]
+        rows = [i for i in asking if flights[i].opened is None]
+        withheld = {flights[i]: (withheld_logprob(tokens[i]),) for i in asking if flights[i].opened is not None}
         if not rows:
-            return {}
+            return withheld
         wanted = [flights[i].request.sampling.logprobs or 0 for i in rows]
         found = logprobs(logits[rows], [tokens[i] for i in rows], max(wanted))
-        return {
+        return withheld | {
             flights[i]: (dataclasses.replace(entry, top=entry.top[:count]),)
             for i, entry, count in zip(rows, found, wanted, strict=True)
         }

@@ -20,7 +20,8 @@ class Pass:
     0, or where no gate has a memory. ``phase``: "prefill" or "decode", under which gates are counted. ``real``: bool [B,T] or
     [N], false at padding; None where all positions are real. ``counts``: as ``real``, for the positions that enter the counts;
     None where all do that are real. ``record``: gets the activations behind open gates, 0 behind closed ones: (names, FP32
-    [...,M]) for each kind of detector at each layer.
+    [...,M]) for each kind of detector at each layer. ``opened``: gets where a gate that acts is open (one that is only measured,
+    at strength 0, does not), bool [B,T] or [N], as often as ``record``; nothing waits for the device.
     """
 
     rows: Tensor | None = None
@@ -29,6 +30,7 @@ class Pass:
     real: Tensor | None = None
     counts: Tensor | None = None
     record: Record | None = None
+    opened: list[Tensor] | None = None
 
 
 WHOLE = Pass()  # whole sequences from position 0, all of them real

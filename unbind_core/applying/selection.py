@@ -52,6 +52,7 @@ class Part:
         self._proportional = isinstance(gates, FisherGates)
         self._zero = kappa.new_zeros(())
         self._on = on
+        self._acts = on & (strength > 0)
         self.tally = Tally(slots, on)
         # Where no two rows want a module with different strengths, its correction holds the strength once and for all.
         most = torch.where(on, strength, 0.0).amax((0, 1))
@@ -68,6 +69,8 @@ class Part:
             amount = amount.mul_(of_rows(self._strength, states, pass_.rows))
         if pass_.record is not None:
             pass_.record.append((self._names, torch.where(gate, a, 0.0)))
+        if pass_.opened is not None:
+            pass_.opened.append((gate & of_rows(self._acts, states, pass_.rows)).any(-1))
         count = self._count(gate, states, pass_)
         return self._corrections.add_to(edited, states, amount), count
 

@@ -11,10 +11,11 @@ from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
 from server.errors import ApiError
 from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope
-from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths
+from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths, WhenOpen
 from server.service import Service
 
 router = admin_router()
+KEY_RULES = ("enforced", "allowed", "shadow", "when_open")  # what is said of a key when it is made
 
 
 class KeyBody(BaseModel):
@@ -26,6 +27,7 @@ class KeyBody(BaseModel):
     enforced: Strengths = {}
     allowed: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] | None = None
     shadow: Annotated[list[ModuleName], Field(max_length=MAX_MODULES)] = []
+    when_open: WhenOpen | None = None
     profile: ProfileName | None = None
     expires_at: Annotated[float, Field(gt=0, lt=1e11, description="seconds since the epoch, UTC")] | None = None
     expires_in: Annotated[float, Field(gt=0, lt=1e10, description="seconds from now")] | None = None
@@ -51,7 +53,7 @@ def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
         raise ApiError(400, "expires_in: goes without expires_at", param="expires_in", code="invalid_value")
     if body.profile is not None:
         _known_profile(served, body.profile)
-    rules = Rules.model_validate({"enforced": body.enforced, "allowed": body.allowed, "shadow": body.shadow})
+    rules = Rules.model_validate(body.model_dump(include=set(KEY_RULES)))
     with refusals():
         key, text = served.access.create_key(
             body.name,
@@ -95,7 +97,7 @@ def key_view(key: Key, rules: Rules) -> dict[str, Any]:
         "name": key.name,
         "scopes": sorted(key.scopes),
         "profile": key.profile,
-        **rules.model_dump(include={"enforced", "allowed", "shadow"}),
+        **rules.model_dump(include=set(KEY_RULES)),
         "requests_per_minute": key.per_minute,
         "burst": key.burst if key.per_minute is not None else None,
         "tokens_per_minute": key.tokens_per_minute,
@@ -177,7 +179,8 @@ def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[
 
 
 def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
-    fixed = {"settings": {"enforced": served.settings.enforced}} if scope == SERVER_SCOPE else {}
+    settings = {"enforced": served.settings.enforced, "when_open": served.settings.when_open}
+    fixed = {"settings": settings} if scope == SERVER_SCOPE else {}
     missing = sorted({*rules.modules, *rules.enforced} - served.offer.applicable)
     return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
 

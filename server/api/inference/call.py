@@ -19,9 +19,9 @@ from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError
-from server.policy import HEADER, pin, requested, resolve, standing
+from server.policy import HEADER, pin, requested, resolve, standing, when_open
 from server.registry.access import SERVER_SCOPE
-from server.rules import NO_RULES, Rules
+from server.rules import NO_RULES, Rules, WhenOpen
 from server.service import Service, service
 
 PROFILE_KEY = "unbind.profile"  # where the middleware leaves the profile of the path
@@ -45,27 +45,32 @@ class Call:
                 code="missing_scope",
             )
         charge_answers(self.served, self.caller, len(prompts) * body.n)
-        pinned = self.modules(body.model, options.modules if options else None)
+        pinned, opening = self.modules(body.model, options.modules if options else None)
         charge = partial(charge_tokens, self.served, self.caller)
-        generation = Generation(self.served, prompts, pinned, charge, report=report, echo=echo)
+        generation = Generation(self.served, prompts, pinned, charge, when_open=opening, report=report, echo=echo)
         generation.submit(body)
         return generation
 
-    def modules(self, model: str | None, named: list[str] | dict[str, float] | None) -> PinnedSet:
-        """The modules of this call, from every source at once. Raises ApiError, UnknownModule."""
+    def modules(self, model: str | None, named: list[str] | dict[str, float] | None) -> tuple[PinnedSet, WhenOpen]:
+        """The modules of this call, from every source at once, and what holds where their gates are open.
+
+        Raises ApiError, UnknownModule.
+        """
         served = self.served
         chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
         rules, scan = served.access.current, served.offer.scan
-        key = self.caller.key
-        scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE)]
+        key, own, fixed = self.caller.key, NO_RULES, []
         holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen if name)]
         if key is not None:
-            scopes += [rules.of(f"key:{key.id}"), profile_rules(served, key.profile) if key.profile else NO_RULES]
+            own = rules.of(f"key:{key.id}")
+            fixed = [profile_rules(served, key.profile)] if key.profile else []
             holding += [f"key:{key.id}", *([PREFIX + key.profile] if key.profile else [])]
+        scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE), own, *fixed]
         profiles = [profile_rules(served, name, asked=True) for name in chosen if name]
         asked = requested(named, self.request.headers.getlist(HEADER))
         effective = resolve(asked, [*scopes, standing(scan, holding)], profiles)
-        return pin(served.engine.modules, effective, scan.shadow, scan.absent)
+        opening = when_open(served.settings.when_open, rules.of(SERVER_SCOPE), own, [*fixed, *profiles])
+        return pin(served.engine.modules, effective, scan.shadow, scan.absent), opening
 
 
 async def _call(

@@ -13,12 +13,14 @@ from typing import Any
 
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
 from server.api.inference.bodies.generation import GenerationBody
+from server.api.inference.opening import refuse_asking
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
 from server.engine.pinned import PinnedSet
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
 from server.policy import HEADER, OFF, labels
+from server.rules import WhenOpen
 from server.service import Service
 
 
@@ -64,6 +66,7 @@ class Generation:
         pinned: PinnedSet,
         charge: Callable[[int], None],
         *,
+        when_open: WhenOpen,
         report: bool = False,
         echo: bool = False,
     ) -> None:
@@ -71,6 +74,7 @@ class Generation:
         self.choices: list[Choice] = []
         self.started = time.perf_counter()
         self._report, self._echo = report, echo
+        self._when_open = when_open
         self._charge = charge  # told of every token used
 
     def submit(self, body: GenerationBody) -> None:
@@ -106,7 +110,11 @@ class Generation:
                 f"min_tokens: is over the {tokens} tokens that the answer may have; raise max_tokens", "min_tokens"
             )
         sampling = body.sampling(tokens, index, self._echo)
-        request = GenerationRequest(tuple(prompt.ids), sampling, self.pinned, report=self._report)
+        if self._when_open == "refuse" and labels(self.pinned):
+            refuse_asking(sampling)
+        request = GenerationRequest(
+            tuple(prompt.ids), sampling, self.pinned, report=self._report, strips=self._when_open != "allow"
+        )
         flight, deltas = self.served.engine.submit(request)
         report = Report(self.pinned) if self._report else None
         self.choices.append(Choice(index, prompt, flight, deltas, report))

@@ -14,7 +14,7 @@ from server.engine.request import TokenLogprob
 
 REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-FLOOR = -9999.0  # JSON has no minus infinity
+FLOOR = -9999.0  # JSON has no minus infinity; and in chats, where a number must stand, for what is withheld
 
 
 @cache
@@ -57,8 +57,8 @@ def token_text(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, FLOOR)
+def _finite(logprob: float | None) -> float:
+    return FLOOR if logprob is None else max(logprob, FLOOR)
 
 
 class LegacyLogprobs:
@@ -70,14 +70,17 @@ class LegacyLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, entries: Sequence[TokenLogprob | None], prompt: Sequence[int] = ()) -> dict[str, list[Any]]:
-        """Parallel lists. The first entries are those of the echoed ``prompt``; nothing predicts its first token."""
+        """Parallel lists. The first entries are those of the echoed ``prompt``; nothing predicts its first token, which has null
+        for its scores, as a token has whose scores are withheld.
+        """
         shaped: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for index, entry in enumerate(entries):
             token = entry.token if entry is not None else prompt[0]
             raw = token_bytes(self._tokenizer, token)
             shaped["tokens"].append(token_text(raw))
-            shaped["token_logprobs"].append(_finite(entry.logprob) if entry is not None else None)
-            shaped["top_logprobs"].append(self._top(entry) if entry is not None else None)
+            scored = None if entry is None or entry.logprob is None else entry
+            shaped["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
+            shaped["top_logprobs"].append(None if scored is None else self._top(scored))
             shaped["text_offset"].append(self._place(raw if self._shown(token, index < len(prompt)) else b""))
         return shaped
 
@@ -107,22 +110,24 @@ class LegacyLogprobs:
 def prompt_logprobs(
     tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob | None], alternatives: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's shape: for each prompt token but the first, token id -> score, the prompt's own token first."""
+    """vLLM's shape: for each prompt token, token id -> score, the prompt's own token first; null for the first token, which nothing
+    predicts, and for those that are withheld.
+    """
 
-    def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
+    def one(token: int, logprob: float | None, rank: int) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(token_bytes(tokenizer, token))}
 
     def by_id(entry: TokenLogprob) -> dict[str, dict[str, Any]]:
         best = {str(token): one(token, score, i) for i, (token, score) in enumerate(entry.top[:alternatives], 1)}
         return {str(entry.token): one(entry.token, entry.logprob, entry.rank)} | best
 
-    return [None if entry is None else by_id(entry) for entry in entries]
+    return [None if entry is None or entry.logprob is None else by_id(entry) for entry in entries]
 
 
 def chat_logprobs(tokenizer: PreTrainedTokenizerBase, entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-    """The shape of ``/v1/chat/completions``."""
+    """The shape of ``/v1/chat/completions``, in which what is withheld reads as what is as good as impossible."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
         raw = token_bytes(tokenizer, token)
         return {"token": token_text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
 

@@ -61,8 +61,9 @@ def test_the_end_token_has_a_score_and_is_counted_in_streams_and_chat(server: Li
 
 
 def test_a_report_has_one_entry_for_each_token_with_the_end(server: Live) -> None:
-    fields = _ending(server, unbind={"modules": ["one"], "report": True})
+    fields = {"prompt": IDS, "unbind": {"modules": ["one"], "report": True}, "return_token_ids": True, "logprobs": 1}
     (choice,) = server.complete(**fields).body["choices"]
+    (choice,) = server.complete(**fields, stop_token_ids=choice["token_ids"][:1]).body["choices"]
     assert len(choice["unbind"]["activations"]) == len(choice["logprobs"]["tokens"]) == 1
 
 

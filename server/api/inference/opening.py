@@ -1,0 +1,27 @@
+"""What a request may not ask for where a module applies to it and ``when_open`` is ``refuse``."""
+
+from __future__ import annotations
+
+from server.engine.request import Sampling
+from server.errors import ApiError
+
+
+def refuse_asking(sampling: Sampling) -> None:
+    """Raise ApiError 403 for the first field that reads log-probabilities or steers the choice of tokens.
+
+    Penalties pass, as editors send them unasked: no gate that is open heeds them (``GenerationRequest.strips``).
+    """
+    for field, asked in (
+        ("logprobs", sampling.logprobs is not None),
+        ("prompt_logprobs", sampling.prompt_logprobs is not None),
+        ("logit_bias", bool(sampling.logit_bias)),
+        ("min_tokens", sampling.min_tokens > 0),
+        ("ignore_eos", sampling.ignore_eos),
+    ):
+        if asked:
+            raise ApiError(
+                403,
+                f"{field}: is refused to requests under a module here (when_open); leave it out",
+                param=field,
+                code="refused_under_modules",
+            )
