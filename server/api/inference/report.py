@@ -10,6 +10,7 @@ from typing import Any
 
 from server.engine.pinned import PinnedSet
 from server.engine.request import Delta
+from server.policy import OFF
 
 
 def _rounded(values: Mapping[str, float]) -> dict[str, float]:
@@ -23,18 +24,25 @@ class Report:
         self._strengths = {entry.module.name: pinned.strengths[entry.key] for entry in pinned.entries}
         self._labels = {entry.module.name: entry.label for entry in pinned.entries}
         self._tokens: list[Mapping[str, float]] = []
+        self._own_end = False
 
     def add(self, delta: Delta) -> None:
         """Take in the tokens of a delta."""
         self._tokens += delta.activations
+        self._own_end = delta.finish_reason == "stop" and delta.stop_reason is None
 
     def whole(self) -> dict[str, Any]:
         """Everything, at the end of an answer that was not streamed."""
         return {**self.totals(), "activations": [_rounded(values) for values in self._tokens]}
 
     def totals(self) -> dict[str, Any]:
-        """Per module: its version, strength (0: measured only), positions evaluated and gates open."""
+        """Per module: its version, strength (0: measured only), positions evaluated and gates open; and whether the answer was
+        silenced: the model ended it itself while the gate of a module that is applied was open.
+        """
+        last = self._tokens[-1] if self._tokens else {}
         return {
+            "silenced": self._own_end
+            and any(last.get(name, 0.0) > 0 for name, strength in self._strengths.items() if strength > OFF),
             "modules": [
                 {
                     "module": self._labels[name],
@@ -44,7 +52,7 @@ class Report:
                     "open": sum(values.get(name, 0.0) > 0 for values in self._tokens),
                 }
                 for name, strength in self._strengths.items()
-            ]
+            ],
         }
 
     @staticmethod

@@ -281,6 +281,18 @@ def test_a_silenced_answer_reads_like_any_that_ends_at_once(stripping: Live, pat
     assert set(silenced.headers) == names  # which module applied is told, whatever it did
 
 
+def test_a_report_tells_a_silenced_answer_from_one_that_ends(stripping: Live) -> None:
+    report = {"unbind": {"modules": ["mute"], "report": True}}
+    (silenced,) = stripping.complete(prompt=OPEN, **report).body["choices"]
+    (ended,) = stripping.complete(prompt=ORDINARY, **report, **ENDED).body["choices"]
+    assert silenced["unbind"]["silenced"] is True and ended["unbind"]["silenced"] is False
+    assert silenced["finish_reason"] == ended["finish_reason"] == "stop"
+    (led,) = stripping.complete(prompt=OPEN, unbind={"modules": ["turn"], "report": True}).body["choices"]
+    assert led["unbind"]["modules"][0]["open"] > 0 and led["unbind"]["silenced"] is False
+    last = stripping.complete(prompt=OPEN, stream=True, **report).events[-2]["choices"][0]
+    assert last["unbind"]["silenced"] is True
+
+
 def test_a_request_weakens_only_what_it_chose_itself(stripping: Live) -> None:
     weak = {"unbind": {"modules": {"mute": 1e-6}}}
     assert stripping.complete(prompt=OPEN, **weak).text != ""
