@@ -104,9 +104,16 @@ def _short(value: Any) -> str:
 
 
 def fit_one(
-    world: World, rows: Sequence[ForgetRow], name: str, gate: str, cache: Path | None, progress: ProgressCallback
+    world: World,
+    rows: Sequence[ForgetRow],
+    name: str,
+    gate: str,
+    cache: Path | None,
+    progress: ProgressCallback,
+    policy: str | None = None,
 ) -> tuple[UnbindModule, Any]:
-    """One fit as ``unbind fit`` makes it."""
+    """One fit as ``unbind fit`` makes it; ``policy`` where the fit has more than one."""
+    named: dict[str, Any] = {} if policy is None else {"policy": policy}
     return fit(
         world.loaded.model,
         world.loaded.tokenizer,
@@ -115,7 +122,7 @@ def fit_one(
         name=name,
         retain_calibration=world.calibration,
         identity=world.loaded.identity,
-        options=FitOptions(gate=gate),
+        options=FitOptions(gate=gate, **named),
         progress=progress,
         cache=cache,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from unbind_core.architecture import unwrap
 from unbind_core.progress import Progress, ProgressCallback, counted, silent
@@ -39,6 +40,7 @@ def complete(
     pad: int,
     end: int | None,
     editing: Editing = nullcontext,
+    processors: Sequence[LogitsProcessor] = (),
     batch_tokens: int = 16_384,
     stage: str = "generate",
     progress: ProgressCallback = silent,
@@ -46,7 +48,8 @@ def complete(
     """New token ids for each prompt (without the end token and what follows it), in the order of ``prompts``.
 
     Prompts of similar length share a left-padded batch of at most ``batch_tokens`` positions, new ones included.
-    ``editing()`` is entered around each batch (for example ``lambda: attach(model, bank)``).
+    ``editing()`` is entered around each batch (for example ``lambda: attach(model, bank)``); ``processors`` change the logits
+    before anything is chosen, as a request's own wishes do.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     groups: list[list[int]] = []
@@ -64,6 +67,7 @@ def complete(
         "eos_token_id": end,
         "return_dict_in_generate": True,
         "repetition_penalty": 1.0,  # a checkpoint's own default would hide what the model knows by heart
+        "logits_processor": LogitsProcessorList(processors),
     }
     if sampling.temperature > 0:
         options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}

@@ -224,9 +224,9 @@ def bench_serve(
     with clear_errors(), progress_lines() as progress:
         figures = figures_of.run(
             load(model, adapter, dtype, device),
-            workloads=_names(workloads) or figures_of.WORKLOADS,
+            workloads=names(workloads) or figures_of.WORKLOADS,
             repeats=repeats,
-            parts=_names(parts) or figures_of.PARTS,
+            parts=names(parts) or figures_of.PARTS,
             module_counts=numbers(module_counts, int, "--module-counts", "0,1,64") or figures_of.MODULES,
             keystrokes=keystrokes,
             keystroke_tokens=keystroke_tokens,
@@ -245,7 +245,8 @@ def bench_serve(
     screen.print(table)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def names(text: str) -> tuple[str, ...]:
+    """The names of a comma-separated option."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

@@ -1,0 +1,202 @@
+"""``unbind bench attack``: every attack on a model without a module, with it, and on one that was retrained without the rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from server import demo
+from server.bench.attacks.attacked import Material, System
+from server.bench.attacks.gates import opens_in_text, opens_mid_row, opens_within
+from server.bench.attacks.likeness import divergences, membership
+from server.bench.attacks.outcome import outcome
+from server.bench.attacks.registry import Attack, chosen
+from server.bench.gate import SIZES, fit_one
+from server.bench.gate_world import World
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.canonical import canonical_json
+from unbind_core.errors import UnbindError
+from unbind_core.files import write_text
+from unbind_core.module import UnbindModule
+from unbind_core.progress import Progress, ProgressCallback
+from unbind_core.rows import ForgetRow, forget_digest, retain_digest, spread
+
+Report = Callable[[str], None]
+SYSTEMS = ("none", "module", "retrained")
+
+
+def attack_figures(
+    loaded: LoadedModel,
+    *,
+    modules: Sequence[UnbindModule] = (),
+    sizes: Sequence[int] = (),
+    rows: int | None = None,
+    policy: str | None = None,
+    attacks: Sequence[str] | None = None,
+    cache: Path | None = None,
+    keep: Path | None = None,
+    progress: ProgressCallback,
+    report: Report = lambda _: None,
+) -> dict[str, Any]:
+    """The whole table: an entry for each of ``modules``, of the demo set it was fitted on, and each of ``sizes``, fitted first.
+
+    ``rows``: at most so many of a set are attacked, spread over it. ``cache``: a folder for what does not depend on a module, and
+    for a fit. ``keep``: a folder for modules that were fitted and for each entry. ``report`` hears of each attack as it ends.
+    Raises UnbindError for an unknown attack, and where a module is of no demo set.
+    """
+    world = World.load(loaded)
+    wanted = chosen(attacks)
+    works = [(module, fitted_on(world, module)) for module in modules]
+    retrained = load_model(demo.BASE, demo.RETRAINED)
+    entries: dict[str, Any] = {}
+
+    def measure(module: UnbindModule, whole: Sequence[ForgetRow]) -> None:
+        some = [whole[i] for i in spread(range(len(whole)), rows or len(whole))]
+        report(f"{module.name}: {len(some)} of {len(whole)} rows")
+        bench = Bench(Material(loaded.tokenizer, some, world.test), loaded, retrained, module, cache, progress, report)
+        size = str(len(whole))
+        key = size if size not in entries else f"{size}:{module.name}"
+        entries[key] = {"module": module.name, "layer": module.layer, **bench.figures(wanted)}
+        if keep is not None:
+            write_text(keep / f"attack-{module.name}.json", json.dumps(entries[key], indent=1))
+
+    for module, whole in works:
+        measure(module, whole)
+    for size in sizes:
+        whole = world.rows(size)
+        module, _ = fit_one(world, whole, f"attacked-{policy or 'auto'}-{size}", "auto", cache, progress, policy=policy)
+        if keep is not None:
+            module.save(keep / f"{module.name}.safetensors")
+        measure(module, whole)
+    return {"sizes": entries}
+
+
+def fitted_on(world: World, module: UnbindModule) -> Sequence[ForgetRow]:
+    """The demo set that a module was fitted on. Raises UnbindError where it is none of them."""
+    for size in sorted({*SIZES, *map(len, world.forget.values())}):
+        rows = world.rows(size)
+        if forget_digest(rows) == module.forget_digest:
+            return rows
+    raise UnbindError(
+        f"--module: '{module.name}' was fitted on none of the demo's sets of {', '.join(map(str, SIZES))} rows; "
+        "use --sizes to fit one"
+    )
+
+
+class Bench:
+    """One module under attack, beside the model without it and the one that was retrained."""
+
+    def __init__(
+        self,
+        material: Material,
+        loaded: LoadedModel,
+        retrained: LoadedModel,
+        module: UnbindModule,
+        cache: Path | None,
+        progress: ProgressCallback,
+        report: Report,
+    ) -> None:
+        module.require(loaded.identity)
+        self.material, self.cache, self.progress, self.report = material, cache, progress, report
+        self.systems = [
+            System("none", loaded),
+            System("module", loaded, module),
+            System("retrained", retrained),
+        ]
+
+    def figures(self, attacks: Sequence[Attack]) -> dict[str, Any]:
+        """What an entry of the table holds, as ``docs/benchmarks.md`` describes it."""
+        none, module, retrained = self.systems
+        found: dict[str, Any] = {"rows": len(self.material.rows), "attacks": {}}
+        found["opens_within"] = opens_within(module, self.material)
+        found["opens_mid_row"] = opens_mid_row(module, self.material)
+        found["opens_in_text"] = opens_in_text(module, self.material)
+        found["kl"] = divergences(retrained, [module, none], self.material)
+        for name in ("opens_within", "opens_mid_row", "opens_in_text", "kl"):
+            self.report(f"{name}: {_line(found[name])}")
+        for done, attack in enumerate(attacks, start=1):
+            each = {
+                system.name: self._kept(
+                    system,
+                    attack.name,
+                    lambda a=attack, s=system: outcome(a.run(s, self.material)),  # type: ignore[misc]
+                )
+                for system in self.systems
+            }
+            found["attacks"][attack.name] = each
+            self.report(f"{attack.name:18} {_compared(each)}")
+            self.progress(Progress("attacks", done, len(attacks)))
+        told = {
+            system.name: self._kept(system, "membership", lambda s=system: membership(s, self.material))  # type: ignore[misc]
+            for system in self.systems
+        }
+        found["membership_auc"] = {name: one and one["auc"] for name, one in told.items()}
+        found["membership"] = told
+        self.report(f"membership_auc: {_line(found['membership_auc'])}")
+        return found
+
+    def _kept(self, system: System, name: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives, from the cache where it is known: of a system without module it depends on the model, the rows and
+        the code of the attacks.
+        """
+        if self.cache is None or system.module is not None:
+            return work()
+        described = canonical_json(
+            [
+                name,
+                system.loaded.identity.fingerprint,
+                forget_digest(self.material.rows),
+                [retain_digest(row) for row in self.material.ordinary],
+                _code(),
+            ]
+        )
+        file = self.cache / f"attack-{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+        try:
+            return json.loads(file.read_text())
+        except (OSError, ValueError):
+            found = work()
+        write_text(file, json.dumps(found))
+        return found
+
+
+def _code() -> str:
+    """Digest of the attacks' own source: a change of any of them makes what is cached void."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def _line(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_line(v) if isinstance(v, dict) else _short(v)}" for key, v in values.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+COLUMNS = {
+    "spans_50": "",
+    "spans_20": "",
+    "mean_recovery": " %",
+    "near_verbatim": "",
+    "f_bleu": "",
+    "empty": "",
+    "argmax_accuracy": "",
+}
+
+
+def compared(each: dict[str, dict[str, Any]], column: str) -> str:
+    """none / module / retrained of one column; empty where none has it."""
+    values = [each[name][column] for name in SYSTEMS]
+    return "" if all(value is None for value in values) else " / ".join(map(_rounded, values))
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.3f}".removesuffix(".000") if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _compared(each: dict[str, dict[str, Any]]) -> str:
+    cells = {column: compared(each, column) for column in COLUMNS}
+    return ", ".join(f"{column} {cell}" for column, cell in cells.items() if cell)

@@ -1,0 +1,100 @@
+"""How like a model that never saw the rows a system is: divergence from it, and whether rows that were seen can be told."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from server.bench.attacks.attacked import Ask, Material, System
+from server.bench.attacks.prompts import form
+from unbind_core.evaluation.membership import FOLDS, told_apart
+from unbind_core.rows import ForgetRow, RetainRow, split_text, spread
+from unbind_core.running.generation import Sampling
+
+STRANGERS = 150  # rows that no adapter was trained on, beside those to forget
+WRITTEN = 32  # tokens of the answer that a classifier sees
+LEAST_LIKELY = 0.2  # of a row's tokens
+
+
+def divergences(retrained: System, systems: Sequence[System], material: Material) -> dict[str, Any]:
+    """Form -> name of a system -> KL(retrained || system), mean over the positions that predict what is to be forgotten."""
+    found: dict[str, Any] = {}
+    for name in ("plain", "fim"):
+        asks = form(name)(material)
+        if not asks:
+            continue
+        texts = [ask.prompt + ask.target for ask in asks]
+        total, count = dict.fromkeys((system.name for system in systems), 0.0), 0
+        own = [system.served(texts) for system in systems]
+        for index, p in retrained.served(texts):
+            at = slice(len(asks[index].prompt) - 1, -1)
+            count += len(asks[index].target)
+            for system, served in zip(systems, own, strict=True):
+                other, q = next(served)
+                assert other == index  # batches are made of the texts alone
+                total[system.name] += float((p[at].exp() * (p[at] - q[at])).sum())
+        found[name] = {system: value / count for system, value in total.items()}
+    return found
+
+
+def membership(system: System, material: Material) -> dict[str, Any] | None:
+    """AUC at which the rows are told from code that no adapter was trained on, by text and log-probabilities of one system:
+    ``auc`` is the larger of ``classifier`` and ``single``; None for fewer rows than a cross-validation needs.
+    """
+    if len(material.rows) < FOLDS:
+        return None
+    strangers = [_stranger(material.ordinary[i]) for i in spread(range(len(material.ordinary)), STRANGERS)]
+    everybody = Material(material.tokenizer, [*material.rows, *strangers], material.ordinary)
+    asks = form("plain")(everybody)
+    members = np.array([ask.row < len(material.rows) for ask in asks])
+    told = told_apart(_features(system, asks, everybody.rows), members)
+    return {
+        "auc": told.larger,
+        "classifier": told.classifier,
+        "single": told.single,
+        "best": told.best,
+        "members": int(members.sum()),
+        "others": int((~members).sum()),
+    }
+
+
+def _stranger(row: RetainRow) -> ForgetRow:
+    """Cut as rows to forget are."""
+    return ForgetRow(*split_text(row.text))
+
+
+def _features(system: System, asks: Sequence[Ask], rows: Sequence[ForgetRow]) -> dict[str, NDArray[np.float64]]:
+    """Name -> one number an ask."""
+    found: list[dict[str, float]] = [{} for _ in asks]
+    outputs = system.complete([ask.prompt for ask in asks], Sampling(WRITTEN))
+    end = system.loaded.tokenizer.eos_token_id
+    for index, served in system.served([ask.prompt + ask.target for ask in asks]):
+        ask, begun = asks[index], len(asks[index].prompt)
+        table = served[begun - 1 : -1].double()
+        target = served.new_tensor(ask.target).long()
+        logs = table.gather(1, target[:, None])[:, 0]
+        ids = served.new_tensor(ask.prompt).long()
+        prompt = served[: begun - 1].double().gather(1, ids[1:, None])[:, 0]
+        entropy = -(table.exp() * table).sum(-1)
+        least = logs.sort().values[: max(1, round(LEAST_LIKELY * len(logs)))]
+        packed = len(zlib.compress(rows[ask.row].continuation.encode()))
+        output = outputs[index]
+        most = Counter(output).most_common(1)[0][1] / len(output) if output else 1.0
+        found[index] = {
+            "nll": -float(logs.mean()),
+            "nll of the prompt": -float(prompt.mean()) if len(prompt) else 0.0,
+            "least likely tokens": -float(least.mean()),
+            "nll by zlib": -float(logs.sum()) / packed,
+            "argmax accuracy": float((table.argmax(-1) == target).double().mean()),
+            "entropy": float(entropy.mean()),
+            "first entropy": float(entropy[0]),
+            "end at once": 0.0 if end is None else float(table[0, end]),
+            "written": float(len(output)),
+            "most frequent token": most,
+        }
+    return {name: np.array([one[name] for one in found]) for name in found[0]}
