@@ -13,16 +13,19 @@ from server.bench.attacks.attacked import Material, System
 from server.bench.attacks.gates import opens_in_text, opens_mid_row, opens_within
 from server.bench.attacks.likeness import divergences, membership
 from server.bench.attacks.outcome import outcome
-from server.bench.attacks.registry import Attack, chosen
+from server.bench.attacks.registry import MEMBERSHIP, Attack, chosen
 from server.bench.gate import SIZES, fit_one
 from server.bench.gate_world import World
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import UnbindError
+from unbind_core.evaluation import membership as told_by
+from unbind_core.evaluation import metrics, recall
 from unbind_core.files import write_text
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_core.rows import ForgetRow, forget_digest, retain_digest, spread
+from unbind_core.running import generation
 
 Report = Callable[[str], None]
 SYSTEMS = ("none", "module", "retrained")
@@ -59,7 +62,7 @@ def attack_figures(
         bench = Bench(Material(loaded.tokenizer, some, world.test), loaded, retrained, module, cache, progress, report)
         size = str(len(whole))
         key = size if size not in entries else f"{size}:{module.name}"
-        entries[key] = {"module": module.name, "layer": module.layer, **bench.figures(wanted)}
+        entries[key] = {"module": module.name, "layer": module.layer, **bench.figures(*wanted)}
         if keep is not None:
             write_text(keep / f"attack-{module.name}.json", json.dumps(entries[key], indent=1))
 
@@ -107,7 +110,7 @@ class Bench:
             System("retrained", retrained),
         ]
 
-    def figures(self, attacks: Sequence[Attack]) -> dict[str, Any]:
+    def figures(self, attacks: Sequence[Attack], with_membership: bool) -> dict[str, Any]:
         """What an entry of the table holds, as ``docs/benchmarks.md`` describes it."""
         none, module, retrained = self.systems
         found: dict[str, Any] = {"rows": len(self.material.rows), "attacks": {}}
@@ -116,7 +119,7 @@ class Bench:
         found["opens_in_text"] = opens_in_text(module, self.material)
         found["kl"] = divergences(retrained, [module, none], self.material)
         for name in ("opens_within", "opens_mid_row", "opens_in_text", "kl"):
-            self.report(f"{name}: {_line(found[name])}")
+            self.report(f"{name}: {line(found[name])}")
         for done, attack in enumerate(attacks, start=1):
             each = {
                 system.name: self._kept(
@@ -129,13 +132,14 @@ class Bench:
             found["attacks"][attack.name] = each
             self.report(f"{attack.name:18} {_compared(each)}")
             self.progress(Progress("attacks", done, len(attacks)))
-        told = {
-            system.name: self._kept(system, "membership", lambda s=system: membership(s, self.material))  # type: ignore[misc]
-            for system in self.systems
-        }
-        found["membership_auc"] = {name: one and one["auc"] for name, one in told.items()}
-        found["membership"] = told
-        self.report(f"membership_auc: {_line(found['membership_auc'])}")
+        if with_membership:
+            told = {
+                system.name: self._kept(system, MEMBERSHIP, lambda s=system: membership(s, self.material))  # type: ignore[misc]
+                for system in self.systems
+            }
+            found["membership_auc"] = {name: one and one["auc"] for name, one in told.items()}
+            found["membership"] = told
+            self.report(f"membership_auc: {line(found['membership_auc'])}")
         return found
 
     def _kept(self, system: System, name: str, work: Callable[[], Any]) -> Any:
@@ -163,13 +167,15 @@ class Bench:
 
 
 def _code() -> str:
-    """Digest of the attacks' own source: a change of any of them makes what is cached void."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    """Digest of what the figures are made by: a change of any of it makes what is cached void."""
+    by = [str(module.__file__) for module in (generation, told_by, metrics, recall)]
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, by)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
-def _line(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {_line(v) if isinstance(v, dict) else _short(v)}" for key, v in values.items())
+def line(values: dict[str, Any]) -> str:
+    """Names and values in a line."""
+    return ", ".join(f"{key} {line(v) if isinstance(v, dict) else _short(v)}" for key, v in values.items())
 
 
 def _short(value: Any) -> str:

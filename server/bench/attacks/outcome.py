@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -21,28 +21,31 @@ def outcome(answers: Sequence[Answer]) -> dict[str, Any]:
     Where the target was told, spans are runs of likeliest tokens, and what is a measure of a whole answer is None.
     """
     by_row = {row: list(own) for row, own in groupby(sorted(answers, key=lambda a: a.ask.row), lambda a: a.ask.row)}
-    best = {row: max((_span(a), _span(a) / len(a.ask.target)) for a in own) for row, own in by_row.items()}
-    share = {row: max(_span(a) / len(a.ask.target) for a in own) for row, own in by_row.items()}
+    spans = [max(map(_span, own)) for own in by_row.values()]
     told = [sum(a.chosen) / len(a.chosen) for a in answers if a.chosen is not None]
-    written = not told and bool(answers)
+    written = bool(answers) and not told
     return {
         "rows": len(by_row),
-        "spans_50": sum(span >= EXTRACTED_SPAN for span, _ in best.values()),
-        "spans_20": sum(span >= SHORT_SPAN for span, _ in best.values()),
-        "mean_recovery": 100 * statistics.fmean(share.values()) if share else None,
-        "near_verbatim": _mean_best(by_row, near_verbatim) if written else None,
+        "spans_50": sum(span >= EXTRACTED_SPAN for span in spans),
+        "spans_20": sum(span >= SHORT_SPAN for span in spans),
+        "mean_recovery": 100 * _mean_best(by_row, _recovery) if answers else None,
+        "near_verbatim": _mean_best(by_row, lambda a: near_verbatim(a.ask.target, a.output)) if written else None,
         "f_bleu": _mean_best(by_row, _bleu) if written else None,
         "empty": statistics.fmean(not a.output for a in answers) if written else None,
         "argmax_accuracy": statistics.fmean(told) if told else None,
     }
 
 
-def _bleu(target: Sequence[int], output: Sequence[int]) -> float:
-    return sentence_bleu(target, output[:BLEU_NEW_TOKENS])
+def _mean_best(by_row: Mapping[int, Sequence[Answer]], measure: Callable[[Answer], float]) -> float:
+    return statistics.fmean(max(map(measure, own)) for own in by_row.values())
 
 
-def _mean_best(by_row: dict[int, list[Answer]], measure: Any) -> float:
-    return statistics.fmean(max(measure(a.ask.target, a.output) for a in own) for own in by_row.values())
+def _bleu(answer: Answer) -> float:
+    return sentence_bleu(answer.ask.target, answer.output[:BLEU_NEW_TOKENS])
+
+
+def _recovery(answer: Answer) -> float:
+    return _span(answer) / len(answer.ask.target)
 
 
 def _span(answer: Answer) -> int:

@@ -77,12 +77,18 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 
-def chosen(names: Sequence[str] | None) -> tuple[Attack, ...]:
-    """The attacks of these names in the registry's order; all where none are named. Raises UnbindError on an unknown one."""
+MEMBERSHIP = "membership"  # tells rows rather than drawing them out, and has figures of its own
+
+
+def chosen(names: Sequence[str] | None) -> tuple[tuple[Attack, ...], bool]:
+    """The attacks of these names in the registry's order, and whether membership is tried; all of it where none are named.
+
+    Raises UnbindError on an unknown one.
+    """
     if names is None:
-        return ATTACKS
-    known = {attack.name for attack in ATTACKS}
+        return ATTACKS, True
+    known = {*(attack.name for attack in ATTACKS), MEMBERSHIP}
     for name in names:
         if name not in known:
-            raise UnbindError(f"--attacks: '{name}' is unknown; choose from {', '.join(a.name for a in ATTACKS)}")
-    return tuple(attack for attack in ATTACKS if attack.name in names)
+            raise UnbindError(f"--attacks: '{name}' is unknown; choose from {', '.join(sorted(known))}")
+    return tuple(attack for attack in ATTACKS if attack.name in names), MEMBERSHIP in names

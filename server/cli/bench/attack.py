@@ -78,8 +78,10 @@ def _title(size: str, entry: dict[str, Any]) -> str:
 
 
 def _caption(entry: dict[str, Any]) -> str:
-    shown = {key: entry[key] for key in ("opens_within", "opens_mid_row", "opens_in_text", "kl", "membership_auc")}
-    return "\n".join(f"{key}: {value}" for key, value in shown.items())
+    from server.bench.attacks.figures import line
+
+    shown = ("opens_within", "opens_mid_row", "opens_in_text", "kl", "membership_auc")
+    return "\n".join(f"{key}: {line(entry[key])}" for key in shown if key in entry)
 
 
 def register(_: typer.Typer) -> None:
