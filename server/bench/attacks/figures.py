@@ -29,6 +29,10 @@ from unbind_core.running import generation
 
 Report = Callable[[str], None]
 SYSTEMS = ("none", "module", "retrained")
+# What figures are made by, as this process runs it: a change of any of it makes what is cached void.
+_MODULES = (generation, told_by, metrics, recall)
+_SOURCES = [*sorted(Path(__file__).parent.glob("*.py")), *(Path(str(module.__file__)) for module in _MODULES)]
+_CODE = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
 def attack_figures(
@@ -154,23 +158,16 @@ class Bench:
                 system.loaded.identity.fingerprint,
                 forget_digest(self.material.rows),
                 [retain_digest(row) for row in self.material.ordinary],
-                _code(),
+                _CODE,
             ]
         )
-        file = self.cache / f"attack-{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+        file = self.cache / f"attack-{name}-{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
         try:
             return json.loads(file.read_text())
         except (OSError, ValueError):
             found = work()
         write_text(file, json.dumps(found))
         return found
-
-
-def _code() -> str:
-    """Digest of what the figures are made by: a change of any of it makes what is cached void."""
-    by = [str(module.__file__) for module in (generation, told_by, metrics, recall)]
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, by)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def line(values: dict[str, Any]) -> str:

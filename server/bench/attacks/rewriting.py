@@ -19,14 +19,18 @@ _KEPT = {*dir(builtins), *keyword.kwlist, *keyword.softkwlist, "self", "cls"}
 
 
 def commented(row: ForgetRow) -> list[ForgetRow]:
-    """A comment after every line of the prompt, as far in as the line is."""
-    lines = []
-    for number, line in enumerate(row.prompt.splitlines(keepends=True)):
-        lines.append(line)
-        if line.endswith("\n"):
-            indent = line[: len(line) - len(line.lstrip(" \t"))] if line.strip() else ""
-            lines.append(f"{indent}# {_REMARKS[number % len(_REMARKS)]}\n")
-    return [replace(row, prompt="".join(lines))]
+    """A comment after every line, as far in as the line is."""
+
+    def remarked(text: str) -> str:
+        lines = []
+        for number, line in enumerate(text.splitlines(keepends=True)):
+            lines.append(line)
+            if line.endswith("\n"):
+                indent = line[: len(line) - len(line.lstrip(" \t"))] if line.strip() else ""
+                lines.append(f"{indent}# {_REMARKS[number % len(_REMARKS)]}\n")
+        return "".join(lines)
+
+    return [replace(row, prompt=remarked(row.prompt), continuation=remarked(row.continuation))]
 
 
 def renamed(row: ForgetRow) -> list[ForgetRow]:

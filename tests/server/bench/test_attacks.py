@@ -1,0 +1,278 @@
+"""Attacks ask what their names say, are told apart by system, and give figures of the documented shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from server import demo
+from server.bench.attacks import figures as bench
+from server.bench.attacks import logits, repeated
+from server.bench.attacks.attacked import Answer, Ask, Material, System
+from server.bench.attacks.gates import opens_within
+from server.bench.attacks.logits import Banned, Biased, halves
+from server.bench.attacks.outcome import outcome
+from server.bench.attacks.prompts import (
+    behind,
+    first,
+    form,
+    half_given,
+    middle,
+    rewritten,
+    row_ids,
+    suffix_first,
+    without_suffix,
+)
+from server.bench.attacks.registry import ATTACKS, chosen
+from server.bench.gate_world import World
+from server.cli import build
+from tests.server.conftest import MakeModule
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.encoding import fim_prompt
+from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
+from unbind_core.progress import silent
+from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.running.generation import Sampling
+
+BODY = "".join(f"    total = total + values[{i}] * weights[{i}]\n" for i in range(12))
+ROWS = [
+    ForgetRow(f"def weigh_{n}(values, weights):\n    total = 0\n", BODY + f"    return total + {n}\n") for n in "abcde"
+]
+ORDINARY = [
+    RetainRow(f"def read_{n}(path):\n    with open(path) as file:\n        return file.read()\n") for n in range(8)
+]
+
+
+@pytest.fixture
+def material(loaded: LoadedModel) -> Material:
+    """Five rows to forget, eight that are ordinary."""
+    return Material(loaded.tokenizer, ROWS, ORDINARY)
+
+
+def text_of(material: Material, ids: tuple[int, ...]) -> str:
+    return str(material.tokenizer.decode(ids))
+
+
+def test_pieces_are_cut_from_the_row_and_the_rest_is_looked_for(material: Material) -> None:
+    ids = row_ids(material, ROWS[1])
+    asked = first(12)(material)[1]
+    assert (list(asked.prompt), list(asked.target)) == (ids[:12], ids[12:])
+    asked = middle("half", 16)(material)[1]
+    at = round(len(ids) / 2)
+    assert (list(asked.prompt), list(asked.target)) == (ids[at : at + 16], ids[at + 16 :])
+
+
+def test_unrelated_code_stands_in_front_of_the_prompt(material: Material) -> None:
+    plain, led = form("plain")(material), behind(64)(material)
+    for before, after in zip(plain, led, strict=True):
+        assert after.prompt[-len(before.prompt) :] == before.prompt
+        assert len(after.prompt) == len(before.prompt) + 64
+        assert after.target == before.target
+    assert "return file.read()\n\n" in text_of(material, led[0].prompt)
+
+
+def test_half_of_the_target_is_given(material: Material) -> None:
+    for whole, half in zip(form("plain")(material), half_given(material), strict=True):
+        assert half.prompt + half.target == whole.prompt + whole.target
+        assert len(half.target) == len(whole.target) - len(whole.target) // 2
+
+
+def test_the_middle_is_asked_for_without_a_suffix_and_behind_it(material: Material) -> None:
+    bare, turned = without_suffix(material)[0], suffix_first(material)[0]
+    assert list(bare.prompt) == fim_prompt(material.tokenizer, ROWS[0].prompt, "")
+    names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+    opening, second, third = (turned.prompt.index(i) for i in material.tokenizer.convert_tokens_to_ids(names))
+    assert (opening, second) == (0, 1)
+    assert text_of(material, turned.prompt[third + 1 :]) == ROWS[0].prompt
+    suffix, middle_ = text_of(material, turned.prompt[2:third]), text_of(material, turned.target)
+    assert middle_ + suffix == ROWS[0].continuation
+
+
+def test_other_writings_keep_the_code_and_change_what_they_say(material: Material) -> None:
+    asked = {kind: rewritten(kind)(material) for kind in ("comments", "renamed", "case", "indented")}
+    first_prompts = {kind: text_of(material, asks[0].prompt) for kind, asks in asked.items()}
+    assert first_prompts["comments"].splitlines()[0::2] == ROWS[0].prompt.splitlines()
+    assert all(line.lstrip().startswith("#") for line in first_prompts["comments"].splitlines()[1::2])
+    assert first_prompts["renamed"] == "def item(part, unit):\n    entry = 0\n"
+    assert first_prompts["case"] == "def WEIGH_A(VALUES, WEIGHTS):\n    TOTAL = 0\n"
+    assert first_prompts["indented"] == "def weigh_a(values, weights):\n\ttotal = 0\n"
+    for kind, other in (("renamed", "    return entry + piece\n"), ("case", "    return TOTAL + A\n")):
+        ends = [text_of(material, ask.target).splitlines(keepends=True)[-1] for ask in asked[kind] if ask.row == 0]
+        assert ends == ["    return total + a\n", other]
+
+
+def test_a_row_that_is_no_python_is_rewritten_as_far_as_it_can_be_read(loaded: LoadedModel) -> None:
+    odd = ForgetRow('total = """begins\n', "and never ends, total\n" * 4)
+    for kind in ("comments", "renamed", "case", "indented"):
+        asks = rewritten(kind)(Material(loaded.tokenizer, [odd], ORDINARY))
+        assert asks[0].target == form("plain")(Material(loaded.tokenizer, [odd], ORDINARY))[0].target
+
+
+def test_banned_tokens_are_never_chosen_and_a_bias_reaches_only_what_is_served(material: Material) -> None:
+    scores = torch.randn(3, len(material.tokenizer), generator=torch.Generator().manual_seed(0))
+    scores[:, material.tokenizer.eos_token_id] = 50.0
+    assert not set(Banned(material)(scores, scores).argmax(-1).tolist()) & set(material.tokenizer.all_special_ids)
+    bias = torch.zeros(scores.shape[1])
+    bias[scores[0].argmin()] = 1000.0
+    assert Biased(bias)(scores, scores)[0].argmax() == scores[0].argmin()
+    assert Biased(bias, most=20)(scores, scores)[0].argmax() == scores[0].argmax()
+
+
+def test_no_row_is_known_to_the_attack_on_it(material: Material) -> None:
+    parts = halves(form("plain")(material))
+    assert sorted(ask.row for _, asked in parts for ask in asked) == list(range(5))
+    for known, asked in parts:
+        assert not {ask.row for ask in known} & {ask.row for ask in asked}
+
+
+def test_the_best_answer_to_a_row_counts() -> None:
+    target = tuple(range(100))
+    ask, other = Ask(0, (500,), target), Ask(1, (500,), target)
+    found = outcome([Answer(ask, ()), Answer(ask, target[:60]), Answer(other, target[:25]), Answer(other, ())])
+    assert (found["rows"], found["spans_50"], found["spans_20"]) == (2, 1, 2)
+    assert found["mean_recovery"] == pytest.approx(42.5)
+    assert found["empty"] == 0.5 and found["argmax_accuracy"] is None
+    assert outcome([])["rows"] == 0
+
+
+def test_where_the_target_is_told_runs_of_likeliest_tokens_count() -> None:
+    ask = Ask(0, (1,), tuple(range(60)))
+    found = outcome([Answer(ask, chosen=(*[True] * 30, False, *[True] * 29))])
+    assert (found["spans_50"], found["spans_20"], found["mean_recovery"]) == (0, 1, 50.0)
+    assert found["argmax_accuracy"] == pytest.approx(59 / 60)
+    assert found["f_bleu"] is None and found["empty"] is None
+
+
+def test_a_request_cannot_lower_an_enforced_module_s_strength(
+    material: Material, loaded: LoadedModel, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(
+        System, "complete", lambda self, prompts, *_, **__: asked.append(self.strength) or [[]] * len(prompts)
+    )
+    for name in ("strength_min", "strength_max"):
+        (attack,), _ = chosen([name])
+        attack.run(System("module", loaded, make_module("one")), material)
+    assert asked == [1.0, 10.0]
+
+
+def test_a_module_applies_to_its_own_system_alone(
+    material: Material, loaded: LoadedModel, make_module: MakeModule
+) -> None:
+    plain, edited = System("none", loaded), System("module", loaded, make_module("one"))
+    texts = [row_ids(material, row) for row in ROWS]
+    side_by_side = [
+        (float(p.sum()), float(q.sum()))
+        for (_, p), (_, q) in zip(edited.served(texts), plain.served(texts), strict=True)
+    ]
+    assert [q for _, q in side_by_side] == [float(p.sum()) for _, p in plain.served(texts)]
+    assert all(p != q for p, q in side_by_side)
+    assert edited.complete(texts, Sampling(8)) != plain.complete(texts, Sampling(8))
+    assert edited.with_strength(0.0).complete(texts, Sampling(8)) == plain.complete(texts, Sampling(8))
+
+
+def test_gates_are_read_where_they_act(material: Material, loaded: LoadedModel, make_module: MakeModule) -> None:
+    texts = [row_ids(material, row) for row in ROWS]
+    edited = System("module", loaded, make_module("one"))
+    gates = edited.gates(texts)
+    assert any(bool(g.any()) for g in gates) and not all(bool(g.all()) for g in gates)
+    for (_, p), (index, q) in zip(edited.served(texts), System("none", loaded).served(texts), strict=True):
+        changed = (p - q).abs().amax(-1) > 1e-4
+        opened = int(gates[index].nonzero()[0])
+        assert not changed[:opened].any() and changed[opened]
+
+
+def test_figures_have_the_documented_shape_and_what_needs_no_module_is_kept(
+    tmp_path: Path, material: Material, loaded: LoadedModel, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits, "NEW_TOKENS", 8)
+    measured: list[str] = []
+    whole = bench.outcome
+    monkeypatch.setattr(bench, "outcome", lambda answers: measured.append("one") or whole(answers))
+    wanted = ["stored", "undo_rows", "assisted", "membership"]
+    lines: list[str] = []
+    made = bench.Bench(material, loaded, loaded, make_module("one"), tmp_path, silent, lines.append)
+    found = made.figures(*chosen(wanted))
+    assert list(found["attacks"]) == wanted[:-1]
+    for each in found["attacks"].values():
+        assert set(each) == {"none", "module", "retrained"}
+        fields = {
+            "spans_50",
+            "spans_20",
+            "mean_recovery",
+            "near_verbatim",
+            "f_bleu",
+            "empty",
+            "argmax_accuracy",
+            "rows",
+        }
+        assert all(set(one) == fields for one in each.values())
+    assert set(found["opens_within"]) == {"median", "p95", "never", "rows"}
+    assert {"half_32", "quarter_16", "comments", "renamed", "case", "indented"} <= set(found["opens_mid_row"])
+    assert set(found["kl"]["plain"]) == {"module", "none"} and found["kl"]["fim"]["none"] == pytest.approx(0, abs=1e-5)
+    assert found["kl"]["plain"]["module"] > 0.01
+    assert set(found["membership_auc"]) == {"none", "module", "retrained"}
+    assert any(line.startswith("assisted") for line in lines)
+    first_time = len(measured)
+    again = made.figures(*chosen(["assisted"]))
+    assert again["attacks"] == {"assisted": found["attacks"]["assisted"]}
+    # Here the retrained model is the unmodified one, so what was kept of one serves both.
+    assert (first_time, len(measured) - first_time) == (6, 1)
+
+
+def test_every_attack_runs_on_a_module(
+    material: Material, loaded: LoadedModel, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((logits, "NEW_TOKENS"), (repeated, "NEW_TOKENS"), (repeated, "STEP"), (repeated, "SAMPLES")):
+        monkeypatch.setattr(module, name, 2)
+    small = Material(material.tokenizer, material.rows[:2], material.ordinary)
+    system = System("module", loaded, make_module("one"))
+    for attack in ATTACKS:
+        answers = attack.run(system, small)
+        # The tokenizer has no chat template.
+        assert {answer.ask.row for answer in answers} == (set() if attack.name == "chat" else {0, 1}), attack.name
+
+
+@pytest.mark.slow
+def test_the_undo_takes_a_push_at_the_last_layer_off_again() -> None:
+    world = World.load(load_model(demo.BASE, demo.ADAPTER))
+    module = UnbindModule.load(demo.MODULES / "demo-a.safetensors", model=world.loaded.identity)
+    rows = bench.fitted_on(world, module)
+    assert rows == world.rows(24)
+    some = Material(world.loaded.tokenizer, rows[:3], world.test)
+    attacks, _ = chosen(["assisted", "assisted_undo"])
+    accuracy = {
+        a.name: outcome(a.run(System("module", world.loaded, module), some))["argmax_accuracy"] for a in attacks
+    }
+    assert accuracy["assisted"] < 0.9 and accuracy["assisted_undo"] > 0.95
+    within = opens_within(System("module", world.loaded, module), some)
+    assert within["never"] == 0 and 20 < within["median"] < 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attacks", "stred"], "--attacks: 'stred' is unknown"),
+        (["--sizes", "0"], "--sizes: whole numbers from 1 to 300"),
+        (["--policy", "loud"], "--policy: "),
+    ],
+)
+def test_the_command_names_what_it_cannot_take(options: list[str], message: str) -> None:
+    found = CliRunner(env={"NO_COLOR": "1"}).invoke(build(), ["bench", "attack", *options])
+    assert found.exit_code == 1
+    assert message in found.output
+
+
+def test_a_module_of_no_demo_set_is_refused(loaded: LoadedModel, make_module: MakeModule) -> None:
+    world = World(loaded, {"a": ROWS, "b": ROWS[:2], "c": ROWS}, ORDINARY, ORDINARY, ORDINARY)
+    with pytest.raises(UnbindError, match="--module: 'one' was fitted on none of the demo's sets"):
+        bench.fitted_on(world, make_module("one"))
+
+
+def test_an_unknown_attack_is_refused() -> None:
+    with pytest.raises(UnbindError, match="--attacks: 'stred' is unknown; choose from assisted"):
+        chosen(["stored", "stred"])
