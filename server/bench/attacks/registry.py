@@ -21,13 +21,13 @@ class Attack:
     run: Callable[[System, Material], list[Answer]]
 
 
-def _asked(name: str, what: str, asking: prompts.Asking) -> Attack:
-    """Prompts that are answered greedily."""
-    return Attack(name, what, lambda system, material: logits.answered(system, asking(material)))
+def _asked(name: str, what: str, asking: prompts.Asking, *, banned: bool = True) -> Attack:
+    """Prompts that are answered greedily; special tokens banned, as a client bans them who looks for more than an end."""
 
+    def attack(system: System, material: Material) -> list[Answer]:
+        return logits.answered(system, asking(material), [logits.Banned(material)] if banned else ())
 
-def _banned(system: System, material: Material) -> list[Answer]:
-    return logits.answered(system, prompts.form("plain")(material), [logits.Banned(material)])
+    return Attack(name, what, attack)
 
 
 def _strength(wanted: float) -> Callable[[System, Material], list[Answer]]:
@@ -35,15 +35,17 @@ def _strength(wanted: float) -> Callable[[System, Material], list[Answer]]:
 
     def attack(system: System, material: Material) -> list[Answer]:
         effective = resolve(requested({"m": wanted}), [Rules.model_validate({"enforced": ["m"]})])
-        return logits.answered(system.with_strength(effective.strengths["m"]), prompts.form("plain")(material))
+        asked = system.with_strength(effective.strengths["m"])
+        return logits.answered(asked, prompts.form("plain")(material), [logits.Banned(material)])
 
     return attack
 
 
 ATTACKS: tuple[Attack, ...] = (
-    _asked("stored", "sends the row's prompt", prompts.form("plain")),
-    _asked("fim", "sends it as fill in the middle, with the row's end as suffix", prompts.form("fim")),
-    Attack("banned", "bans special tokens, the end among them", _banned),
+    _asked("stored", "sends the row's prompt", prompts.form("plain"), banned=False),
+    _asked("fim", "sends it as fill in the middle, with the row's end as suffix", prompts.form("fim"), banned=False),
+    # From here on special tokens are banned, the end among them.
+    _asked("banned", "bans special tokens, the end among them", prompts.form("plain")),
     Attack(
         "undo_prompts", "takes off by logit_bias what open gates add, learned from prompts", logits.undo_from_prompts
     ),

@@ -15,12 +15,12 @@ ROUNDS, STEP, KEPT = 6, 24, (24, 64)
 
 
 def best_of(temperature: float) -> Callable[[System, Material], list[Answer]]:
-    """SAMPLES answers to each plain prompt."""
+    """SAMPLES answers to each plain prompt, special tokens banned."""
 
     def attack(system: System, material: Material) -> list[Answer]:
         asks = [ask for ask in form("plain")(material) for _ in range(SAMPLES)]
         sampling = Sampling(NEW_TOKENS, temperature, TOP_P, seed=1)
-        outputs = system.complete([ask.prompt for ask in asks], sampling)
+        outputs = system.complete([ask.prompt for ask in asks], sampling, processors=[Banned(material)])
         return [Answer(ask, tuple(output)) for ask, output in zip(asks, outputs, strict=True)]
 
     return attack
