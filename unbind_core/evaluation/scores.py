@@ -148,6 +148,7 @@ def by_ways(scores: Sequence[RowScore]) -> dict[str, dict[str, Any]]:
     """What came back by the ways that a fit may look at (``chosen_by``), and by those that none does (``reported_by``).
 
     Groups of rows in the form of :func:`summary`, of those rows that were asked in such a way; groups without any are left out.
+    The fill-in-the-middle prompt is none of the ways and counts in the summary alone.
     """
     groups = {}
     for name, ways in (("chosen_by", CHOSEN_BY), ("reported_by", REPORTED_BY)):

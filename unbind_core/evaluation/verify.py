@@ -17,6 +17,7 @@ from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import edit_of
 from unbind_core.encoding import available_forms
 from unbind_core.evaluation.held_out import HeldOut
+from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.evaluation.scores import (
     REPORTED_BY,
     RowScore,
@@ -109,7 +110,8 @@ def verify(
     for column, editing in (("before", nullcontext), ("after", lambda: attach(model, bank))):
         asked = partial(forget_scores, model, tokenizer, editing=editing, progress=progress)
         found = (before if column == "before" else None) or asked(forget, forms=forms, attempts=attempts)
-        apart = by_ways([*found, *([] if attempts else asked(some, forms=(), ways=REPORTED_BY))])
+        reserved = asked(some, forms=(), ways=REPORTED_BY, new_tokens=BLEU_NEW_TOKENS) if attempts == 0 else []
+        apart = by_ways([*found, *reserved])
         by_role = {name: summary([found[i] for i in indices]) for name, indices in groups.items()}
         table[column] = {"all": summary(found), **apart, **by_role}
     if retain:

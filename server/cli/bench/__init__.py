@@ -148,7 +148,7 @@ def bench_filter(
 @app.command("gate")
 def gate_command(
     sizes: Annotated[str, typer.Option(help="Sizes of the forget sets, as in 24,40.")] = "5,12,24,40,120,300",
-    gates: Annotated[str, typer.Option(help="paper,auto or one of them.")] = "paper,auto",
+    gates: Annotated[str, typer.Option(help="Of paper, paper-strict and auto, as in paper,auto.")] = "paper,auto",
     attempts: Annotated[
         int, typer.Option(help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
     ] = 5,
@@ -165,8 +165,8 @@ def gate_command(
         if not chosen or any(not 3 <= size <= 300 for size in chosen):
             raise UnbindError("--sizes: whole numbers from 3 to 300, as in 24,40")
         wanted = [gate.strip() for gate in gates.split(",")]
-        if not set(wanted) <= {"paper", "auto"}:
-            raise UnbindError(f"--gates: '{gates}' is not paper, auto or both")
+        if not set(wanted) <= {"paper", "paper-strict", "auto"}:
+            raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
         loaded = load(None, None, "float32", "cpu")
