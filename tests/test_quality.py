@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from server.bench.server import served
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
@@ -108,29 +109,6 @@ def test_the_readme_s_fit_runs_and_its_module_keeps_the_model_off_the_text(tmp_p
 
 
 def test_the_readme_s_client_is_answered_by_a_server(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "server",
-        "serve",
-        "--json",
-        "--no-worker",
-        "--port",
-        "0",
-        "--data-dir",
-        str(tmp_path),
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as server:
-        try:
-            assert server.stdout is not None
-            announced = ""
-            for line in server.stdout:
-                announced += line
-                if line == "}\n":
-                    break
-            url = json.loads(announced)["url"]
-            block = next(block for block in README_PYTHON if "OpenAI(" in block)
-            assert python(block.replace("http://127.0.0.1:8000", url), tmp_path).strip()
-        finally:
-            server.terminate()
-            server.wait(60)
+    with served({"worker": False}, tmp_path, cwd=ROOT, environment=ENVIRONMENT) as server:
+        block = next(block for block in README_PYTHON if "OpenAI(" in block)
+        assert python(block.replace("http://127.0.0.1:8000", server.url), tmp_path).strip()

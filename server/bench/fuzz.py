@@ -260,5 +260,5 @@ def run(
             "log_level": "error",
             **settings,
         }
-        with served(given, Path(folder)) as url:
-            return attack(url, KEY, requests=requests, connections=connections, seed=seed, keep=keep, tell=tell)
+        with served(given, Path(folder)) as server:
+            return attack(server.url, KEY, requests=requests, connections=connections, seed=seed, keep=keep, tell=tell)

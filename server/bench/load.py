@@ -33,14 +33,14 @@ def under_load(settings: dict[str, object], prompts: Prompts, new: int, progress
     waited: dict[str, list[float]] = {path: [] for path in PROBED}
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(settings | sizes, Path(folder)) as url,
+        served(settings | sizes, Path(folder)) as server,
         ThreadPoolExecutor(1) as pool,
     ):
         begun = time.perf_counter()
-        streams = pool.submit(HttpSystem(url).generate, prompts, new, [0.0] * clients)
+        streams = pool.submit(HttpSystem(server.url).generate, prompts, new, [0.0] * clients)
         while not streams.done():
             for path, seconds in waited.items():
-                seconds.append(_answered(url, path))
+                seconds.append(_answered(server.url, path))
             progress(Progress("probes", len(waited["/health"]), 0))
             time.sleep(PAUSE_SECONDS)
         streams.result()

@@ -191,8 +191,8 @@ class Bench:
             "worker": False,
         }
         try:
-            with tempfile.TemporaryDirectory() as folder, served(settings | sizes, Path(folder)) as url:
-                seconds = self._alternating("HTTP", {"engine": engine, "http": HttpSystem(url)}, load)
+            with tempfile.TemporaryDirectory() as folder, served(settings | sizes, Path(folder)) as server:
+                seconds = self._alternating("HTTP", {"engine": engine, "http": HttpSystem(server.url)}, load)
         finally:
             engine.close()
         pairs = zip(seconds["engine"], seconds["http"], strict=True)

@@ -1,4 +1,4 @@
-"""A real server for a benchmark: ``unbind serve`` on a free port of loopback, ended by its process id."""
+"""A real server for a benchmark or a test: ``unbind serve`` on a free port of loopback, ended by its process id."""
 
 from __future__ import annotations
 
@@ -6,36 +6,59 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from server.settings import PREFIX
-from server.worker.process import python
+from server.worker.process import python, without_settings
 from unbind_core.errors import UnbindError
 
 END_SECONDS = 30.0
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server that listens at ``url``."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+
 @contextmanager
-def served(settings: Mapping[str, object], folder: Path) -> Iterator[str]:
-    """The address of a server with these settings and no others, which keeps its data in ``folder``. Raises UnbindError."""
+def served(
+    settings: Mapping[str, object],
+    folder: Path,
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Iterator[Served]:
+    """A server with these settings and no others, which keeps its data in ``folder``; its worker ends with it.
+
+    It runs in the folder ``cwd``, in this process's environment with ``environment`` on top, and writes its log to the file
+    ``log``, or to this process's standard error. Raises UnbindError where it does not start.
+    """
     given = {"port": 0, "data_dir": folder, "log_level": "error", **settings}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    process = subprocess.Popen(
-        python("server", "serve", "--json"),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment | {PREFIX + name.upper(): str(value) for name, value in given.items()},
-    )
+    with ExitStack() as files:
+        process = subprocess.Popen(
+            python("server", "serve", "--json"),
+            cwd=cwd,
+            env=without_settings({**os.environ, **(environment or {})})
+            | {PREFIX + name.upper(): str(value) for name, value in given.items()},
+            stdout=subprocess.PIPE,
+            stderr=files.enter_context(log.open("w")) if log else None,
+            text=True,
+        )
     assert process.stdout is not None
     try:
         announced = ""
         while not announced.endswith("}\n"):
             line = process.stdout.readline()
             if not line:
-                raise UnbindError("the server to be measured did not start; its reason is above")
+                raise UnbindError(f"the server did not start: {log.read_text() if log else 'its reason is above'}")
             announced += line
-        yield str(json.loads(announced)["url"])
+        yield Served(str(json.loads(announced)["url"]), process)
     finally:
         process.terminate()
         try:

@@ -40,11 +40,14 @@ def measure_takedown(
         folder = Path(name)
         given = {"admin_key": KEY, "modules_dir": folder / "none", "log_level": "warning", **settings}
         # One client: each new one reads the system's certificates, which would slow the streams.
-        with served(given, folder) as url, httpx2.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+        with (
+            served(given, folder) as server,
+            httpx2.Client(base_url=server.url, timeout=TIMEOUT_SECONDS) as client,
+        ):
             client.headers["Authorization"] = f"Bearer {KEY}"
             tell("first takedown, nothing cached")
             cold = _takedown(client, "first", first, tell)
-            with _Streams(url, prompts, streams) as load:
+            with _Streams(server.url, prompts, streams) as load:
                 tell(f"{streams} streams alone, {quiet:g} s")
                 time.sleep(min(quiet / 2, 3.0))
                 load.clear()

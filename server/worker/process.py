@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from server.settings import PREFIX, Settings
 from server.worker.child import die_with_parent
@@ -110,12 +110,16 @@ class Supervisor:
             await process.wait()
 
 
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a child process that is given settings of its own inherits of an environment: all but ours."""
+    return {key: value for key, value in environment.items() if not key.startswith(PREFIX)}
+
+
 def environment_of(settings: Settings) -> dict[str, str]:
     """The environment of a worker with these settings, which its child processes inherit."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
     # Threads that spin while they wait for each other lose their time slices to the server, and then everything waits.
     threads = {"OMP_NUM_THREADS": str(settings.worker_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return environment | settings.to_environment() | threads
+    return without_settings(os.environ) | settings.to_environment() | threads
 
 
 class Heart:

@@ -24,13 +24,14 @@ from server.registry.jobs import Claim
 from server.registry.refusals import CancelRequested, JointOutdated, LeaseLost, Refusal
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState
-from server.settings import PREFIX, Settings
+from server.settings import Settings
 from server.worker.hands import Child
 from server.worker.locks import take
 from server.worker.made import new_module
 from server.worker.patience import AWAY, POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
 from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, verdict
 from server.worker.preparing import Preparer
+from server.worker.process import without_settings
 from unbind_core.files import remove_unfinished
 
 log = logging.getLogger("unbind.worker")
@@ -101,8 +102,7 @@ class Worker:
         return self._standby
 
     def _child(self) -> Child:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-        return Child(self._command, environment | self.settings.to_environment())
+        return Child(self._command, without_settings(os.environ) | self.settings.to_environment())
 
     def _claim(self) -> Claim | None:
         settings = self.settings

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from server.cli.flags import with_settings
 from server.settings import DEMO, Settings, SettingsError, load_settings
 
 
@@ -108,3 +111,18 @@ def test_bad_rules_in_settings_are_named(flags: dict[str, str], says: str) -> No
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValidationError):
         Settings().port = 1
+
+
+def test_every_setting_is_a_flag_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Settings] = []
+    app = typer.Typer()
+    app.command()(with_settings([])(told.append))
+    monkeypatch.setenv("UNBIND_WORKER", "yes")
+    given = ["--no-worker", "--insecure", "--max-slots", "4", "--data-dir", str(tmp_path), "--enforced", "a,b"]
+    assert CliRunner().invoke(app, [*given, "--retain-test", "rows.jsonl"]).exit_code == 0
+    (made,) = told
+    assert (made.worker, made.insecure, made.max_slots, made.data_dir) == (False, True, 4, tmp_path)
+    assert made.enforced == {"a": 1.0, "b": 1.0} and made.retain_test == Path("rows.jsonl")
+    shown = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["--help"]).output
+    assert all(f"--{name.replace('_', '-')}" in shown for name in Settings.model_fields)
+    assert CliRunner().invoke(app, ["--max-slots", "many"]).exit_code == 2

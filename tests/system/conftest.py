@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +14,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from server.worker.process import python
+from server.bench.server import Served, served
 from tests.core.conftest import CORPUS, save_checkpoint
 from tests.support.disks import Disk, small_disk
 
@@ -31,10 +27,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 class ServerProcess:
     """A running server and how to talk to it."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], announced: dict[str, Any], data_dir: Path, log: list[str]
-    ) -> None:
-        self.process, self.url, self.data_dir, self.log = process, announced["url"], data_dir, log
+    def __init__(self, running: Served, data_dir: Path, log: Path) -> None:
+        self.process, self.url, self.data_dir, self._log = running.process, running.url, data_dir, log
+
+    @property
+    def log(self) -> list[str]:
+        """The lines of its log up to now."""
+        return self._log.read_text().splitlines(keepends=True)
 
     def call(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
@@ -104,49 +103,22 @@ def pytest_report_header() -> str:
 @contextmanager
 def serving(model: Path, folder: Path, *, cwd: Path = ROOT, **settings: Any) -> Iterator[ServerProcess]:
     """``unbind serve`` with its own data folder, in the folder ``cwd``; ended, worker included, on leaving."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("UNBIND_")}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "UNBIND_ADMIN_KEY": ADMIN_KEY}
     (folder / "modules").mkdir(parents=True, exist_ok=True)
-    flags: dict[str, Any] = {
+    given: dict[str, Any] = {
         "model": model,
-        "port": 0,
+        "admin_key": ADMIN_KEY,
         "data_dir": folder / "data",
         "modules_dir": folder / "modules",
         "worker_nice": 0,
         "worker_threads": 1,
         "max_model_len": 512,
+        "log_level": "info",
         **settings,
     }
-    command = python("server", "serve", "--json")
-    for key, value in flags.items():
-        option = key.replace("_", "-")
-        command += (
-            [f"--{option}" if value else f"--no-{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
-        )
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    log: list[str] = []
-    assert process.stdout is not None and process.stderr is not None
-    reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    try:
-        text = ""
-        while not text.endswith("}\n"):
-            line = process.stdout.readline()
-            assert line, f"the server did not start:\n{''.join(log)}"
-            text += line
-        yield ServerProcess(process, json.loads(text), folder / "data", log)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reader.join(5)
-        process.stdout.close()
-        process.stderr.close()
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = folder / "server.log"
+    with served(given, folder, cwd=cwd, environment=environment, log=log) as running:
+        yield ServerProcess(running, given["data_dir"], log)
 
 
 @pytest.fixture(scope="session")

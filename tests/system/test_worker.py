@@ -21,7 +21,7 @@ from server.registry.audit import Actor
 from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
-from server.worker.process import python
+from server.worker.process import environment_of, python
 from tests.support.disks import Disk
 from tests.system.conftest import ROOT
 
@@ -41,13 +41,12 @@ class Workshop:
 
     def start(self, **environment: str) -> subprocess.Popen[str]:
         """A worker process."""
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         process = subprocess.Popen(
             python("tests.support.fast_stages", "worker"),
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
-            env={**inherited, **self.settings.to_environment(), "PYTHONPATH": str(ROOT), **environment},
+            env={**environment_of(self.settings), "PYTHONPATH": str(ROOT), **environment},
         )
         threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True).start()
         self.workers.append(process)
