@@ -17,18 +17,20 @@ from server.api.characters import whole_characters
 from server.api.inference import chat, completions, fim, infill, native, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.policy import HEADER
-from server.service import Service, load_served
+from server.service import REFRESH_SECONDS, Service, load_served
 from server.settings import Settings
 from unbind_core.architecture import LoadedModel
 
 
-def create_app(settings: Settings, loaded: LoadedModel | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, loaded: LoadedModel | None = None, refresh_seconds: float = REFRESH_SECONDS
+) -> FastAPI:
     """The application; the model is loaded when it starts unless given, and everything is put away when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         model = loaded if loaded is not None else await asyncio.to_thread(load_served, settings)
-        service = Service(settings, model)
+        service = Service(settings, model, refresh_seconds)
         app.state.service = service
         try:
             await service.start()

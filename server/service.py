@@ -47,11 +47,13 @@ COUNT_SECONDS = 0.1
 class Service:
     """The parts of a running server."""
 
-    def __init__(self, settings: Settings, loaded: LoadedModel) -> None:
+    def __init__(self, settings: Settings, loaded: LoadedModel, refresh_seconds: float = REFRESH_SECONDS) -> None:
+        """``refresh_seconds``: between two looks at what other processes wrote."""
         self.memory = plan_memory(loaded.model, settings.max_slots, settings.max_model_len)
         settings = settings.model_copy(update={"max_slots": self.memory.slots, "max_model_len": self.memory.length})
         self.settings = settings
         self.loaded = loaded
+        self._refresh_seconds = refresh_seconds
         self.telemetry = Telemetry(self._figures)
         self.registry = open_registry(settings)
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -99,9 +101,9 @@ class Service:
             await asyncio.to_thread(self.telemetry.listen, self.settings.metrics_host, self.settings.metrics_port)
         # Each by itself: what a file, a store or an engine does to one of them must not hold up the revocation of keys.
         for what, work, seconds in (
-            ("access", self._refresh_access, REFRESH_SECONDS),
-            ("modules", self.offer.refresh, REFRESH_SECONDS),
-            ("retention", self._purge, REFRESH_SECONDS),
+            ("access", self._refresh_access, self._refresh_seconds),
+            ("modules", self.offer.refresh, self._refresh_seconds),
+            ("retention", self._purge, self._refresh_seconds),
             ("gate counts", self._count_gates, self.settings.metrics_interval),
         ):
             self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))

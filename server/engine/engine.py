@@ -32,7 +32,7 @@ from server.engine.request import (
 )
 from server.engine.runner import Runner
 from server.engine.sampler import uniform_source
-from server.engine.scheduler import QueueFull, Scheduler
+from server.engine.scheduler import LEAST_PASS, QueueFull, Scheduler
 from server.engine.step import Stepper, end_ids
 from server.engine.text import TextStream
 from unbind_core.applying.bank import ModuleBank
@@ -73,15 +73,17 @@ class Engine:
         max_length: int = 2048,
         queue_limit: int = 64,
         chunk_tokens: int = 512,
+        least_pass: int = LEAST_PASS,
         speedups: Speedups = EVERY,
     ) -> None:
+        """``least_pass``: prompt tokens; passes of fewer are not set side by side."""
         self.tokenizer = tokenizer
         bank = ModuleBank(next(model.parameters()).device)
         self.runner = Runner(model, bank, max_slots, max_length, speedups)
         self.modules = ModuleTable(bank, numerics(model), self.runner.reserve)
         self.lanes = Lanes(self.runner.device, MOST_LANES if speedups.lanes else 1)
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
-        self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules)
+        self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules, least_pass)
         self._ends = end_ids(model, tokenizer)
         self._wake, self._closing = threading.Condition(), threading.Lock()
         self._arrived: deque[Flight] = deque()

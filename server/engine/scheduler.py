@@ -61,14 +61,14 @@ class Plan:
         """Its requests."""
         return (*(chunk.flight for chunk in self.prefill), *self.decode)
 
-    def passes(self, lanes: int = 1) -> list[Plan]:
+    def passes(self, lanes: int = 1, least: int = LEAST_PASS) -> list[Plan]:
         """The forward passes it takes: decode first, as somebody reads along, then prompts of like shape together, in as many
-        passes as make equal work for ``lanes`` at a time.
+        passes as make equal work for ``lanes`` at a time and have ``least`` prompt tokens each.
         """
         by_shape: dict[tuple[bool, int, int], list[Chunk]] = {}
         for chunk in self.prefill:
             by_shape.setdefault(chunk.shape, []).append(chunk)
-        most = max(LEAST_PASS, math.ceil(sum(chunk.count for chunk in self.prefill) / lanes))
+        most = max(least, math.ceil(sum(chunk.count for chunk in self.prefill) / lanes))
         shared: list[list[Chunk]] = []
         for chunks in by_shape.values():
             shared.append([])

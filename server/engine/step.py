@@ -23,7 +23,7 @@ from server.engine.pace import Pace
 from server.engine.request import Delta, FinishReason, Flight, Status, TokenLogprob, withheld_logprob
 from server.engine.runner import Runner
 from server.engine.sampler import logprobs, sample
-from server.engine.scheduler import Plan, Scheduler, side_by_side
+from server.engine.scheduler import LEAST_PASS, Plan, Scheduler, side_by_side
 from unbind_core.cpu.lanes import Lanes
 
 log = logging.getLogger("unbind.engine")
@@ -43,8 +43,11 @@ class _Computed:
 class Stepper:
     """What happens to the requests in the engine. Flights are handed their deltas; the caller posts them."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, lanes: Lanes, modules: ModuleTable) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, lanes: Lanes, modules: ModuleTable, least_pass: int = LEAST_PASS
+    ) -> None:
         self.scheduler, self.runner, self.lanes, self.modules = scheduler, runner, lanes, modules
+        self._least_pass = least_pass
         self.pace = Pace(len(scheduler.slots))
         self.steps = self.failures = 0
 
@@ -56,7 +59,7 @@ class Stepper:
         for chunk in plan.prefill:
             chunk.flight.begun_at = chunk.flight.begun_at or time.monotonic()
         self.pace.look(bool(self.scheduler.waiting), time.monotonic())
-        plans = plan.passes(self.lanes.count)
+        plans = plan.passes(self.lanes.count, self._least_pass)
         work = [partial(self._compute, plan) for plan in plans]
         with closing(self.lanes.run(work, together=side_by_side(plans))) as passes:
             for number, computed in passes:

@@ -15,7 +15,7 @@ import uvicorn
 
 from server.app import create_app
 from server.connections import ServerConfig
-from server.service import Service
+from server.service import REFRESH_SECONDS, Service
 from server.settings import Settings
 from tests.support.modules import build_module
 from unbind_core.architecture import LoadedModel, load_model
@@ -102,9 +102,9 @@ class Live:
 
 
 @contextmanager
-def serving(settings: Settings, loaded: LoadedModel) -> Iterator[Live]:
+def serving(settings: Settings, loaded: LoadedModel, refresh_seconds: float = REFRESH_SECONDS) -> Iterator[Live]:
     """Serve a model under settings, at whatever port is free."""
-    app = create_app(settings, loaded)
+    app = create_app(settings, loaded, refresh_seconds)
     server = uvicorn.Server(ServerConfig(app, settings, host="127.0.0.1", port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -121,7 +121,14 @@ def serving(settings: Settings, loaded: LoadedModel) -> Iterator[Live]:
 
 
 @contextmanager
-def live(checkpoint: Path, folder: Path, modules: tuple[str, ...] = ("one", "two"), **settings: Any) -> Iterator[Live]:
+def live(
+    checkpoint: Path,
+    folder: Path,
+    modules: tuple[str, ...] = ("one", "two"),
+    *,
+    refresh_seconds: float = REFRESH_SECONDS,
+    **settings: Any,
+) -> Iterator[Live]:
     """Serve ``checkpoint`` with a chat template and the modules named, each at a layer of its own."""
     loaded = load_model(checkpoint)
     loaded.tokenizer.chat_template = CHAT_TEMPLATE
@@ -140,5 +147,5 @@ def live(checkpoint: Path, folder: Path, modules: tuple[str, ...] = ("one", "two
         "chunk_tokens": 64,
         **settings,
     }
-    with serving(Settings(**given), loaded) as running:
+    with serving(Settings(**given), loaded, refresh_seconds) as running:
         yield running

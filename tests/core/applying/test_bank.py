@@ -15,8 +15,7 @@ from unbind_core.applying.gates import FisherGates
 from unbind_core.errors import ModelMismatch, UnbindError, UnknownModule
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
-from unbind_core.running import device
-from unbind_core.running.device import threads_for
+from unbind_core.running.device import SHARED, threads_for
 
 D = 24
 MODEL = ModelIdentity("f" * 64, "tiny", D, 4)
@@ -262,16 +261,17 @@ def test_little_work_on_a_cpu_takes_one_thread_and_the_number_is_put_back(monkey
         return decide(self, *args)
 
     monkeypatch.setattr(FisherGates, "__call__", watching)
-    monkeypatch.setattr(device, "SHARED", 1000)
-    selection = select(bank_of(module("a")), {"a": 1.0})
+    names = [f"m{i}" for i in range(64)]
+    selection = select(bank_of(*(module(name) for name in names)), dict.fromkeys(names, 1.0))
+    little, much = states(2, 3), states(2, SHARED // (2 * D * len(names)) + 1)
     torch.set_num_threads(3)
     try:
-        edit(selection, 1, states(2, 3))
+        edit(selection, 1, little)
         assert torch.get_num_threads() == 3
-        edit(selection, 1, states(2, 30))
+        edit(selection, 1, much)
         assert torch.get_num_threads() == 3
         with pytest.raises(RuntimeError):
-            edit(selection, 1, states(2, 3))
+            edit(selection, 1, little)
         assert torch.get_num_threads() == 3
         assert seen == [1, 3, 1]
         with threads_for(torch.device("cuda"), 1):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from server import service
 from server.engine.engine import EngineStats
 from server.registry.access import Access
 from server.registry.audit import Actor
@@ -185,12 +184,11 @@ def test_an_active_module_that_is_missing_is_told_and_never_done_without(checkpo
 
 @pytest.mark.parametrize("way", ["removed", "replaced"])
 def test_a_data_folder_that_is_lost_is_noticed_at_once(
-    checkpoint: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service, "REFRESH_SECONDS", 0.02)
     rows = {"name": "t", "rows": [{"text": "def add(a, b):\n    return a + b\n" * 8}]}
     data, kept = tmp_path / "data", tmp_path / "kept"
-    with live(checkpoint, tmp_path) as server, caplog.at_level(logging.WARNING):
+    with live(checkpoint, tmp_path, refresh_seconds=0.02) as server, caplog.at_level(logging.WARNING):
         assert server.call("/ready").status == 200
         data.rename(kept)
         if way == "replaced":
@@ -248,8 +246,7 @@ def test_a_replaced_database_file_is_noticed(checkpoint: Path, tmp_path: Path) -
 def test_keys_are_revoked_while_modules_cannot_be_read(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(service, "REFRESH_SECONDS", 0.02)
-    with live(checkpoint, tmp_path) as server:
+    with live(checkpoint, tmp_path, refresh_seconds=0.02) as server:
         made = server.admin("/keys", {"name": "k"}).body
 
         def broken() -> None:

@@ -52,7 +52,13 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path, modules: list[Unbin
     """Four slots; prompts of up to 70 tokens in chunks of a few tokens, or in one or two."""
     fresh = load_model(checkpoint)
     running = Engine(
-        fresh.model, fresh.tokenizer, max_slots=4, max_length=128, queue_limit=16, chunk_tokens=request.param
+        fresh.model,
+        fresh.tokenizer,
+        max_slots=4,
+        max_length=128,
+        queue_limit=16,
+        chunk_tokens=request.param,
+        least_pass=8,
     )
     running.start()
     running.sync_modules([(module, module.digest) for module in modules]).result(10)

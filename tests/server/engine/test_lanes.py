@@ -27,7 +27,7 @@ NEW = 6
 @pytest.fixture
 def engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[Engine]:
     """Six prompts of 130 tokens go through it two at a time."""
-    running = Engine(loaded.model, loaded.tokenizer, max_slots=6, max_length=160, chunk_tokens=256)
+    running = Engine(loaded.model, loaded.tokenizer, max_slots=6, max_length=160, chunk_tokens=256, least_pass=8)
     running.start()
     modules = [make_module("linear", layer=1), remembering_module(loaded, "network", 1, window=5)]
     running.sync_modules([(module, module.digest) for module in modules]).result(10)

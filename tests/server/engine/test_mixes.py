@@ -33,7 +33,9 @@ def _modules(loaded: LoadedModel, make_module: MakeModule) -> list[UnbindModule]
 
 def _start(loaded: LoadedModel, make_module: MakeModule, **options: Any) -> Engine:
     engine = Engine(
-        loaded.model, loaded.tokenizer, **{"max_slots": 6, "max_length": 200, "chunk_tokens": 40, **options}
+        loaded.model,
+        loaded.tokenizer,
+        **{"max_slots": 6, "max_length": 200, "chunk_tokens": 40, "least_pass": 8, **options},
     )
     engine.start()
     modules = _modules(loaded, make_module)
