@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +40,10 @@ class Trail:
         self._refused: str | None = None  # why the head could not move on
         self._found: list[str] = []  # what the last check of the whole chain found
         self._leaving = threading.Event()
+        if head is not None:
+            with suppress(OSError):  # told of by the first change
+                # Once: a data folder that is lost later must not come back empty, in the way of the one to be put back.
+                head.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
     def problems(self) -> list[str]:
@@ -56,7 +60,6 @@ class Trail:
         if self.head is None:
             return
         try:
-            self.head.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(self.head) as file:  # the lock is the file's own, which is therefore never replaced
                 refused = self._moved(file, first, accept)
         except (OSError, SQLAlchemyError) as error:

@@ -205,6 +205,16 @@ def test_a_head_that_is_gone_is_told_of_and_a_new_trail_is_none(
     assert [record.message.split(" in ")[0] for record in caplog.records] == ["no head of the audit trail was kept"]
 
 
+def test_a_lost_folder_of_the_head_is_not_made_again(trail: Registry, tmp_path: Path) -> None:
+    apart = Registry(trail.engine, tmp_path / "disk" / "audit.head")
+    apart.trail.follow()
+    (tmp_path / "disk").rename(tmp_path / "lost")
+    apart.trail.follow()
+    assert not (tmp_path / "disk").exists()
+    (tmp_path / "lost").rename(tmp_path / "disk")
+    assert read_head(tmp_path / "disk" / "audit.head") == read_head(trail.trail.head)  # type: ignore[arg-type]
+
+
 def test_a_head_written_over_is_told_of_and_kept(trail: Registry) -> None:
     assert trail.trail.head is not None
     trail.trail.head.write_text("nonsense")
