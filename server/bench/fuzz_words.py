@@ -1,4 +1,4 @@
-"""What ``bench fuzz`` spoils requests with: hostile values and headers, bodies that are no JSON, and HTTP that is none."""
+"""What ``bench fuzz`` and tests spoil requests with: hostile values and headers, bodies that are no JSON, HTTP that is none."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ HOSTILE: tuple[Any, ...] = (
     "\x00",
     "\ud800",
     "\udfff\ud800",
+    "\\ud800",
     "\u202e",
     "é" * 50,
     "🙂",
@@ -36,9 +37,11 @@ HOSTILE: tuple[Any, ...] = (
     "one@deadbeef",
     "-one",
     "one=0",
+    "${jndi:ldap://x}",
     "%s%n",
     "<script>",
     "one,two",
+    "ONE",
     "*",
     [],
     [[]],
@@ -46,8 +49,12 @@ HOSTILE: tuple[Any, ...] = (
     {"": ""},
     [None],
     [1, "a"],
+    ["-one"],
+    [["a"]],
     [2**70],
     {"one": 0},
+    {"one": -1},
+    {"one": "much"},
     {"one": 1e300},
     {"__proto__": 1},
     ["a"] * 5000,
@@ -59,6 +66,7 @@ HOSTILE: tuple[Any, ...] = (
 BROKEN = (
     b"",
     b"{",
+    b"}",
     b"[]",
     b"null",
     b'"text"',
@@ -66,17 +74,21 @@ BROKEN = (
     b"\xff\xfe",
     b'{"prompt": "\xc3\x28"}',
     b'{"prompt": NaN}',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": "\\ud800"}',
     b"[" * 50_000,
     b'{"a":' * 50_000,
     b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-    b'{"seed": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     b'{"prompt": "a", "prompt": 5}',
     b"\x00" * 100,
     b'{"prompt": "a"} x',
     b'{"prompt": "\\ud800", "\\ud800": "\\ud800"}',
 )
+NAMES = ("", "one", "-one", "one=1e9", "\xe9", "a" * 3000, ",,,", "one=", "../x", "two=0.5")
 HEADERS = (
-    ("X-Unbind-Modules", ("", "one", "-one", "one=1e9", "\xe9", "a" * 3000, ",,,", "one=", "../x", "two=0.5")),
+    ("X-Unbind-Modules", NAMES),
     (
         "Content-Type",
         ("", "text/plain", "application/json; charset=foo", "multipart/form-data", "multipart/form-data; boundary="),

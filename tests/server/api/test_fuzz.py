@@ -15,6 +15,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from server.bench.fuzz_words import BROKEN, HOSTILE, NAMES
 from server.registry.audit import Actor
 from tests.support.live import ADMIN_KEY, Live, live
 
@@ -80,82 +81,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/admin/v1/policies/global": {"modules": [], "enforced": [], "shadow": ["one"], "allowed": None},
 }
 
-HOSTILE: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**31,
-    2**63,
-    2**64,
-    10**400,
-    -(10**30),
-    0.5,
-    1e308,
-    -1e308,
-    1e-320,
-    "",
-    " ",
-    "a" * 5000,
-    "\x00",
-    "\u202e",
-    "é" * 50,
-    "🙂",
-    "../../etc/passwd",
-    "'; DROP TABLE api_keys; --",
-    "one@deadbeef",
-    "-one",
-    "one=0",
-    "${jndi:ldap://x}",
-    "%s%n",
-    "<script>",
-    "one,two",
-    "ONE",
-    "*",
-    [],
-    [[]],
-    {},
-    {"": ""},
-    [None],
-    [1, "a"],
-    ["-one"],
-    [["a"]],
-    [2**70],
-    {"one": 0},
-    {"one": -1},
-    {"one": 1e300},
-    {"one": "much"},
-    {"__proto__": 1},
-    ["a"] * 5000,
-    [0] * 3000,
-    "<|endoftext|>" * 20,
-    "\\ud800",
-)
-RAW = (
-    b"",
-    b"{",
-    b"}",
-    b"[]",
-    b"null",
-    b'"text"',
-    b"1",
-    b"\xff\xfe",
-    b'{"prompt": "\xc3\x28"}',
-    b'{"prompt": "\\ud800"}',
-    b'{"prompt": NaN}',
-    b'{"prompt": "a", "temperature": NaN}',
-    b'{"prompt": "a", "temperature": Infinity}',
-    b"[" * 50_000,
-    b'{"a":' * 50_000,
-    b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-    b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
-    b'{"prompt": "a", "prompt": 5}',
-    b"\x00" * 100,
-    b'{"prompt": "a"} x',
-)
-
 
 @pytest.fixture(scope="module")
 def target(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
@@ -168,7 +93,7 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     """A path and a body with one to three things wrong, or raw bytes that are no body at all."""
     path = rng.choice(tuple(VALID))
     if rng.random() < 0.1:
-        return path, rng.choice(RAW)
+        return path, rng.choice(BROKEN)
     body = json.loads(json.dumps(VALID[path]))
     for _ in range(rng.randrange(1, 4)):
         place: Any = body
@@ -205,10 +130,8 @@ def fuzz(server: Live, count: int, seed: int) -> None:
         for _ in range(count):
             path, raw = mutated(rng)
             method = "PUT" if path.startswith("/admin/v1/policies") else "POST"
-            names = rng.choice(("", "one", "-one", "one=1e9", "\u00e9", "a" * 3000, ",,,", "one=", "../x", "two=0.5"))
-            connection.request(
-                method, path, raw, {**headers, "X-Unbind-Modules": names.encode("latin-1", "replace").decode("latin-1")}
-            )
+            names = rng.choice(NAMES)
+            connection.request(method, path, raw, {**headers, "X-Unbind-Modules": names})
             answer = connection.getresponse()
             body = answer.read()
             shown = (path, raw[:300], names[:20], answer.status, body[:300])

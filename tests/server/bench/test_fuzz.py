@@ -21,9 +21,9 @@ from tests.support.live import ADMIN_KEY, live
 def test_a_server_that_refuses_everything_is_sound(checkpoint: Path, tmp_path: Path) -> None:
     with live(checkpoint, tmp_path, max_model_len=48) as running:
         found = attack(
-            running.url, ADMIN_KEY, requests=150, connections=3, seed=1, keep=tmp_path / "kept", tell=lambda _: None
+            running.url, ADMIN_KEY, requests=400, connections=3, seed=1, keep=tmp_path / "kept", tell=lambda _: None
         )
-    assert found["requests"] == sum(found["kinds"].values()) == 150
+    assert found["requests"] == sum(found["kinds"].values()) == 400
     assert found["kinds"].keys() == {"json", "plain", "raw", "upload"}
     assert found["failed"] == 0 and not (tmp_path / "kept").exists(), found["failures"]
     assert found["statuses"]["200"] > 10 and found["statuses"]["400"] > 30 and found["health"]["polls"] > 10
