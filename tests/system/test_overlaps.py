@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.system.test_worker import Workshop, workshop
+from server.registry.tables import JobKind
+from tests.system.test_worker import ADMIN, Workshop, workshop
 
 DEVICES = ("cpu:0", "cpu:1")  # one job at a time on each, so these two workers overlap
 
@@ -41,6 +43,23 @@ def test_of_two_takedowns_that_overlap_the_second_is_measured_beside_the_first(s
     active = [record["name"] for record in shop.registry.modules.in_force()]
     assert active == (["first"] if dear else ["first", "late"])
     shop.check_what_is_left([first["id"], late])
+
+
+@pytest.mark.parametrize("dear", [False, True])
+def test_an_activation_beside_another_is_in_force_only_where_the_two_are_within_the_budgets(
+    shop: Workshop, dear: bool
+) -> None:
+    shop.start()
+    shop.ended(shop.submit("first"), shop.submit("late", activation="manual"))
+    late = shop.registry.modules.get("late")
+    options = {"etag": late["etag"], "dear": dear}
+    asked = shop.registry.jobs.create(JobKind.ACTIVATE, late, options, ADMIN, time.time())
+    (job,) = shop.ended(asked["id"])
+    assert job["state"] == "succeeded" and job["result"]["joint"]["measured"], job["error"]
+    assert job["outcome"] == ("over_joint_budget" if dear else "active")
+    assert ("late and first together" in job["result"].get("joint_verdict", "")) == dear
+    active = [record["name"] for record in shop.registry.modules.in_force()]
+    assert active == (["first"] if dear else ["first", "late"])
 
 
 def test_a_joint_cost_that_never_settles_leaves_the_module_out_of_force_with_the_reason(shop: Workshop) -> None:

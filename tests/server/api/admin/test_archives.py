@@ -84,12 +84,9 @@ def zip_bomb() -> bytes:
         (zipped(zipfile.ZIP_BZIP2), "'src/a.py' in the archive is neither stored nor deflated"),
         (zipped(zipfile.ZIP_LZMA), "'src/a.py' in the archive is neither stored nor deflated"),
         (zipped().replace(b"\x08\x00", b"\x63\x00"), "'src/a.py.*' in the archive is neither stored nor deflated"),
-        (claiming(2**32 - 1), "damaged or unusual .zip|lies within another"),
-        (claiming(2**31), "damaged or unusual .zip|lies within another"),
-        (
-            overlapping(),
-            "'src/a.py' in the archive lies within another file|File name in directory|lies within another",
-        ),
+        (claiming(2**32 - 1), "'b.js' in the archive lies within another file"),
+        (claiming(2**31), "'b.js' in the archive lies within another file"),
+        (overlapping(), "'b.js' in the archive lies within another file"),
         (damaged(zipped(), 45, b"\xff" * 20), "damaged or unusual .zip"),
         (gzip.compress(tarred())[:-4], "damaged or unusual .tar.gz"),
         (
@@ -103,12 +100,12 @@ def zip_bomb() -> bytes:
         (gzip.compress(tarred(headers={"GNU.sparse.map": "x", "GNU.sparse.size": "y"})), "damaged or unusual .tar.gz"),
         (
             gzip.compress(tarred(headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})),
-            "damaged or unusual|sparse",
+            "damaged or unusual .tar.gz",
         ),
-        (gzip.compress(tarred(headers={"size": "1" * 50})), "damaged or"),
+        (gzip.compress(tarred(headers={"size": "1" * 50})), "damaged or unusual .tar.gz"),
         (gzip.compress(tarred(headers={"comment": "1" * 4000})), "extended header at byte 512"),
         (gzip.compress(tarred(headers={"comment": "a" * 9000})), "extended header at byte 512"),
-        (gzip.compress(tarred(tarfile.USTAR_FORMAT, name="a.py")[:1024]), "no end at byte|unexpected end"),
+        (gzip.compress(tarred(tarfile.USTAR_FORMAT, name="a.py")[:1024]), "unexpected end of data"),
         (
             gzip.compress(tarred(tarfile.USTAR_FORMAT, name="a.py").replace(b"src/a.py", b"other.py")),
             "no end at byte 1536",
@@ -225,14 +222,33 @@ def multipart(file: bytes, **fields: str) -> tuple[bytes, dict[str, str]]:
     return body, {"Content-Type": "multipart/form-data; boundary=b"}
 
 
+def over_http(kind: str) -> bytes:
+    return gzip.compress(GROUND[kind]) if kind in ("tar", "gnu", "sparse") else GROUND[kind]
+
+
+DRY = {"name": "some", "options": '{"dry_run": true}'}
+
+
+@pytest.mark.parametrize("kind", ["zip", "stored", "tar", "gnu", "tar.gz", "jsonl"])
+def test_whole_uploads_are_taken_over_http(server: Live, kind: str) -> None:
+    body, headers = multipart(over_http(kind), **DRY)
+    assert server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers).status == 200
+
+
 @pytest.mark.parametrize("kind", GROUND)
 def test_damaged_uploads_over_http_are_bad_requests(server: Live, kind: str) -> None:
-    data = GROUND[kind] if kind not in ("tar", "gnu", "sparse") else gzip.compress(GROUND[kind])
-    for file in (data, data[: len(data) // 2], damaged(data, len(data) // 3, b"\xff" * 9), b"PK\x03\x04" + data):
-        body, headers = multipart(file, name="some", options='{"dry_run": true}')
+    data = over_http(kind)
+    for file in (data[: len(data) // 2], damaged(data, len(data) // 3, b"\xff" * 9)):
+        body, headers = multipart(file, **DRY)
         answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
-        assert answer.status in (200, 400), answer.raw
-        assert answer.status == 200 or answer.error["message"]
+        assert answer.status == 400 and answer.error["message"], answer.raw
+
+
+@pytest.mark.parametrize("kind", ["bzip2", "lzma", "zip64", "sparse"])
+def test_unusual_uploads_over_http_are_bad_requests(server: Live, kind: str) -> None:
+    body, headers = multipart(over_http(kind), **DRY)
+    answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
+    assert answer.status == 400 and answer.error["message"], answer.raw
 
 
 @pytest.mark.parametrize(
@@ -254,12 +270,29 @@ def test_hostile_rows_over_http_are_bad_requests(server: Live, body: bytes) -> N
     assert answer.status == 400 and answer.error["message"], answer.raw
 
 
-@pytest.mark.parametrize("part", ["name", "options", "notice", "include", "exclude", "other"])
-@pytest.mark.parametrize("value", ["\ud800", '{"\\ud800": 1}', "[" * 100_000, "[" * 3, '{"claimant": "\\ud800"}', ""])
+VALUES_OF_PARTS = ["\ud800", '{"\\ud800": 1}', "[" * 100_000, "[" * 3, '{"claimant": "\\ud800"}', ""]
+
+
+def with_part(part: str, value: str) -> tuple[bytes, dict[str, str]]:
+    """A whole form but for one part."""
+    body, headers = multipart(GROUND["jsonl"], **DRY, **({} if part in DRY else {part: "?"}))
+    head = f'name="{part}"\r\n\r\n'.encode()
+    before, after = body.split(head)
+    _, _, after = after.partition(b"\r\n--b")
+    sent = b"\xed\xa0\x80\xff" if value == "\ud800" else value.encode()
+    return before + head + sent + b"\r\n--b" + after, headers
+
+
+@pytest.mark.parametrize("part", ["name", "options", "notice", "other"])
+@pytest.mark.parametrize("value", VALUES_OF_PARTS)
 def test_hostile_parts_of_a_form_are_bad_requests(server: Live, part: str, value: str) -> None:
-    fields = {"name": "some", "options": '{"dry_run": true}', **({part: value} if value != "\ud800" else {part: "?"})}
-    body, headers = multipart(GROUND["jsonl"], **fields)
-    body = body.replace(b"\r\n\r\n?\r\n", b"\r\n\r\n\xed\xa0\x80\xff\r\n")
+    body, headers = with_part(part, value)
     answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
-    dry = part in ("include", "exclude")
-    assert answer.status == (200 if dry else 400) and (dry or answer.error["message"]), answer.raw
+    assert answer.status == 400 and answer.error["message"], answer.raw
+
+
+@pytest.mark.parametrize("part", ["include", "exclude"])
+@pytest.mark.parametrize("value", VALUES_OF_PARTS)
+def test_patterns_of_a_form_may_be_any_text(server: Live, part: str, value: str) -> None:
+    body, headers = with_part(part, value)
+    assert server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers).status == 200
