@@ -20,6 +20,7 @@ from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "PYTHONPATH": str(ROOT)}
+PYTHON_PAGE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 README_PYTHON = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -90,10 +91,15 @@ def test_a_fit_of_a_few_rows_reaches_the_target_and_changes_no_unrelated_answer(
     assert reached["unchanged"] >= 0.97
 
 
-def python(code: str, folder: Path) -> str:
+def python(code: str, folder: Path, **environment: str) -> str:
     """What ``code`` prints when it runs in ``folder``."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=1200, env=ENVIRONMENT
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env=ENVIRONMENT | environment,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -105,6 +111,14 @@ def test_the_readme_s_fit_runs_and_its_module_keeps_the_model_off_the_text(tmp_p
     row = json.loads((ROOT / "server/demo/rows/forget_b.jsonl").read_text().splitlines()[0])
     assert printed.startswith(row["prompt"])
     assert row["continuation"].strip() not in printed
+    assert (tmp_path / "set-b.safetensors").is_file()
+
+
+def test_the_python_page_runs_from_top_to_bottom_and_its_module_forgets(tmp_path: Path) -> None:
+    (tmp_path / "server").symlink_to(ROOT / "server")
+    shown = "assert table['after']['all']['f_bleu'] < 0.9 * table['before']['all']['f_bleu']"
+    printed = python("\n".join([*PYTHON_PAGE, shown]), tmp_path, OMP_NUM_THREADS="1")
+    assert "rows come back" in printed and "\ncalibrated\n" in printed and "\nafter " in printed
     assert (tmp_path / "set-b.safetensors").is_file()
 
 
