@@ -115,6 +115,8 @@ _FIELDS: Mapping[str, _Rule] = {
     "settings": _FREE,
     "detector": _TEXT,
     "window": _COUNT,
+    "first": _COUNT,
+    "least": _COUNT,
     "tau_close": _NUMBER_OR_NULL,
     "correction": _TEXT,
     "policy": _TEXT,

@@ -32,7 +32,8 @@ class UnbindModule:
     ``detector`` "fisher" (Section 4): w [d]; a = relu(w'h - s_ref); the gate is open where a >= tau, its amount is a.
     "network": w [h,d], b [h], heads [K,h], heads_b [K]; f(h) = heads relu(w h + b) + heads_b; where the largest head's mean
     of f over the last ``window`` positions is tau above s_ref the gate opens, where it is less than tau_close above it
-    closes (``tau_close`` None: tau); its amount is 1 while it is open (``unbind_core/applying/gates.py``).
+    closes (``tau_close`` None: tau); its amount is 1 while it is open (``unbind_core/applying/gates.py``). Positions of a sequence
+    before ``first`` are no part of the mean, and fewer than ``least`` count as so many.
 
     ``correction`` "push": v [d] of unit length; h becomes h - amount kappa v. "lowrank": u [d,r], a [r,d], c [d], with r from 1 to
     256; h becomes h + amount kappa (u (a h) + c) (``unbind_core/applying/corrections.py``). ``policy`` says what the module aims
@@ -62,6 +63,8 @@ class UnbindModule:
     settings: Mapping[str, Any]
     detector: str = "fisher"
     window: int = 1
+    first: int = 0
+    least: int = 1
     tau_close: float | None = None
     b: Tensor | None = None
     heads: Tensor | None = None

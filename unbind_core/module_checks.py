@@ -94,7 +94,7 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
     """The detector's tensors, its window and its second threshold."""
     if module.detector == "fisher":
         yield from _tensor_problems("w", module.w, (size,))
-        for field, needed in (("window", (1,)), ("tau_close", (None, module.tau))):
+        for field, needed in (("window", (1,)), ("first", (0,)), ("least", (1,)), ("tau_close", (None, module.tau))):
             if getattr(module, field) not in needed:
                 yield (
                     field,
@@ -108,6 +108,10 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
         yield from _tensor_problems(field, tensor, shape, zero=field in ("b", "heads_b"))
     if type(module.window) is not int or not 1 <= module.window <= MAX_GATE_WINDOW:
         yield "window", f"is {module.window!r}; it must be a whole number of positions from 1 to {MAX_GATE_WINDOW}"
+    if type(module.first) is not int or not 0 <= module.first <= MAX_GATE_WINDOW:
+        yield "first", f"is {module.first!r}; it must be a whole number of positions from 0 to {MAX_GATE_WINDOW}"
+    if type(module.least) is not int or not 1 <= module.least <= module.window:
+        yield "least", f"is {module.least!r}; it must be a whole number of positions from 1 to the window"
     if not module.tau > 0:
         yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
     close = module.tau_close

@@ -24,7 +24,7 @@ DETECTORS = {"fisher": {"w"}, "network": {"w", "b", "heads", "heads_b"}}  # kind
 CORRECTIONS = {"push": {"v"}, "lowrank": {"u", "a", "c"}}
 FLOAT32: Mapping[str, Any] = {"dtype": "float32", "quantisation": None}
 # What format 1 had no fields for. A module that is all of this is still written so: its bytes, and with them its digest, stay.
-_FIRST: Mapping[str, Any] = {"correction": "push", "policy": "silent", "calibrated": FLOAT32}
+_FIRST: Mapping[str, Any] = {"correction": "push", "policy": "silent", "calibrated": FLOAT32, "first": 0, "least": 1}
 
 
 def _checksum(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> str:

@@ -157,7 +157,7 @@ class ModuleBank:
         for layer in sorted({self._modules[name].layer for name in used}):
             for kind in DETECTORS:
                 modules = [m for m in map(self._modules.__getitem__, used) if m.layer == layer and m.detector == kind]
-                modules.sort(key=lambda module: module.window)  # as gates with memory want them
+                modules.sort(key=lambda module: (module.window, module.first))  # as gates with memory want them
                 if modules:
                     parts.setdefault(layer, []).append(self._part(layer, modules, rows))
         if not parts:

@@ -94,7 +94,9 @@ class Places:
     positions: Tensor
     starts: Tensor
 
-    _behind: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _behind: dict[tuple[tuple[int, int], ...], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def afresh(cls, batch: int, length: int, real: Tensor | None, device: torch.device) -> Places:
@@ -118,10 +120,13 @@ class Places:
         """The place in front of each sequence's first state, int64 [B,1]."""
         return self._first + self.starts[:, None]
 
-    def behind(self, lags: tuple[int, ...]) -> Tensor:
-        """The places so far behind each state, int64 [B,lags x T]; before position 0 those in front of it."""
+    def behind(self, lags: tuple[tuple[int, int], ...]) -> Tensor:
+        """The places so far behind each state, int64 [B,lags x T], of (lag, first) pairs: none before the one in front of position
+        ``first``, nor behind the state's own.
+        """
         if lags not in self._behind:
-            rows = torch.cat([self.positions - (lag - 1) for lag in lags], 1).clamp_(min=0)
+            own = self.positions + 1
+            rows = torch.cat([torch.minimum(own, (own - lag).clamp_(min=first)) for lag, first in lags], 1)
             self._behind[lags] = rows.add_(self._first)
         return self._behind[lags]
 

@@ -32,16 +32,18 @@ def network_scores(states: Tensor, w: Tensor, b: Tensor, heads: Tensor, heads_b:
     return functional.linear(functional.linear(states.float(), w, b).relu_(), heads, heads_b)
 
 
-def windowed(scores: Tensor, window: int, lengths: Tensor) -> Tensor:
+def windowed(scores: Tensor, window: int, lengths: Tensor, first: int = 0, least: int = 1) -> Tensor:
     """e_t: the mean of the scores over the last ``window`` positions of a whole sequence, fewer at its beginning.
 
+    Positions before ``first`` are not counted, and a sum over fewer than ``least`` is divided by ``least``.
     scores [B,T,K], padding last in each row; ``lengths`` int64 [T] or [B,T], how many positions a sequence has up to and with each.
     """
-    if window == 1:
+    if (window, first, least) == (1, 0, 1):
         return scores
     # FP32 would be exact for 8,192 positions only
-    sums = functional.pad(scores, (0, 0, window, 0)).cumsum(1, dtype=torch.float64)
-    return ((sums[:, window:] - sums[:, :-window]) / lengths.clamp(max=window).unsqueeze(-1)).to(scores.dtype)
+    sums = functional.pad(_from(first, scores, 1), (0, 0, window, 0)).cumsum(1, dtype=torch.float64)
+    over = (lengths - first).clamp(max=window).clamp(min=least)
+    return ((sums[:, window:] - sums[:, :-window]) / over.unsqueeze(-1)).to(scores.dtype)
 
 
 def in_grains(z: Tensor) -> Tensor:
@@ -54,15 +56,24 @@ def in_thresholds(sums: Tensor, counted: Tensor) -> Tensor:
     return sums / (counted * GRAIN)
 
 
-def decided(scores: Tensor, s_ref: float, tau: float, window: int) -> Tensor:
+def _from(first: int, scores: Tensor, dim: int) -> Tensor:
+    """The scores with zeros at positions before ``first``."""
+    if first == 0:
+        return scores
+    early = torch.arange(scores.shape[dim], device=scores.device) < first
+    return scores.masked_fill(early.unsqueeze(-1), 0)
+
+
+def decided(scores: Tensor, s_ref: float, tau: float, window: int, first: int = 0, least: int = 1) -> Tensor:
     """e [T] of a whole sequence's scores f [T,K], as :class:`NetworkGates` has it under these thresholds: it opens where e >= 1.
 
     Clipped, rounded and added up as there. There s_ref and tau are part of the product that gives the scores, whose last bit may
     differ: a score may so come out one grain higher or lower.
     """
-    sums = functional.pad(in_grains((scores - s_ref) * (GRAIN / tau)), (0, 0, window, 0)).cumsum(0, dtype=torch.int32)
-    seen = torch.arange(1, len(scores) + 1, device=scores.device).clamp(max=window).float()
-    return in_thresholds((sums[window:] - sums[:-window]).amax(-1), seen)
+    grains = _from(first, in_grains((scores - s_ref) * (GRAIN / tau)), 0)
+    sums = functional.pad(grains, (0, 0, window, 0)).cumsum(0, dtype=torch.int32)
+    seen = torch.arange(1 - first, len(scores) + 1 - first, device=scores.device).clamp(max=window).clamp(min=least)
+    return in_thresholds((sums[window:] - sums[:-window]).amax(-1), seen.float())
 
 
 def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
@@ -108,8 +119,8 @@ class FisherGates:
 class NetworkGates:
     """Gates whose detector is a small network with one head or more, a window and two thresholds; M modules in one product.
 
-    z_k = (f_k(h) - s_ref) / tau, clipped to +-2 and rounded to 1/1024; e = max over heads of the mean of z over the window; opens
-    at e >= 1, closes below tau_close / tau. An open gate acts with the strength kappa whatever e is.
+    z_k = (f_k(h) - s_ref) / tau, clipped to +-2 and rounded to 1/1024; e = max over heads of the mean of z over the window, as
+    :func:`windowed` takes it; opens at e >= 1, closes below tau_close / tau. An open gate acts with kappa whatever e is.
     """
 
     def __init__(
@@ -150,9 +161,12 @@ class NetworkGates:
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self._close = torch.tensor(closes, device=device)
 
-        windows = [module.window for module in modules]
+        windows = [(module.window, module.first) for module in modules]
         self._windows = tuple(sorted(set(windows)))
-        self._window = torch.tensor(windows, device=device, dtype=torch.float32)
+        self._window, self._first, self._least = (
+            torch.tensor([getattr(module, name) for module in modules], device=device, dtype=torch.float32)
+            for name in ("window", "first", "least")
+        )
         own_columns = [range(column, column + count) for column, count in zip(columns, counts, strict=True)]
         by_window = [
             [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
@@ -177,7 +191,7 @@ class NetworkGates:
         if real is not None:
             z = z.masked_fill_(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
         if length == 1:  # all that one position needs is there already: read at once, written at once
-            found = places.read(layer, places.behind((1, *self._windows)), self._table_width)
+            found = places.read(layer, places.behind(((1, 0), *self._windows)), self._table_width)
             before, lagged = found[:, :1], found[:, 1:]
             sums = z.add_(before[..., self._columns])
         else:
@@ -216,7 +230,8 @@ class NetworkGates:
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)
         most = sums.view(*sums.shape[:2], -1, self._most).amax(-1)
-        return in_thresholds(most, torch.minimum(lengths, self._window))
+        counted = torch.minimum(lengths - self._first, self._window)
+        return in_thresholds(most, torch.maximum(counted, self._least)).masked_fill_(counted <= 0, 0.0)
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:

@@ -64,11 +64,11 @@ def test_what_was_written_is_read_by_position_and_zero_before_the_beginning() ->
     values = torch.arange(1, 9).view(2, 2, 2).int()
     places(memory, [2, 0], [[0, 1], [3, 6]], [0, 3]).write(1, columns, values)
     later = places(memory, [2, 0], [[2], [4]], [2, 4])
-    found = later.read(1, later.behind((5, 2, 1)), 4)
+    found = later.read(1, later.behind(((5, 0), (2, 0), (1, 0))), 4)
     assert found[:, :, columns].tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
     assert torch.equal(later.read(1, later.before, 4), found[:, 2:])
     assert not bool(found[:, :, [1, 3]].any())  # the columns of others
-    assert not bool(later.read(2, later.behind((1, 2)), 4).any())  # another layer
+    assert not bool(later.read(2, later.behind(((1, 0), (2, 0))), 4).any())  # another layer
 
 
 def test_a_slice_of_columns_is_written_as_an_index_of_them_is() -> None:
@@ -97,7 +97,7 @@ def test_growth_keeps_what_is_there() -> None:
     memory.lengthen(2)
     assert memory.length == 6
     later = places(memory, [0, 1], [[4]] * 2, [4, 4])
-    after = later.read(0, later.behind((4, 3, 2, 1)), 2)[..., columns]
+    after = later.read(0, later.behind(tuple((lag, 0) for lag in (4, 3, 2, 1))), 2)[..., columns]
     assert torch.equal(after[:, :3], kept)
     assert not bool(after[:, 3].any())  # what was the bin of padding is an empty position now
     assert not bool(memory.table(0, 5)[:, :, 2:].any())

@@ -40,8 +40,8 @@ def by_hand(one: UnbindModule, sequence: Tensor) -> list[bool]:
     close = one.tau if one.tau_close is None else one.tau_close
     gate, found = False, []
     for t in range(len(z)):
-        last = z[max(0, t - one.window + 1) : t + 1]
-        e = max(sum(column) for column in zip(*last, strict=True)) / len(last) / GRAIN
+        last = z[max(one.first, t - one.window + 1) : t + 1]
+        e = max(map(sum, zip(*last, strict=True)), default=0) / max(len(last), one.least) / GRAIN
         gate = e >= 1 or (gate and e >= close / one.tau)
         found.append(gate)
     return found
@@ -57,7 +57,7 @@ def edited_by_hand(wanted: Sequence[tuple[UnbindModule, float]], sequence: Tenso
 
 MODULES = {
     "a": module("a"),
-    "b": module("b", seed=1, heads=1, window=9, s_ref=0.5, tau_close=None),
+    "b": module("b", seed=1, heads=1, window=9, s_ref=0.5, tau_close=None, first=3, least=4),
     "c": module("c", seed=2, window=1, s_ref=1.0, tau=2.0, tau_close=0.0),
     "d": make_module(MODEL, "d", LAYER, seed=3, s_ref=0.0, tau=0.5, kappa=2.0),
 }
@@ -187,12 +187,14 @@ def test_two_thresholds_are_a_latch(steps: list[tuple[bool, bool]], before: bool
 
 
 @settings(deadline=None)
-@given(st.integers(1, 9), st.lists(st.integers(-2048, 2048), min_size=1, max_size=40))
-def test_the_windowed_mean_is_the_mean_of_the_last_scores(window: int, line: list[int]) -> None:
-    parts = [line[max(0, t - window + 1) : t + 1] for t in range(len(line))]
-    expected = torch.tensor([sum(part) / len(part) / GRAIN for part in parts])
-    seen = torch.arange(1, len(line) + 1)
-    assert torch.equal(windowed(torch.tensor(line).view(1, -1, 1) / GRAIN, window, seen)[0, :, 0], expected)
+@given(
+    st.integers(1, 9), st.integers(0, 5), st.integers(1, 9), st.lists(st.integers(-2048, 2048), min_size=1, max_size=40)
+)
+def test_the_windowed_mean_is_the_mean_of_the_last_scores(window: int, first: int, least: int, line: list[int]) -> None:
+    parts = [line[max(first, t - window + 1) : t + 1] for t in range(len(line))]
+    expected = torch.tensor([sum(part) / max(len(part), least) / GRAIN for part in parts])
+    scores, seen = torch.tensor(line).view(1, -1, 1) / GRAIN, torch.arange(1, len(line) + 1)
+    assert torch.equal(windowed(scores, window, seen, first, least)[0, :, 0], expected)
 
 
 def test_windowed_means_stay_exact_in_long_sequences() -> None:
@@ -205,16 +207,19 @@ def test_windowed_means_stay_exact_in_long_sequences() -> None:
         )
 
 
-SIZES = st.tuples(st.integers(1, 5), st.integers(5, 9), st.sampled_from([1, 3, 8]))  # heads, hidden units, window
+# heads, hidden units, window, first position that counts
+SIZES = st.tuples(st.integers(1, 5), st.integers(5, 9), st.sampled_from([1, 3, 8]), st.sampled_from([0, 2, 5]))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(SIZES, min_size=2, max_size=6))
-def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[int, int, int]]) -> None:
+def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[int, int, int, int]]) -> None:
     """However they are padded to be stacked."""
     every = {
-        f"m{i}": module(f"m{i}", seed=i, heads=heads, width=width, window=window)
-        for i, (heads, width, window) in enumerate(sizes)
+        f"m{i}": module(
+            f"m{i}", seed=i, heads=heads, width=width, window=window, first=first, least=min(window, 1 + first)
+        )
+        for i, (heads, width, window, first) in enumerate(sizes)
     }
     bank, sequences = bank_of(*every.values()), states(2, LENGTH)
     record: list[tuple[tuple[str, ...], Tensor]] = []
