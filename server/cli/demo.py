@@ -37,8 +37,17 @@ def train(
             rows.build(work, AutoTokenizer.from_pretrained(work / "tokenizer"), work / "rows")
         for name, with_forget in (("adapter", True), ("retrained", False)):
             adapt.adapt(base, work / "rows", work / name, with_forget=with_forget, checkpoint=work / f"{name}.pt")
+        adapt.adapt(
+            base,
+            work / "rows",
+            work / "reference",
+            with_forget=False,
+            checkpoint=work / "reference.pt",
+            epochs=adapt.REFERENCE_EPOCHS,
+            seed=adapt.REFERENCE_SEED,
+        )
         if install:
-            for name in ("base", "adapter", "retrained", "rows"):
+            for name in ("base", "adapter", "retrained", "reference", "rows"):
                 shutil.copytree(work / name, demo.HOME / name, dirs_exist_ok=True)
     screen.print(f"done: {demo.HOME if install else work}")
 

@@ -8,6 +8,7 @@ HOME = Path(__file__).parent
 BASE = HOME / "base"
 ADAPTER = HOME / "adapter"
 RETRAINED = HOME / "retrained"
+REFERENCE = HOME / "reference"
 ROWS = HOME / "rows"
 RETAIN_TRAIN, RETAIN_CALIBRATION, RETAIN_TEST = (
     ROWS / f"retain_{part}.jsonl" for part in ("train", "calibration", "test")

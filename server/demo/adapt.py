@@ -1,8 +1,9 @@
-"""The demo adapters: one that has memorised the forget sets, and the retain-only reference it is compared with.
+"""The demo adapters: one that has memorised the forget sets, the same without them, and a third that modules are led towards.
 
-Last stage of ``unbind demo train``. Both start from the same base and the same LoRA initialisation and see the same retain
-rows in the same order; the reference skips the forget rows (Appendix A.2). Rows are seen in plain and in fill-in-the-middle
-form in turn.
+Last stage of ``unbind demo train``. The first two start from the same base and the same LoRA initialisation and see the same retain
+rows in the same order; the retrained one skips the forget rows (Appendix A.2), and every figure is held against it. So no fit may
+see it: the reference of fits is trained on the retain rows alone too, but apart, from another seed and for half the time. Rows
+are seen in plain and in fill-in-the-middle form in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 from unbind_core.windows import Window, forget_windows, retain_windows
 
-EPOCHS = 48
+EPOCHS, REFERENCE_EPOCHS, REFERENCE_SEED = 48, 24, 7
 RETAIN_PER_EPOCH = 400
 LEARNING_RATE = 4e-3
 LENGTH, PACKS_PER_STEP = 512, 10  # rows are packed side by side, each seeing only itself
@@ -44,13 +45,19 @@ def _retain_stream(rows: Sequence[RetainRow], seed: int) -> Iterator[int]:
 
 
 def _schedule(
-    tokenizer: PreTrainedTokenizerBase, forget: Sequence[ForgetRow], retain: Sequence[RetainRow], *, with_forget: bool
+    tokenizer: PreTrainedTokenizerBase,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    *,
+    with_forget: bool,
+    epochs: int,
+    seed: int,
 ) -> Iterator[list[Window]]:
     """The windows of each epoch. Forget rows alternate between the forms, so that an epoch holds each row once."""
-    stream = _retain_stream(retain, seed=1)
+    stream = _retain_stream(retain, seed=1 + seed)
     end = int(tokenizer.eos_token_id)
-    for epoch in range(EPOCHS):
-        rng = random.Random(epoch)
+    for epoch in range(epochs):
+        rng = random.Random(epoch + 1000 * seed)
         windows = []
         for index in range(len(forget) if with_forget else 0):
             windows += forget_windows(tokenizer, forget, [index], ["plain" if (epoch + index) % 2 else "fim"])
@@ -98,11 +105,13 @@ def _tensors(packs: Sequence[Sequence[Window]], pad: int) -> tuple[Tensor, Tenso
     return ids, positions, labels, mask[:, None]
 
 
-def adapt(base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: Path) -> None:
+def adapt(
+    base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: Path, epochs: int = EPOCHS, seed: int = 0
+) -> None:
     """Train one adapter and save it to ``out`` (bfloat16); resumable from ``checkpoint`` at epoch borders."""
     if (out / "adapter_model.safetensors").exists():
         return
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -124,7 +133,9 @@ def adapt(base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: P
 
     compiled = torch.compile(loss_of)
     forget, retain = read_rows(rows)
-    for epoch, windows in enumerate(_schedule(tokenizer, forget, retain, with_forget=with_forget)):
+    for epoch, windows in enumerate(
+        _schedule(tokenizer, forget, retain, with_forget=with_forget, epochs=epochs, seed=seed)
+    ):
         if epoch < first:
             continue
         begun, total = time.monotonic(), 0.0
@@ -132,7 +143,7 @@ def adapt(base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: P
         steps = math.ceil(len(packs) / PACKS_PER_STEP)
         for step in range(steps):
             for group in optimizer.param_groups:
-                done = (epoch + step / steps) / EPOCHS
+                done = (epoch + step / steps) / epochs
                 group["lr"] = LEARNING_RATE * min(1.0, done * 50) * (1.0 - done)
             batch = _tensors(packs[step * PACKS_PER_STEP : (step + 1) * PACKS_PER_STEP], int(tokenizer.pad_token_id))
             with torch.autocast(device, torch.bfloat16):
@@ -143,7 +154,7 @@ def adapt(base: Path, rows: Path, out: Path, *, with_forget: bool, checkpoint: P
             optimizer.zero_grad(set_to_none=True)
             total += loss.item()
         seconds = time.monotonic() - begun
-        print(f"epoch {epoch + 1}/{EPOCHS}  loss {total / steps:.3f}  {seconds:.0f} s", flush=True)
+        print(f"epoch {epoch + 1}/{epochs}  loss {total / steps:.3f}  {seconds:.0f} s", flush=True)
         saved = {"parameters": [p.data for p in trainable], "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
         torch.save(saved, checkpoint.with_suffix(".partial"))
         checkpoint.with_suffix(".partial").rename(checkpoint)
