@@ -7,8 +7,6 @@ from importlib import import_module
 
 import typer
 
-from unbind_core.cpu.allocator import keep_freed_memory
-
 GROUPS = (
     "serve",
     "worker",
@@ -41,7 +39,6 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the server starts processes after tokenizing
     # Threads that spin while they wait starve whatever shares the cores: a fit beside a server ran ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    keep_freed_memory()
     build()()
 
 

@@ -24,7 +24,6 @@ from typing import IO, Any
 from server.registry.files import private, save_json
 from server.registry.tables import JobKind
 from server.worker.plan import Task, ends
-from unbind_core.cpu.allocator import keep_freed_memory
 from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress
 
@@ -115,7 +114,6 @@ def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
     voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     with voice.beating():
-        keep_freed_memory()
         stages = load_stages()
         line = sys.stdin.readline()
         if line:
