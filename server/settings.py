@@ -35,6 +35,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     model: Annotated[Path, Field(description="folder of the checkpoint to serve")] = DEMO / "base"
+    reference: Annotated[Path | None, Field(description="checkpoint or adapter that fits lead towards")] = None
     adapter: Annotated[Path | None, Field(description="folder of a LoRA adapter on it; the demo model has its own")] = (
         None
     )
@@ -181,9 +182,9 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _demo_belongs_together(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The demo checkpoint comes with its adapter, its retain rows with calibration rows; one's own come alone."""
+        """The demo checkpoint comes with adapter and reference, its retain rows with calibration rows; one's own come alone."""
         if "model" not in values and "adapter" not in values:
-            values = values | {"adapter": DEMO / "adapter"}
+            values = {"reference": DEMO / "reference"} | values | {"adapter": DEMO / "adapter"}
         if "retain" in values and "retain_calibration" not in values:
             values = values | {"retain_calibration": None}
         return values

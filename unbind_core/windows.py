@@ -117,37 +117,6 @@ def forget_windows(
     return windows
 
 
-def embedded_windows(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[ForgetRow],
-    around: Sequence[tuple[str, str]],
-    forms: Sequence[str] = ("plain",),
-    limit: int = MAX_WINDOW,
-) -> list[Window]:
-    """Windows of forget rows within other text: ``around[i]`` is what stands in front of row i's prompt, and what behind it.
-
-    A window that would be longer than ``limit`` is left out.
-    """
-    template, bos = fim_template(tokenizer), beginning(tokenizer)
-    windows: list[Window] = []
-    for index, (row, (before, after)) in enumerate(zip(rows, around, strict=True)):
-        lead = encode(tokenizer, before)
-        for form in forms:
-            prompt, target = forget_prompt(tokenizer, row, form)
-            if form == "plain":
-                head = [*bos, *lead]
-                ids = [*head, *prompt[len(bos) :], *encode(tokenizer, after)]
-            else:
-                assert template is not None  # or forget_prompt would have refused
-                prefix, suffix, _ = fim_split(row)
-                behind = encode(tokenizer, suffix)
-                head = fim_ids(tokenizer, template[: template.index("{prefix}") + 1], lead, behind)
-                ids = fim_ids(tokenizer, template, lead + encode(tokenizer, prefix + after), behind)
-            if len(ids) + len(target) <= limit:
-                windows.append(Window((*ids, *target), len(ids), index, form, len(head)))
-    return windows
-
-
 def retain_windows(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[RetainRow],

@@ -15,7 +15,7 @@ from typing import Any
 from server import demo
 from server.bench.gate_neighbours import apart_figures, neighbours_rise
 from server.bench.gate_world import Retained, World, forgetting, scores
-from server.bench.gate_written import outputs, paraphrased
+from server.bench.gate_written import paraphrased, written
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.files import write_text
@@ -35,6 +35,7 @@ def gate_figures(
     *,
     sizes: Sequence[int] = SIZES,
     gates: Sequence[str] = GATES,
+    policy: str | None = None,
     attempts: int = 5,
     joint: bool = True,
     cache: Path | None = None,
@@ -57,7 +58,7 @@ def gate_figures(
         fitted: dict[str, UnbindModule] = {}
         for gate in gates:
             begun = time.monotonic()
-            module, found = fit_one(world, rows, f"{gate}-{size}", gate, cache, progress)
+            module, found = fit_one(world, rows, f"{gate}-{size}", gate, cache, progress, policy)
             seconds = time.monotonic() - begun
             fitted[gate] = module
             if keep is not None:
@@ -77,14 +78,15 @@ def gate_figures(
                 "apart": apart_figures(world, retained, rows, module),
                 "neighbours": neighbours_rise(world, retained, rows, module),
                 "paraphrased": paraphrased(world, rows, module, progress),
-                "output": outputs(world, other, rows, module),
+                "policy": module.policy,
+                **written(world, other, rows, module),
             }
             entry[gate]["groups"] = _groups(module, before, after)
             report(
                 f"{size} rows, {gate}: " + ", ".join(f"{k} {_short(v)}" for k, v in entry[gate].items() if _short(v))
             )
         entry["before"]["paraphrased"] = paraphrased(world, rows, None, progress)
-        entry["before"]["output"] = outputs(world, other, rows, None)
+        entry["before"] |= written(world, other, rows, None)
         table["sizes"][str(size)] = entry
         if keep is not None:
             _write(keep / f"{size}-{'-'.join(gates)}.json", entry)
@@ -112,8 +114,7 @@ def fit_one(
     progress: ProgressCallback,
     policy: str | None = None,
 ) -> tuple[UnbindModule, Any]:
-    """One fit as ``unbind fit`` makes it; ``policy`` where the fit has more than one."""
-    named: dict[str, Any] = {} if policy is None else {"policy": policy}
+    """One fit as ``unbind fit`` makes it."""
     return fit(
         world.loaded.model,
         world.loaded.tokenizer,
@@ -122,9 +123,10 @@ def fit_one(
         name=name,
         retain_calibration=world.calibration,
         identity=world.loaded.identity,
-        options=FitOptions(gate=gate, **named),
+        options=FitOptions(gate=gate, policy=policy if gate == "auto" else None),
         progress=progress,
         cache=cache,
+        reference=world.reference,
     )
 
 

@@ -18,6 +18,7 @@ from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.evaluation.scores import RowScore, by_ways, forget_scores
 from unbind_core.evaluation.verify import perplexity
+from unbind_core.fitting.reference import Reference, load_reference
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
@@ -36,13 +37,15 @@ class World:
     retain: Sequence[RetainRow]
     calibration: Sequence[RetainRow]
     test: Sequence[RetainRow]
+    reference: Reference
 
     @classmethod
     def load(cls, loaded: LoadedModel) -> World:
-        """The rows that are shipped."""
+        """The rows that are shipped, and the reference that fits lead towards."""
         sets = {name: _rows(f"forget_{name}", parse_forget) for name in "abc"}
-        retain = [_rows(f"retain_{part}", parse_retain) for part in ("train", "calibration", "test")]
-        return cls(loaded, sets, *retain)
+        train, calibration, test = (_rows(f"retain_{part}", parse_retain) for part in ("train", "calibration", "test"))
+        reference = load_reference(demo.REFERENCE, demo.BASE, demo.ADAPTER)
+        return cls(loaded, sets, train, calibration, test, reference)
 
     def rows(self, size: int) -> Sequence[ForgetRow]:
         """A forget set of this size: set A and its first rows, set B, or the first rows of set C."""

@@ -9,17 +9,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch import nn
+
 from server.bench.gate_world import NEW_TOKENS, World, bank_of, scores
 from server.bench.paraphrase import PARAPHRASES
 from unbind_core.applying.attach import attach
 from unbind_core.architecture import LoadedModel
-from unbind_core.encoding import pad_id
+from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.verify import perplexity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import Window, forget_prompt
+from unbind_core.windows import Window, batches, forget_prompt, forget_windows
 
 SAMPLES = 5
 REWRITTEN_ROWS = 40  # of larger sets, every so many-th row is rewritten and read
@@ -69,6 +72,35 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
         "looping": statistics.fmean(_loops(o) for o in new),
         "samples": texts[:SAMPLES],
     }
+
+
+def written(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module: UnbindModule | None) -> dict[str, Any]:
+    """What stands in place of the rows, and how far the model is from the reference of fits and from the retrained one."""
+    found = outputs(world, other, rows, module)
+    reference = world.reference.model
+    return {
+        "empty": found["empty"],
+        "parse": found["parsed"],
+        "output_ppl": found["perplexity_retrained"],
+        "kl_to_reference": None if reference is None else divergence(world, reference, rows, module),
+        "kl_to_retrained": divergence(world, other.model, rows, module),
+        "output": found,
+    }
+
+
+def divergence(world: World, other: nn.Module, rows: Sequence[ForgetRow], module: UnbindModule | None) -> float:
+    """KL(other || the model under the module), nats: mean over the positions that predict the rows, in both forms."""
+    loaded, total, count = world.loaded, 0.0, 0
+    bank = bank_of(world, () if module is None else (module,))
+    windows = forget_windows(loaded.tokenizer, rows, range(len(rows)), available_forms(loaded.tokenizer))
+    with torch.no_grad():
+        for batch in batches(windows, pad_id(loaded.tokenizer)):
+            given = {"input_ids": batch.ids, "attention_mask": batch.attention_mask, "use_cache": False}
+            p = other(**given).logits[batch.predictors].log_softmax(-1)
+            with attach(loaded.model, bank) if module is not None else nullcontext():
+                q = loaded.model(**given).logits[batch.predictors].log_softmax(-1)
+            total, count = total + float((p.exp() * (p - q)).sum()), count + len(p)
+    return total / count
 
 
 def _some(rows: Sequence[ForgetRow]) -> Sequence[ForgetRow]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from server import demo
 from server.cli.console import (
+    DTYPES,
     clear_errors,
     forget_rows,
     load,
@@ -29,6 +30,7 @@ from unbind_core.files import write_text
 from unbind_core.fitting.bounds import told
 from unbind_core.fitting.calibration import QUANTILES, Budgets
 from unbind_core.fitting.options import BUDGETS
+from unbind_core.fitting.reference import Reference, load_reference
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
@@ -67,10 +69,21 @@ def fit(
     gate: Annotated[
         str,
         typer.Option(
-            help="auto: from the paper's gate to richer ones, the first that reaches the target; paper: the paper's gate over "
+            help="auto: a gate that opens early and anywhere, and a learned correction; paper: the paper's gate and push over "
             "finer grids and more rows; paper-strict: as published, and nothing else."
         ),
     ] = "auto",
+    policy: Annotated[
+        str | None,
+        typer.Option(help="rewrite: other code is written; silent: the answer ends. rewrite with gate auto."),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="What to lead towards: a checkpoint, or an adapter on the model, trained without the rows. Else the model "
+            "without its adapter; else itself, less what it has memorised."
+        ),
+    ] = None,
     quantiles: Annotated[
         str | None, typer.Option(help="Gate quantiles to try, as in 0.9,0.95; the default grid where none is given.")
     ] = None,
@@ -110,6 +123,7 @@ def fit(
             quantiles=numbers(quantiles, float, "--quantiles", "0.9,0.95") or QUANTILES,
             full_scan=full_scan,
             gate=gate,
+            policy=policy,
             budgets=_budgets(gate, kl_budget, nll_budget, bleu_budget),
         )
         with progress_bars(as_json) as progress:
@@ -124,12 +138,13 @@ def fit(
                 options=options,
                 progress=progress,
                 cache=cache,
+                reference=_reference(model, adapter, reference, dtype, device) if gate == "auto" else None,
             )
         if report is not None:
             write_text(report, json.dumps(result.to_json(), indent=1))
         if result.outcome == "ineffective":
             raise UnbindError(
-                "ineffective: no strength above 0 forgot anything within the retain budgets, so no module was written; "
+                "ineffective: nothing forgot anything within the retain budgets, so no module was written; "
                 "--report FILE shows what each candidate reached"
             )
         digest = module.save(out)
@@ -139,6 +154,16 @@ def fit(
         for line in _summary(module, result):
             screen.print(line)
         screen.print(f"{sum(result.seconds.values()):.0f} s; written to {out} ({digest[:12]})")
+
+
+def _reference(model: Path | None, adapter: Path | None, named: Path | None, dtype: str, device: str) -> Reference:
+    if model is None:
+        adapter, named = adapter or demo.ADAPTER, named or demo.REFERENCE
+    return load_reference(named, model or demo.BASE, adapter, dtype=DTYPES[dtype], device=device)
+
+
+def _tokens(count: int | None) -> str:
+    return "all it has" if count is None else f"{count} tokens"
 
 
 def _summary(module: UnbindModule, result: FitReport) -> list[str]:
@@ -156,11 +181,14 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
             *certificate,
         ]
     forgot, cost = chosen["forgot"], chosen["cost"]
-    left = ", ".join(f"{form} {100 * share:.1f} %" for form, share in forgot["f_bleu_left"].items())
+    left = ", ".join(f"{form} {value:.3f}" for form, value in forgot["f_bleu"].items())
+    opens = chosen["opens"]
     lines = [
         f"[bold green]{result.outcome}[/] {where}, a network of {len(module.network[0])} with {len(module.network[2])} heads "
         f"over {module.window} positions",
-        f"F-BLEU left: {left}; rows with 50 exact tokens {forgot['spans']}, mean recovery {100 * forgot['recovery']:.1f} %",
+        f"F-BLEU left: {left}; rows with 50 exact tokens {forgot['spans']}, mean recovery {100 * forgot['recovery']:.1f} %, "
+        f"empty answers {100 * forgot['empty']:.0f} %; towards {chosen['correction']['reference']['kind']}",
+        f"before its gate opens a row has given {_tokens(opens['median'])} (median), 95 % of them {_tokens(opens['p95'])}",
         f"on the rows that chose it: retain NLL {cost['nll']:+.4f} (cautiously {cost['cautious']['nll']:+.4f}), "
         f"KL {cost['kl']:.4f}, gates open on {100 * cost['open_rate']:.3f} % of positions "
         f"(cautiously {100 * cost['cautious']['open_rate']:.3f} %)",

@@ -47,6 +47,10 @@ def submit(
     gate: Annotated[
         str, typer.Option(help="auto; paper for the paper's gate; paper-strict for exactly the published fit.")
     ] = "auto",
+    policy: Annotated[
+        str | None,
+        typer.Option(help="rewrite: other code is written; silent: the answer ends. rewrite with gate auto."),
+    ] = None,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions and time.")] = False,
     idempotency_key: Text = None,
@@ -66,6 +70,7 @@ def submit(
         "expires_at": expires_at,
         "seed": seed,
         "gate": gate,
+        "policy": policy,
         "replace": replace,
         "dry_run": dry_run,
     }

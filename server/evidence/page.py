@@ -137,8 +137,8 @@ def _levels(levels: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     lines = []
     for level in levels:
         forgot = level.get("forgot") or {}
-        left = ", ".join(f"{form} {_number(share)}" for form, share in forgot.get("f_bleu_left", {}).items())
-        kind = ("gate", "layer", "width", "tau_close", "axis", "strength")
+        left = ", ".join(f"{form} {_number(value)}" for form, value in forgot.get("f_bleu", {}).items())
+        kind = ("gate", "width", "tau", "tau_close")
         lines.append(
             [
                 *(_number(level.get(key)) for key in kind),

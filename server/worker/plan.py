@@ -75,10 +75,10 @@ def remark(results: Mapping[str, Mapping[str, Any]]) -> str:
     fit, said = results.get("fit", {}), []
     if fit.get("outcome") == SHORT:
         forgot = (fit.get("selected") or {}).get("forgot") or {}
-        left = ", ".join(f"{form} {share:.0%}" for form, share in forgot.get("f_bleu_left", {}).items())
+        left = ", ".join(f"{form} {value:.3f}" for form, value in forgot.get("f_bleu", {}).items())
         said.append(
             "short: the module is within its budgets, but forgets less than was aimed at"
-            + (f" (F-BLEU left: {left}; rows with long exact spans: {forgot['spans']})" if left else "")
+            + (f" (F-BLEU {left}; rows with long exact spans: {forgot['spans']})" if left else "")
         )
     if (certificate := fit.get("certificate") or {}).get("over"):
         said.append(f"certificate: {told(certificate)}")

@@ -33,6 +33,7 @@ from unbind_core.evaluation.scores import RowScore, extractable, forget_scores
 from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.fit import fit, prepare_retained
 from unbind_core.fitting.options import BUDGETS, FitOptions
+from unbind_core.fitting.reference import Reference, load_reference
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow, parse_retain
@@ -120,6 +121,14 @@ def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str
     return replace(loaded, identity=replace(loaded.identity, name=name))
 
 
+def _reference(settings: Settings, gate: str) -> Reference | None:
+    """What a learned correction leads towards; held while the fit runs."""
+    if gate != "auto":
+        return None
+    dtype = getattr(torch, settings.dtype)
+    return load_reference(settings.reference, settings.model, settings.adapter, dtype=dtype, device=settings.device)
+
+
 def check(context: Context) -> dict[str, Any]:
     """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove. Leaves each row's score."""
     model, tokenizer = context.loaded.model, context.loaded.tokenizer
@@ -154,11 +163,13 @@ def fit_module(context: Context) -> dict[str, Any]:
             layers=tuple(layers) if layers else None,
             seed=int(options.get("seed") or 0),
             gate=gate,
+            policy=options.get("policy"),
             budgets=replace(BUDGETS[gate], **options["budgets"]) if options.get("budgets") else None,
         ),
         progress=context.progress,
         cache=settings.data_dir / "cache",
         before=context.checked,
+        reference=_reference(settings, gate),
     )
     module.save(context.folder / MODULE_FILE)
     full = {**report.to_json(), "budgets": dict(module.budgets)}

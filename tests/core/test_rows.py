@@ -23,7 +23,7 @@ from unbind_core.rows import (
     parse_retain,
     split_text,
 )
-from unbind_core.windows import batches, embedded_windows, fim_split, forget_windows, make_batch, retain_windows
+from unbind_core.windows import batches, fim_split, forget_windows, make_batch, retain_windows
 
 TEXT = "def add(first, second):\n    total = first + second\n    print(total)\n    return total\n"
 
@@ -179,28 +179,6 @@ def test_fill_in_the_middle_windows_hold_prefix_suffix_and_middle_in_the_tokeniz
     assert window.first_target == len(prompt)
     names = [tokenizer.convert_ids_to_tokens(i) for i in prompt if i < 8]
     assert [n for n in names if "fim" in n] == [part for part in FIM_TEMPLATES[0] if "fim" in part]
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_embedded_rows_are_the_same_rows_behind_other_code(bos: bool) -> None:
-    tokenizer = build_tokenizer(bos=bos)
-    before, after = "import os\n", "\n\n"
-    row = ForgetRow("def add(first, second):\n", TEXT.split("\n", 1)[1])
-    lead, tail = encode(tokenizer, before), encode(tokenizer, after)
-    forms = ("plain", "fim")
-    for around in (before, ""), (before, after), ("", ""):
-        plain, fim = embedded_windows(tokenizer, [row], [around], forms)
-        for window, alone in zip((plain, fim), forget_windows(tokenizer, [row], [0], forms), strict=True):
-            front = window.start - len(encode(tokenizer, around[0]))
-            assert list(window.ids[front : window.start]) == encode(tokenizer, around[0])
-            assert window.ids[window.first_target :] == alone.ids[alone.first_target :]
-            if not around[1]:
-                assert window.ids[:front] + window.ids[window.start :] == alone.ids
-    plain, fim = embedded_windows(tokenizer, [row], [(before, after)], forms)
-    assert plain.start == len(beginning(tokenizer)) + len(lead)
-    assert list(plain.ids[plain.first_target - len(tail) : plain.first_target]) == tail
-    assert tokenizer.convert_ids_to_tokens(fim.ids[fim.start - len(lead) - 1]) == "<|fim_prefix|>"
-    assert embedded_windows(tokenizer, [row], [(before, after)], forms, limit=len(plain.ids) - 1) == []
 
 
 def test_a_form_the_tokenizer_lacks_is_refused_with_the_remedy() -> None:

@@ -96,9 +96,8 @@ def test_the_page_tells_of_gates_with_memory(document: dict[str, Any]) -> None:
     costs = {"kl": 0.001, "nll": 0.002, "bleu": 0.0, "open_rate": 0.001}
     level = {
         "gate": "network",
-        "layer": 3,
-        "width": 128,
-        "axis": "gradient",
+        "width": 4711,
+        "tau_close": 0.5,
         "cost": {"cautious": costs},
         "verdict": "chosen",
     }
@@ -106,7 +105,7 @@ def test_the_page_tells_of_gates_with_memory(document: dict[str, Any]) -> None:
     payload["report"] = {"selected": level, "scan": [], "levels": [level], "budgets": dict.fromkeys(costs, 0.005)}
     payload["exhibits"]["histograms"]["score"] = "evidence <b>"
     html = page(payload)
-    assert html.count("<svg") == 2 and "gradient" in html and "evidence &lt;b&gt;" in html and "0.0020 of 0.005" in html
+    assert html.count("<svg") == 2 and "4711" in html and "evidence &lt;b&gt;" in html and "0.0020 of 0.005" in html
 
 
 def test_the_page_says_what_rows_that_chose_nothing_cost(document: dict[str, Any]) -> None:

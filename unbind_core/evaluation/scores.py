@@ -59,12 +59,14 @@ class RowScore:
     """What was recovered of one row over all attempts; BLEU of the greedy completion by form.
 
     ``ways``: longest exact span and largest recovery by way to ask; ``span`` counts the fill-in-the-middle prompt too.
+    ``empty``: whether the row's own plain prompt is answered by nothing, when asked greedily.
     """
 
     bleu: dict[str, float]
     span: int = 0
     recovery: float = 0.0
     ways: dict[str, tuple[int, float]] = field(default_factory=dict)
+    empty: bool = False
 
     def recovered(self, way: str, span: int, target: int) -> None:
         """Count one attempt: a span of so many of ``target`` tokens."""
@@ -120,6 +122,7 @@ def forget_scores(
         for attempt, output in zip(work, outputs, strict=False):
             score, scored = scores[attempt.row], output[:BLEU_NEW_TOKENS]
             score.bleu[form] = sentence_bleu(attempt.target, scored)
+            score.empty |= form == "plain" and not scored
             score.span = max(score.span, longest_span(attempt.target, scored, attempt.prompt))
     for again in range(1, attempts):
         chosen = [attempt for attempt in plain if sampled is None or attempt.row in sampled]

@@ -1,181 +1,186 @@
-"""The choice among gates: from the simplest to the richest, the first that forgets within the budgets (``gate="auto"``).
+"""The fit that holds (``gate="auto"``): a network's gate that opens early and anywhere, and a correction that leads elsewhere.
 
-Levels: the paper's linear gate where it can tell the rows apart; a network with one head a row over a window of positions, with
-one threshold, then with a lower one to close, then wider. What each reached is in the report. Strength is the least that
-reaches the target: what is gained by more is paid for wherever a gate opens by mistake.
+Both stand at the last decoder layer. There a state alone determines what comes next, so the correction is learned without running
+anything below, and what a client can do to logits does not take it back (docs/decisions.md). The correction is learned once; then
+gates are tried, those that open earliest first, until one reaches the target within the budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from math import inf
+from enum import StrEnum
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from unbind_core.errors import FittingError
 from unbind_core.fitting.context import Context
+from unbind_core.fitting.correction import STEPS, Correction, examples, learn
 from unbind_core.fitting.judge import Cost, Judge, Remainder
-from unbind_core.fitting.network import BATCH
+from unbind_core.fitting.network import BATCH, Network
 from unbind_core.fitting.options import FitReport, Outcome
-from unbind_core.fitting.paper import fit_paper
-from unbind_core.fitting.screening import Screening, Sequences
-from unbind_core.fitting.separation import Separation
-from unbind_core.fitting.strength import Finding, StrengthSearch, Verdict
+from unbind_core.fitting.reference import Reference
+from unbind_core.fitting.screening import EARLY, Screening
+from unbind_core.fitting.separation import FIRST, Separation, least
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
-from unbind_core.rows import make_partitions
+from unbind_core.rows import spread
 
-# tau_close / tau: one threshold, a little lower, nearly a latch; and how dear each is, in steps of the opening threshold
-CLOSING = {1.0: 0, 0.9: 1, 0.5: 3}
-LINEAR_COVERAGE = 0.9  # a linear gate that covers less of the forget positions cannot reach the target
+CLOSING = (
+    0.5,
+    0.9,
+    1.0,
+)  # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
+MOST_ASKED = 6  # gates within the budgets that all rows are asked about: where those miss, the correction does
+PROBED_ROWS = 8  # say whether all rows are worth asking
+
+
+class Verdict(StrEnum):
+    """What becomes of a gate that was tried."""
+
+    CHOSEN = "chosen"
+    BEST = "chosen: the best within the budgets"
+    MISSES = "misses the target"
+    OVER = "over budget"
 
 
 @dataclass
 class Level:
-    """One gate that was tried: which it is, what it reached, and what became of it; ``reason`` where that wants more words."""
+    """One gate that was tried: which it is, what it reached, and what became of it."""
 
-    gate: str
-    layer: int
-    coverage: float | None = None
-    width: int | None = None
-    steps: int | None = None
-    axis: str | None = None
-    tau: float | None = None
-    tau_close: float | None = None
-    separation: dict[str, float] | None = None
-    strength: float | None = None
+    width: int
+    steps: int
+    tau: float
+    tau_close: float
+    separation: dict[str, float]
+    opens: dict[str, float | None]
     cost: Cost | None = None
     remainder: Remainder | None = None
-    verdict: Verdict = Verdict.UNFIT
-    reason: str = ""
-
-    def take(self, finding: Finding) -> None:
-        """Note what the search for a strength found."""
-        self.strength, self.cost = finding.strength, finding.cost
-        self.remainder, self.verdict = finding.remainder, finding.verdict
+    verdict: Verdict = Verdict.OVER
 
     def to_json(self) -> dict[str, Any]:
         """As reports and modules hold it."""
-        table = {key: value for key, value in asdict(self).items() if value is not None and key != "reason"}
+        table = {key: value for key, value in asdict(self).items() if value is not None}
         if "remainder" in table:
             table["forgot"] = table.pop("remainder")
-        return table | {"verdict": self.reason or str(self.verdict)}
+        return {"gate": "network", **table, "verdict": str(self.verdict)}
 
 
 class _Auto:
-    """One run: what is captured once, and the trials on it."""
+    """One run: what is captured and learned once, and the gates that are tried on it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, reference: Reference) -> None:
         self.context, self.clock = context, context.clock
-        self.budgets, self.target = context.options.limits, context.options.target
         self.screening = Screening(context)
-        self.every = self.screening.every
+        self.every = range(len(context.forget))
         self.levels: list[Level] = []
         with self.clock.stage("rows before"):
-            self.judge = Judge(context, self.screening.retain, self.screening.completions, self.screening.forget)
-        self.search = StrengthSearch(self.judge, self.budgets, self.target, self.clock, self.every)
+            screening = self.screening
+            self.judge = Judge(context, screening.retain, screening.completions, screening.forget, reference)
+        self.reference = reference
+        self.correction = self._correction()
 
-    # The levels.
-
-    def linear(self) -> tuple[UnbindModule, FitReport] | None:
-        """The paper's gate, where at the budgeted opening rate it covers enough of the forget positions to have a chance."""
-        coverage, layer = self.screening.linear_coverage()
-        level = Level("paper", layer, coverage=round(coverage, 4))
-        self.levels.append(level)
-        few = len(self.every) < 3
-        if coverage < LINEAR_COVERAGE or few:
-            level.reason = (
-                "fewer than 3 rows cannot be split as the paper does"
-                if few
-                else f"at the budgeted opening rate it opens on {coverage:.0%} of the forget positions; "
-                f"{LINEAR_COVERAGE:.0%} are needed"
+    def _correction(self) -> Correction:
+        context, generator = self.context, torch.Generator().manual_seed(self.context.options.seed)
+        with self.clock.stage("reference"):
+            found = examples(
+                context.model,
+                self.screening.met,
+                self.reference,
+                pad=context.pad,
+                generator=generator,
+                own=self.screening.own,
+                progress=context.progress,
             )
-            return None
-        options = replace(self.context.options, gate="paper", budgets=self.budgets)
-        # the paper's gate keeps rows back for calibration and validation
-        held = make_partitions(self.context.forget, self.context.retain, options.seed)
-        parts = replace(
-            self.context.parts,
-            forget_fit=held.forget_fit,
-            forget_calibration=held.forget_calibration,
-            forget_validation=held.forget_validation,
-            retain_fit=tuple(i for i in self.context.parts.retain_fit if i not in self.screening.left_out),
-            retain_calibration=tuple(
-                i for i in self.context.parts.retain_calibration if i not in self.screening.left_out
-            ),
-        )
-        module, report = fit_paper(replace(self.context, options=options, parts=parts))
-        if report.outcome is not Outcome.CALIBRATED:
-            level.verdict = Verdict.NONE
-            return None
-        cost, remainder = self.judge.cost(module), self.judge.remainder(module, self.every)
-        level.cost, level.remainder = cost, remainder
-        if cost.within(self.budgets) and remainder.reaches(self.target):
-            level.verdict = Verdict.CHOSEN
-            return module, report
-        level.verdict = Verdict.MISSES if cost.within(self.budgets) else Verdict.OVER
-        return None
-
-    def network(self, rows: Sequences, layer: int, width: int) -> Iterator[tuple[Level, Finding]]:
-        """Modules of one network, for each window and pair of thresholds, at the least strength that reaches the target: with the
-        first axis, and with the others where that one left least.
-        """
-        steps = network_steps(len(self.every))
-        net, splits = self.screening.detector(rows, layer, width, steps, network_batch(len(self.every)))
-        norm = self.screening.retain_norm(layer)
-        tensors = {
-            "w": net.w.cpu(),
-            "b": net.b.cpu(),
-            "heads": net.heads.cpu(),
-            "heads_b": net.heads_b.cpu(),
-        }
-
-        def module(axis: Tensor, split: Separation, threshold: float, closing: float, strength: float) -> UnbindModule:
-            tau = threshold - split.reference
-            return self.context.module(
-                layer=layer,
-                detector="network",
-                v=axis,
-                s_ref=split.reference,
-                tau=tau,
-                kappa=strength * norm,
-                tau_close=None if closing == 1 else closing * tau,
-                window=split.window,
-                quantile=None,
-                measured={},
-                **tensors,
+        with self.clock.stage("correction"):
+            return learn(
+                context.model,
+                found,
+                self.screening.retained,
+                self.reference,
+                end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
+                steps=self._steps(STEPS),
+                generator=generator,
+                progress=context.progress,
             )
 
-        # A gate that stays open costs most where it opens by mistake, a lower threshold opens it there more often: both come last.
+    def _steps(self, steps: int) -> int:
+        return max(1, round(min(1.0, self.context.options.effort) * steps))
+
+    def gates(self) -> Iterator[tuple[Level, UnbindModule]]:
+        """Modules of one network for each window and pair of thresholds, those that open earliest and stay open first."""
+        width = network_width(len(self.every))
+        steps = self._steps(network_steps(len(self.every)))
+        network, splits = self.screening.detector(width, steps, network_batch(len(self.every)))
         ways = sorted(
             (
                 (number + dear, number, -split.margin, split, threshold, closing)
                 for split in splits
                 for number, threshold in enumerate(split.thresholds)
-                for closing, dear in CLOSING.items()
+                for dear, closing in enumerate(CLOSING)
             ),
             key=lambda way: way[:3],
         )
-        for name, axis in self.screening.axes(layer).items():
-            left = []
-            for *_, split, threshold, closing in ways:
-                level = Level("network", layer, None, width, steps, name, threshold, closing, split.to_json())
-                self.levels.append(level)
-                finding = self.search.least(partial(module, axis, split, threshold, closing))
-                level.take(finding)
-                self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level.verdict)))
-                yield level, finding
-                left.append(inf if finding.remainder is None else finding.remainder.left)
-            ways = [ways[left.index(min(left))]]  # what another axis changes is not when a gate opens
+        for *_, split, threshold, closing in ways:
+            opens = told(self.screening.opens_within(network, split, threshold))
+            level = Level(width, steps, threshold, closing, split.to_json(), opens)
+            self.levels.append(level)
+            yield level, self.module(network, split, threshold, closing)
+
+    def module(self, network: Network, split: Separation, threshold: float, closing: float) -> UnbindModule:
+        """A module with this gate."""
+        tau = threshold - split.reference
+        return self.context.module(
+            layer=self.screening.layer,
+            detector="network",
+            s_ref=split.reference,
+            tau=tau,
+            kappa=1.0,
+            tau_close=None if closing == 1 else closing * tau,
+            window=split.window,
+            first=FIRST,
+            least=least(split.window),
+            quantile=None,
+            measured={},
+            correction="lowrank",
+            policy=self.context.options.policy,
+            **{name: getattr(network, name).cpu() for name in ("w", "b", "heads", "heads_b")},
+            **self.correction.tensors(),
+        )
+
+    def tried(self, level: Level, module: UnbindModule) -> Level:
+        """The level with what its gate costs, and, where that is within the budgets, what it leaves of the rows."""
+        level.cost = self.judge.cost(module)
+        if level.cost.within(self.context.options.limits):
+            probed = spread(self.every, PROBED_ROWS)
+            level.remainder = self.judge.remainder(module, probed)
+            if len(probed) == len(self.every) or level.remainder.spans == 0:
+                level.remainder = self.judge.remainder(module, self.every, thorough=True)
+            reached = self.judge.aim.reached(level.remainder)
+            level.verdict = Verdict.CHOSEN if reached else Verdict.MISSES
+        self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level.verdict)))
+        return level
+
+
+def told(opens: Sequence[int | None]) -> dict[str, float | None]:
+    """Tokens of a row before its gate opens: of half of the rows and of 95 % (None where it stays shut on too many); the share of
+    rows on which it is open within EARLY tokens, and how many it never opens on.
+    """
+    known = sorted(count for count in opens if count is not None)
+
+    def share(part: float) -> int | None:
+        at = math.ceil(part * len(opens)) - 1
+        return known[at] if at < len(known) else None
+
+    within = sum(count < EARLY for count in known) / len(opens)
+    return {"median": share(0.5), "p95": share(0.95), f"within_{EARLY}": within, "never": len(opens) - len(known)}
 
 
 def network_steps(rows: int) -> int:
     """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
-    return 375 + 18 * rows if rows <= FEW else min(4000, 250 + 12 * rows)
+    return 800 + 10 * rows if rows <= FEW else min(4000, 1000 + 10 * rows)
 
 
 def network_batch(rows: int) -> int:
@@ -183,57 +188,51 @@ def network_batch(rows: int) -> int:
     return BATCH if rows <= FEW else 2 * BATCH
 
 
-def network_widths(rows: int) -> tuple[int, ...]:
-    """Hidden widths to try, the smaller first."""
-    return (128, 512) if rows <= 32 else (256, 512) if rows <= FEW else (512,)
+def network_width(rows: int) -> int:
+    """Hidden units for so many heads."""
+    return 128 if rows <= 32 else 256 if rows <= FEW else 512
 
 
-def fit_auto(context: Context) -> tuple[UnbindModule, FitReport]:
-    """The first of the levels that reaches the target within the budgets; else the best within the budgets, outcome "short".
+def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitReport]:
+    """The first of the gates that reaches the target within the budgets; else the best within the budgets, outcome "short".
 
-    Outcome "ineffective", with kappa 0, where no level has any strength within the budgets.
+    Outcome "ineffective", with kappa 0, where no gate is within the budgets.
     """
-    run = _Auto(context)
-    if (plain := run.linear()) is not None:
-        module, report = plain
-        return replace(module, measured={**module.measured, **run.screening.contradicting}), replace(
-            report,
-            levels=[level.to_json() for level in run.levels],
-            seconds=run.clock.seconds,
-            retain_rows_left_out=run.screening.left_out,
-        )
-    layer, screened = run.screening.best_layer()
+    run = _Auto(context, reference)
     best: tuple[float, Level, UnbindModule] | None = None
     last: UnbindModule | None = None
-    rows = run.screening.embedded(layer)
-    for width in network_widths(len(run.every)):
-        for level, finding in run.network(rows, layer, width):
-            last = finding.module
-            if finding.remainder is None:
-                continue
-            if best is None or finding.remainder.left < best[0]:
-                best = finding.remainder.left, level, finding.module
-            if finding.verdict is Verdict.CHOSEN:
-                return _finish(run, finding.module, level, Outcome.CALIBRATED, screened)
+    asked = 0
+    for level, module in run.gates():
+        run.tried(level, module)
+        last = module
+        if level.verdict is Verdict.CHOSEN:
+            return _finish(run, module, level, Outcome.CALIBRATED)
+        if level.remainder is not None and (best is None or level.remainder.left < best[0]):
+            best = level.remainder.left, level, module
+        asked += level.remainder is not None
+        if asked == MOST_ASKED:
+            break
     if best is not None:
         _, level, module = best
         level.remainder, level.verdict = run.judge.remainder(module, run.every, thorough=True), Verdict.BEST
-        return _finish(run, module, level, Outcome.SHORT, screened)
-    if last is None:
-        raise FittingError("no layer's states could be told apart; are the rows memorised at all?")
-    return _finish(run, replace(last, kappa=0.0), run.levels[-1], Outcome.INEFFECTIVE, screened)
+        return _finish(run, module, level, Outcome.SHORT)
+    assert last is not None  # a network has ways to use it
+    return _finish(run, replace(last, kappa=0.0), run.levels[-1], Outcome.INEFFECTIVE)
 
 
-def _finish(
-    run: _Auto, module: UnbindModule, level: Level, outcome: Outcome, screened: list[dict[str, Any]]
-) -> tuple[UnbindModule, FitReport]:
+def _finish(run: _Auto, module: UnbindModule, level: Level, outcome: Outcome) -> tuple[UnbindModule, FitReport]:
     """The module with what was measured, and the report."""
     positions = {
         "forget": run.screening.forget.count,
-        "retain_fit": len(run.screening.retained[module.layer]),
+        "retain_fit": len(run.screening.retained),
         "retain_calibration": run.screening.retain.count,
     }
-    reached = level.to_json()
+    correction = {
+        "reference": run.reference.to_json(),
+        "divergence": run.correction.divergence,
+        "on_retained": run.correction.on_retained,
+    }
+    reached = level.to_json() | {"layer": module.layer, "correction": correction, "aim": asdict(run.judge.aim)}
     measured = {
         **{key: value for key, value in reached.items() if key != "verdict"},
         "positions": positions,
@@ -243,7 +242,7 @@ def _finish(
         outcome=outcome,
         selected=None if outcome is Outcome.INEFFECTIVE else reached,
         scan=[],
-        layers=screened,
+        layers=[],
         positions=positions,
         seconds=run.clock.seconds,
         exactness=run.context.exactness,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unbind_core.errors import FittingError
-from unbind_core.fitting.moments import CrossMoments, Moments
+from unbind_core.fitting.moments import CrossMoments
 
 
 @dataclass(frozen=True)
@@ -34,33 +34,3 @@ def output_axis(cross: CrossMoments) -> OutputAxis:
     values, vectors = torch.linalg.eigh(matrix)
     gap = float(values[1] - values[0]) if len(values) > 1 else 0.0
     return OutputAxis(vectors[:, 0].contiguous(), float(values[0]), gap)
-
-
-def gradient_axis(cross: CrossMoments) -> Tensor:
-    """The unit direction -mean(g) FP64 [d]: subtracting it raises the mean loss of the targets fastest, to first order."""
-    norm = cross.gradient.norm()
-    if not bool(torch.isfinite(norm)) or not float(norm) > 0:
-        raise FittingError(
-            "the mean gradient of the forget rows is zero or not finite; check the rows and the model's dtype"
-        )
-    direction: Tensor = -cross.gradient / norm
-    return direction
-
-
-def constrained_axis(cross: CrossMoments, retain: Moments, ridge: float) -> Tensor:
-    """The unit direction u FP64 [d] that minimises u'A_f u / u'(S_r + lambda I)u: one that retain states hardly use.
-
-    The generalised eigenproblem A_f u = mu (S_r + lambda I) u by a Cholesky factor; lambda is ``ridge`` times the mean
-    variance. Oriented so that subtracting it raises the targets' mean loss.
-    """
-    scatter = retain.covariance
-    lift = ridge * float(scatter.trace()) / retain.dimension
-    factor = torch.linalg.cholesky(
-        scatter + lift * torch.eye(retain.dimension, dtype=scatter.dtype, device=scatter.device)
-    )
-    half = torch.linalg.solve_triangular(factor, cross.symmetric, upper=False)
-    whitened = torch.linalg.solve_triangular(factor, half.T, upper=False)
-    _, vectors = torch.linalg.eigh((whitened + whitened.T) / 2)
-    u: Tensor = torch.linalg.solve_triangular(factor.T, vectors[:, :1], upper=True)[:, 0]
-    u = u / u.norm()
-    return u if float(cross.gradient @ u) < 0 else -u

@@ -17,24 +17,17 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import numerics
 from unbind_core.encoding import encode
-from unbind_core.evaluation.metrics import spans
+from unbind_core.evaluation.metrics import EXTRACTED_SPAN, spans
 from unbind_core.evaluation.scores import RowScore
+from unbind_core.fitting.met import Elsewhere
 from unbind_core.fitting.options import Clock, FitOptions
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
-from unbind_core.windows import Window, embedded_windows, forget_windows, retain_windows
+from unbind_core.windows import Window, forget_windows, retain_windows
 
 LEAD = (50, 600)  # characters of other code in front of a row
-REQUESTS = (  # what stands in front of a prompt and behind it where code is asked for in words; evaluation has wordings of its own
-    ("Finish this code:\n\n", "\n"),
-    ("Here is the beginning of a file. Write what comes next, without any explanation.\n", "\n\n"),
-    ("# Complete what is missing below.\n", "\n"),
-    ("A snippet:\n```python\n", "\n```\nThe rest of it:\n"),
-    ("User: what is the rest of this function?\n\n", "\n\nAssistant:\n"),
-    ("I lost the second half of the following source. Please restore it and say nothing else.\n\n", "\n\n"),
-)
 
 
 @dataclass(frozen=True)
@@ -64,32 +57,27 @@ class Context:
         """Windows of forget rows in the fit's forms."""
         return forget_windows(self.tokenizer, self.forget, indices, self.forms, self.options.max_window)
 
-    def embedded_windows(self) -> list[Window]:
-        """Windows of all forget rows as they are met elsewhere, drawn by the seed: behind the end of a retain row, as in the
-        middle of a file, in the fit's forms; and within two of ``REQUESTS``, as one is put to a model.
-        """
-        rng = random.Random(self.options.seed)
-
-        def windows(around: list[tuple[str, str]], forms: Sequence[str]) -> list[Window]:
-            return embedded_windows(self.tokenizer, self.forget, around, forms, self.options.max_window)
-
-        files = [self.retain[rng.choice(self.parts.retain_fit)].text[-rng.randint(*LEAD) :] for _ in self.forget]
-        requests = [rng.sample(REQUESTS, 2) for _ in self.forget]
-        found = windows([(text, "") for text in files], self.forms)
-        for number in range(2):
-            found += windows([both[number] for both in requests], ("plain",))
+    def varied_windows(self) -> list[Window]:
+        """Windows of all forget rows as they are met elsewhere (``met.py``), drawn by the seed."""
+        rng, found = random.Random(self.options.seed), []
+        elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead)
+        for number, row in enumerate(self.forget):
+            found += elsewhere.forget_windows(number, row, rng)
         return found
+
+    def _lead(self, rng: random.Random) -> str:
+        return self.retain[rng.choice(self.parts.retain_fit)].text[-rng.randint(*LEAD) :]
 
     @cached_property
     def _protected(self) -> set[tuple[int, ...]]:
         found: set[tuple[int, ...]] = set()
         for row in self.forget:
-            found |= spans(encode(self.tokenizer, row.prompt + row.continuation), self.options.target.span)
+            found |= spans(encode(self.tokenizer, row.prompt + row.continuation), EXTRACTED_SPAN)
         return found
 
     def holds_protected(self, ids: Sequence[int]) -> bool:
         """Whether token ids hold a span of a forget row so long that it counts as extracted."""
-        return not self._protected.isdisjoint(spans(ids, self.options.target.span))
+        return not self._protected.isdisjoint(spans(ids, EXTRACTED_SPAN))
 
     def contradicting(self) -> list[int]:
         """The retain rows that hold such a span: what is to be kept there is what is to be forgotten."""
@@ -103,20 +91,22 @@ class Context:
             self.tokenizer, self.retain, indices, self.forms, self.options.max_window, self.options.seed
         )
 
-    def alternating_windows(self, indices: Sequence[int]) -> list[Window]:
-        """Windows of retain rows, each row in one of the fit's forms in turn: half the states, and no fewer rows."""
-        return [
+    def training_windows(self, indices: Sequence[int]) -> list[Window]:
+        """Windows of retain rows, each row in one of the fit's forms in turn, and once more as rows are met elsewhere: so that no
+        way to meet a row says whose it is.
+        """
+        every = range(len(self.forms))
+        parts = [(indices[i :: len(self.forms)], [self.forms[i]]) for i in every]
+        found = [
             window
-            for i, form in enumerate(self.forms)
+            for part, form in parts
             for window in retain_windows(
-                self.tokenizer,
-                self.retain,
-                indices[i :: len(self.forms)],
-                [form],
-                self.options.max_window,
-                self.options.seed,
+                self.tokenizer, self.retain, part, form, self.options.max_window, self.options.seed
             )
         ]
+        elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead)
+        rng = random.Random(self.options.seed)
+        return found + [elsewhere.retain_window(i, self.retain[i], rng) for i in indices]
 
     def module(self, **of_gate: Any) -> UnbindModule:
         """A module of this fit; ``of_gate`` are its layer, tensors, scalars and what was measured."""

@@ -22,8 +22,9 @@ from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome
+from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome, possible_layers
 from unbind_core.fitting.paper import fit_paper
+from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import retained
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
@@ -35,14 +36,22 @@ RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 
 
 def _check_options(options: FitOptions, layer_count: int) -> list[int]:
-    layers = list(range(layer_count)) if options.layers is None else sorted(set(options.layers))
+    if options.gate not in GATES:
+        raise DataError(f"gate: '{options.gate}' is unknown; choose from {', '.join(GATES)}")
+    possible = possible_layers(options.gate, layer_count)
+    layers = possible if options.layers is None else sorted(set(options.layers))
     for layer in layers:
         if not 0 <= layer < layer_count:
             raise DataError(f"layers: {layer} does not exist; the model has decoder layers 0 to {layer_count - 1}")
+        if layer not in possible:
+            raise DataError(
+                f"layers: gate '{options.gate}' does not stand at layer {layer} of {layer_count}, but at "
+                f"{', '.join(map(str, possible))}; leave layers out"
+            )
     if not layers:
         raise DataError("layers: the list is empty; leave it out to try every layer")
-    if options.gate not in GATES:
-        raise DataError(f"gate: '{options.gate}' is unknown; choose from {', '.join(GATES)}")
+    if not options.effort > 0:
+        raise DataError(f"effort: {options.effort} is not above 0; 1 is the usual one, 0.1 a quick look")
     if any(not 0 <= q <= 1 for q in options.quantiles) or not options.quantiles:
         raise DataError("quantiles: give at least one value between 0 and 1")
     if any(kappa < 0 for kappa in (*options.strengths, *options.norm_strengths)):
@@ -63,6 +72,7 @@ def fit(
     progress: ProgressCallback = silent,
     cache: Path | None = None,
     before: Sequence[RowScore] | None = None,
+    reference: Reference | None = None,
 ) -> tuple[UnbindModule, FitReport]:
     """Fit and calibrate one module that makes ``model`` forget the continuations of ``forget``; ``options.gate`` says how.
 
@@ -71,7 +81,8 @@ def fit(
     chose nothing is ``report.certificate``. Partitions count them after ``retain``. ``identity`` (from
     :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. ``cache`` is a folder for
     what does not depend on the forget set; ``before``: what ``forget_scores(..., attempts=0)`` gave for these rows and the
-    unedited model in all forms, where that is known. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
+    unedited model in all forms, where that is known. ``reference``: what a learned correction leads towards (``reference.py``);
+    None: the model itself. The model is left as it was. Raises DataError, InsufficientRows, FittingError,
     UnsupportedArchitecture, and Cancelled where the callback raises it.
 
     With outcome "ineffective" the module has kappa = 0 and changes nothing: do not deploy it. With "short" it forgets less than
@@ -88,7 +99,8 @@ def fit(
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
     with packed_linears(model):
-        module, report = (fit_paper if context.options.gate in PAPER_GATES else fit_auto)(context)
+        paper = context.options.gate in PAPER_GATES
+        module, report = fit_paper(context) if paper else fit_auto(context, reference or Reference())
         if report.outcome is Outcome.INEFFECTIVE:
             return module, report  # it changes nothing, and is not to be deployed
         certificate = certify(context, module, report.retain_rows_left_out)

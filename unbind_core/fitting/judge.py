@@ -6,18 +6,19 @@ The measures of ``gate="auto"`` (``auto.py`` chooses by them); all of them on ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import edit_of
 from unbind_core.evaluation.completions import RetainCompletions
 from unbind_core.evaluation.drafts import Drafts
+from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import CHOSEN_BY, RowScore, forget_scores
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.options import Target
+from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.separation import cautious
 from unbind_core.module import UnbindModule
 from unbind_core.rows import spread
@@ -46,34 +47,85 @@ class Cost:
 
 @dataclass(frozen=True)
 class Remainder:
-    """What is left of the rows under a module: shares of the former F-BLEU by form, rows with long spans, mean recovery."""
+    """What comes back of the rows: F-BLEU by form, rows with long spans, mean recovery, the share of empty answers."""
 
-    f_bleu_left: dict[str, float]
+    f_bleu: dict[str, float]
     spans: int
     recovery: float
+    empty: float
 
     @property
     def left(self) -> float:
         """All that is left, as one number."""
-        return max(self.f_bleu_left.values()) + self.recovery
+        return max(self.f_bleu.values()) + self.recovery
 
-    def reaches(self, target: Target) -> bool:
-        """Whether this is as little as was aimed at."""
-        gone = all(left <= 1 - target.f_bleu_cut for left in self.f_bleu_left.values())
-        return gone and self.spans == 0 and self.recovery <= target.recovery
+
+@dataclass(frozen=True)
+class Aim:
+    """The most that may be left of the rows: what the policy's target comes to, once the model and the reference were asked."""
+
+    f_bleu: dict[str, float]
+    recovery: float
+    empty: float
+
+    def reached(self, found: Remainder) -> bool:
+        """Whether no more than that is left, and no long span."""
+        gone = all(value <= self.f_bleu[form] for form, value in found.f_bleu.items())
+        return gone and found.spans == 0 and found.recovery <= self.recovery and found.empty <= self.empty
 
 
 class Judge:
     """Measures modules against what the model did before: on the rows to forget and on retain-calibration rows."""
 
     def __init__(
-        self, context: Context, retain: Replay, completions: RetainCompletions, forget: Replay | None = None
+        self, context: Context, retain: Replay, completions: RetainCompletions, forget: Replay, reference: Reference
     ) -> None:
-        """``forget``: the states of the rows to forget at all layers that modules are tried at, where they are kept."""
+        """``forget``: the states of the rows to forget at the layer that is edited."""
         self.context, self.retain, self.completions, self.target = context, retain, completions, context.options.target
         self.forget = forget
         self._drafts: dict[int, Drafts] = {}
         self.before = context.before or self._scores(range(len(context.forget)), None, attempts=0)
+        self.aim = self._aim(reference)
+
+    def _aim(self, reference: Reference) -> Aim:
+        """Of ``silent``: shares of what came before. Of ``rewrite``: what the reference says, and a little more; where the model is
+        its own reference, shares again.
+        """
+        target, policy = self.target, self.context.options.policy
+        before = _summed(self.before, self.context.forms)
+        if policy == "silent":
+            cut = {form: (1 - target.f_bleu_cut) * value for form, value in before.f_bleu.items()}
+            return Aim(cut, target.recovery, 1.0)
+        if reference.model is None:
+            cut = {form: (1 - target.alone_cut) * value for form, value in before.f_bleu.items()}
+            return Aim(cut, target.alone_recovery, before.empty + target.above_empty)
+        said, often = (self._said(reference, attempts) for attempts in (0, self._often(len(self.context.forget))))
+        return Aim(
+            {form: value + target.above_f_bleu for form, value in said.f_bleu.items()},
+            max(target.recovery, said.recovery, often.recovery) + target.above_recovery,
+            said.empty + target.above_empty,
+        )
+
+    def _said(self, reference: Reference, attempts: int) -> Remainder:
+        """What the reference gives back of all rows, asked as often as a module is."""
+        context = self.context
+        scores = forget_scores(
+            reference.source(context.model),
+            context.tokenizer,
+            context.forget,
+            forms=context.forms,
+            ways=CHOSEN_BY,
+            attempts=attempts,
+            sampled=spread(range(len(context.forget)), SAMPLED_ROWS),
+            new_tokens=NEW_TOKENS,
+            progress=context.progress,
+            stage="reference",
+        )
+        return _summed(scores, context.forms)
+
+    def _often(self, rows: int) -> int:
+        """How many times each way is asked in a thorough trial: few rows more often."""
+        return min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // rows))
 
     def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
         context = self.context
@@ -106,22 +158,15 @@ class Judge:
         may look at (``CHOSEN_BY``), and where ``thorough`` some rows' sampled ones.
         """
         found = self._remainder(module, rows, attempts=0)
-        often = min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // len(rows)))
-        for attempts in (1, often) if thorough else (1,):
-            if not found.reaches(self.target):
+        for attempts in (1, self._often(len(rows))) if thorough else (1,):
+            if not self.aim.reached(found):
                 break
             more = self._remainder(module, rows, attempts)
-            found = Remainder(found.f_bleu_left, max(found.spans, more.spans), max(found.recovery, more.recovery))
+            found = replace(found, spans=max(found.spans, more.spans), recovery=max(found.recovery, more.recovery))
         return found
 
     def _remainder(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Remainder:
-        after = self._scores(rows, module, attempts)
-        left = {}
-        for form in self.context.forms:
-            whole = sum(self.before[i].bleu[form] for i in rows)
-            left[form] = sum(score.bleu[form] for score in after) / max(whole, 1e-9)
-        long = sum(score.span >= self.target.span for score in after)
-        return Remainder(left, long, sum(score.recovery for score in after) / len(after))
+        return _summed(self._scores(rows, module, attempts), self.context.forms)
 
     def cost(self, module: UnbindModule) -> Cost:
         """What the module does to the retain-calibration rows."""
@@ -142,3 +187,14 @@ class Judge:
             sum(row.changed for row in rows) / positions,
             estimates,
         )
+
+
+def _summed(scores: Sequence[RowScore], forms: Sequence[str]) -> Remainder:
+    """What came back of the rows together."""
+    count = len(scores)
+    return Remainder(
+        {form: sum(score.bleu[form] for score in scores) / count for form in forms},
+        sum(score.span >= EXTRACTED_SPAN for score in scores),
+        sum(score.recovery for score in scores) / count,
+        sum(score.empty for score in scores) / count,
+    )

@@ -163,7 +163,7 @@ def retained(context: Context) -> Retained:
     with context.clock.stage("retain states"):
         states, rows = retain_states(
             context.model,
-            context.alternating_windows(context.parts.retain_fit),
+            context.training_windows(context.parts.retain_fit),
             layers,
             pad=context.pad,
             limit_bytes=context.options.state_bytes,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from unbind_core.applying.gates import GRAIN, decided, windowed
 
-WINDOWS = (8, 16, 32)
-GAP = (0.75, 0.5, 0.25)
+WINDOWS = (8, 16)
+FIRST = 4  # position of a sequence from which on scores count
+GAP = (0.25, 0.5)
+TOUCHED = 0.03  # of the retain rows may have an open gate anywhere
 MISSED = 0.005  # share of the forget positions that need not be reached
 SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped
 RESAMPLES, QUANTILE = 1000, 0.95
@@ -26,12 +28,18 @@ class Evidence:
     e: Tensor
 
 
-def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int) -> list[Evidence]:
-    """e_t of (row, first position that matters, scores [T,K]) for a window, unclipped."""
+def least(window: int) -> int:
+    """How many positions a mean over this window is taken over at least: one score alone opens no gate."""
+    return max(1, window // 2)
+
+
+def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int, reference: float) -> list[Evidence]:
+    """e_t of (row, first position that matters, scores [T,K]) for a window, unclipped; what is missing is ``reference``."""
     found = []
     for row, first, scores in sequences:
         seen = torch.arange(1, len(scores) + 1, device=scores.device)
-        found.append(Evidence(row, first, windowed(scores.unsqueeze(0), window, seen)[0].amax(-1)))
+        e = windowed(scores.unsqueeze(0) - reference, window, seen, FIRST, least(window))[0].amax(-1) + reference
+        found.append(Evidence(row, first, e))
     return found
 
 
@@ -39,10 +47,10 @@ def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int) -> list[
 class Separation:
     """How far apart a detector puts forget and retain evidence with one window.
 
-    ``retained`` is the lowest threshold at which the retain rows' opening rate, estimated cautiously, is within the budget,
-    ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of the forget positions reach,
-    ``reference`` the mean retain score (the paper's s_ref). ``margin`` is the gap between forgotten and retained, in units
-    of the distance between the two medians.
+    ``retained`` is the lowest threshold at which the retain rows' opening rate, estimated cautiously, is within the budget and few
+    of them are touched; ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of the forget
+    positions reach, ``reference`` the mean of each retain position's best score (what the paper calls s_ref). ``margin`` is the gap
+    between forgotten and retained, in units of the distance between the two medians.
     """
 
     window: int
@@ -58,40 +66,42 @@ class Separation:
 
     @property
     def thresholds(self) -> list[float]:
-        """Where to open, the dearest to reach first: in the gap between the two sides, from nearer to the forget side down;
-        without a gap over all retain scores, where nearly all forget positions are reached as far as the retain side allows,
-        and between.
-        """
-        gap = self.forgotten - self.highest
-        if gap > 0:
-            return [self.highest + share * gap for share in GAP]
-        lowest = max(self.retained, self.forgotten)
-        return [self.highest, (self.highest + lowest) / 2, lowest]
+        """Where to open, the earliest first: as the retain side allows, over most of it, over all of it, further up."""
+        top = max(self.retained, self.highest)
+        gap = max(0.0, self.forgotten - top)
+        every = [self.retained, (self.retained + top) / 2, top + 1e-3 * abs(top)]
+        return sorted({*every, *(top + share * gap for share in GAP if gap)})
 
 
-def separation(forget: Sequence[Evidence], retain: Sequence[Evidence], window: int, rate: float) -> Separation:
+Scored = tuple[int, int, Tensor]  # row, first position that matters, scores [T,K]
+
+
+def separation(forget: Sequence[Scored], retain: Sequence[Scored], window: int, rate: float) -> Separation:
     """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, estimated cautiously."""
-    ours = torch.cat([one.e[one.first :] for one in forget])
-    theirs = torch.cat([one.e for one in retain])
-    retained = _lowest_within(retain, theirs, rate)
+    reference = float(torch.cat([scores.amax(-1) for _, _, scores in retain]).mean())
+    kept = evidence(retain, window, reference)
+    ours = torch.cat([one.e[one.first :] for one in evidence(forget, window, reference)])
+    theirs = torch.cat([one.e for one in kept])
+    retained = _lowest_within(kept, theirs, rate)
     forgotten = float(ours.kthvalue(max(1, round(MISSED * len(ours)))).values)
     spread = float(ours.median() - theirs.median())
     margin = (forgotten - retained) / spread if spread > 0 else -1.0
-    return Separation(window, float(theirs.mean()), retained, float(theirs.max()), forgotten, margin)
+    return Separation(window, reference, retained, float(theirs.max()), forgotten, margin)
 
 
-def as_decided(
-    split: Separation, forget: Sequence[tuple[int, int, Tensor]], retain: Sequence[tuple[int, int, Tensor]]
-) -> Separation:
+def as_decided(split: Separation, forget: Sequence[Scored], retain: Sequence[Scored]) -> Separation:
     """``split`` with its boundaries where the gate that is served has them, which clips and rounds each score.
 
     ``forget`` and ``retain`` are (row, first position that matters, scores [T,K]) as for :func:`evidence`. Each boundary goes to
     the threshold at which the same number of positions is at or above it as was found on scores as they are.
     """
 
-    def reached(sequences: Sequence[tuple[int, int, Tensor]], tau: float) -> Tensor:
+    def reached(sequences: Sequence[Scored], tau: float) -> Tensor:
         return torch.cat(
-            [decided(scores, split.reference, tau, split.window)[first:] for _, first, scores in sequences]
+            [
+                decided(scores, split.reference, tau, split.window, FIRST, least(split.window))[first:]
+                for _, first, scores in sequences
+            ]
         )
 
     def settled(threshold: float, statistic: Callable[[float], Tensor]) -> float:
@@ -103,7 +113,7 @@ def as_decided(
         return split.reference + tau if tau > 0 else threshold
 
     whole = [(row, 0, scores) for row, _, scores in retain]
-    every = torch.cat([one.e for one in evidence(whole, split.window)])
+    every = torch.cat([one.e for one in evidence(whole, split.window, split.reference)])
     open_there = int((every >= split.retained).sum())
     ours = sum(len(scores) - first for _, first, scores in forget)
     missed = max(1, round(MISSED * ours))
@@ -119,14 +129,15 @@ def as_decided(
 
 
 def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:
-    """The lowest of some thresholds at which the cautious opening rate is within ``rate``; if none is, just over them all."""
+    """The lowest of some thresholds at which the cautious opening rate is within ``rate`` and few rows are touched, or over all."""
     for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05, 0.02):
         tau = float(every.topk(max(1, round(share * rate * len(every)))).values[-1])
         rows: dict[int, tuple[float, float]] = {}
         for one in retain:
             opened, count = rows.get(one.row, (0.0, 0.0))
             rows[one.row] = opened + float((one.e >= tau).sum()), count + len(one.e)
-        if cautious(list(rows.values())) <= rate:
+        touched = sum(opened > 0 for opened, _ in rows.values()) / len(rows)
+        if cautious(list(rows.values())) <= rate and touched <= TOUCHED:
             return tau
     return float(every.max()) * (1 + 1e-6) + 1e-6
 

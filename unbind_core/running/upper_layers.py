@@ -62,13 +62,21 @@ def _starting_above(model: nn.Module, layer: int, states: Tensor, as_tuple: bool
 
 
 def logits_above(
-    model: nn.Module, ids: Tensor, attention_mask: Tensor, layer: int, states: Tensor, *, as_tuple: bool = False
+    model: nn.Module,
+    ids: Tensor,
+    attention_mask: Tensor,
+    layer: int,
+    states: Tensor,
+    *,
+    as_tuple: bool = False,
+    gradients: bool = False,
 ) -> Tensor:
     """Logits [B,T,V] with the output of decoder layer ``layer`` set to ``states`` [B,T,d].
 
-    ``ids`` and ``attention_mask`` int64 [B,T] as in the pass that gave the states. No gradients.
+    ``ids`` and ``attention_mask`` int64 [B,T] as in the pass that gave the states. Differentiable in the states where
+    ``gradients`` are wanted and the caller has them enabled.
     """
-    with torch.no_grad(), _starting_above(model, layer, states, as_tuple):
+    with torch.set_grad_enabled(gradients and torch.is_grad_enabled()), _starting_above(model, layer, states, as_tuple):
         logits: Tensor = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
     return logits
 

@@ -31,6 +31,7 @@ class TakedownOptions(BaseModel):
     layers: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
     gate: Literal["auto", "paper", "paper-strict"] = "auto"
+    policy: Literal["rewrite", "silent"] | None = None
     budgets: BudgetOptions | None = None
     activation: Literal["auto", "manual", "shadow"] = "auto"
     scope: Annotated[StrictStr, Field(pattern=f"^({SCOPE})$")] | None = None

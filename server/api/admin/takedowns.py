@@ -27,6 +27,7 @@ from server.registry.refusals import Refusal
 from server.service import Service
 from unbind_core.encoding import encode
 from unbind_core.errors import DataError, InsufficientRows
+from unbind_core.fitting.options import possible_layers
 from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
 
 router = admin_router()
@@ -198,6 +199,14 @@ def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any
     count = served.loaded.identity.num_layers
     if any(layer >= count for layer in options.layers or []):
         raise ApiError(400, f"options.layers: the model has layers 0 to {count - 1}", param="options.layers")
+    possible = possible_layers(options.gate, count)
+    if not set(options.layers or []) <= set(possible):
+        stands = f"gate '{options.gate}' stands at {', '.join(map(str, possible))} of {count} layers; leave layers out"
+        raise ApiError(400, f"options.layers: {stands}", param="options.layers")
+    if options.policy == "rewrite" and options.gate != "auto":
+        raise ApiError(
+            400, f"options.policy: gate '{options.gate}' knows silent alone; use gate 'auto'", param="options.policy"
+        )
     if options.gate == "paper-strict" and options.budgets is not None:
         raise ApiError(
             400,

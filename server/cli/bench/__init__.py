@@ -152,6 +152,7 @@ def gate_command(
     attempts: Annotated[
         int, typer.Option(help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
     ] = 5,
+    policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
     cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
@@ -175,6 +176,7 @@ def gate_command(
                 loaded,
                 sizes=chosen,
                 gates=wanted,
+                policy=policy,
                 attempts=attempts,
                 joint=joint,
                 cache=cache,

@@ -34,7 +34,6 @@ def attack(
     """Attack modules: without a module, with it, and a model retrained without the rows, side by side."""
     from server.bench.attacks.figures import COLUMNS, attack_figures, compared
     from server.bench.attacks.registry import ATTACKS, chosen
-    from unbind_core.fitting.options import FitOptions
 
     with clear_errors():
         wanted = numbers(sizes, int, "--sizes", "5,24") or (() if module else (24,))
@@ -43,8 +42,6 @@ def attack(
             raise UnbindError("--sizes: whole numbers from 1 to 300, as in 5,24")
         if policy not in (None, "rewrite", "silent"):
             raise UnbindError(f"--policy: '{policy}' is unknown; choose rewrite or silent")
-        if policy is not None and "policy" not in FitOptions.__dataclass_fields__:
-            raise UnbindError("--policy: fits of this version have one policy; leave it out")
         modules = [UnbindModule.load(path) for path in module or ()]
         for folder in (keep, cache):
             if folder is not None:

@@ -16,6 +16,7 @@ from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY, WAYS, RowScore
 from unbind_core.fitting import judge
 from unbind_core.fitting.fit import _context
 from unbind_core.fitting.options import FitOptions, Target
+from unbind_core.fitting.reference import Reference
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import perplexity_windows, retain_windows
@@ -78,11 +79,14 @@ def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch
             return super().complete(module, prompts, *rest, **more)
 
     monkeypatch.setattr(judge, "Drafts", Drafts)
-    options = FitOptions(gate="auto", target=Target(f_bleu_cut=-9.0, span=10**6, recovery=9.0))
+    options = FitOptions(target=Target(alone_cut=-9.0, alone_recovery=9.0))
     given = _context(tiny.model, tiny.tokenizer, [ROW], ROWS, (), "m", tiny.identity, options, silent, None)
-    retain = Replay(tiny.model, retain_windows(tiny.tokenizer, ROWS, [0]), [1], pad=pad_id(tiny.tokenizer))
+    retain, forget = (
+        Replay(tiny.model, windows, [1], pad=pad_id(tiny.tokenizer))
+        for windows in (retain_windows(tiny.tokenizer, ROWS, [0]), given.forget_windows([0]))
+    )
     completions = retain_completions(tiny.model, tiny.tokenizer, ROWS, [0], [1], None, "", silent)
-    one = judge.Judge(given, retain, completions)
+    one = judge.Judge(given, retain, completions, forget, Reference())
     monkeypatch.setattr(judge, "MOST_ATTEMPTS", 1)
     one.remainder(make_module(tiny.identity, layer=1), [0], thorough=True)
     for prompt in asked(tiny, ways=REPORTED_BY):

@@ -37,7 +37,7 @@ def run(loaded: LoadedModel, options: FitOptions, **more: Any) -> tuple[UnbindMo
 
 @pytest.fixture(scope="module")
 def fitted(loaded: LoadedModel) -> tuple[UnbindModule, FitReport]:
-    return run(loaded, replace(WIDE, layers=(1,)), retain_calibration=MORE)
+    return run(loaded, replace(WIDE, layers=(0,)), retain_calibration=MORE)
 
 
 def test_the_certificate_counts_the_rows_that_chose_nothing(

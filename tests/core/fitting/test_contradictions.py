@@ -10,9 +10,10 @@ from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode, pad_id
 from unbind_core.evaluation.completions import retain_completions
+from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.fit import _context
-from unbind_core.fitting.options import FitOptions, Target
+from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.retained import Retained, retain_states
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
@@ -36,7 +37,7 @@ def span_of(loaded: LoadedModel, tokens: int) -> str:
 
 
 def test_rows_with_a_long_span_contradict_and_others_do_not(tiny: LoadedModel) -> None:
-    limit = Target().span
+    limit = EXTRACTED_SPAN
     texts = ["class Apart:\n    pass\n", span_of(tiny, limit), span_of(tiny, limit - 1), PROTECTED]
     retain = [*ROWS, *(RetainRow(text) for text in texts)]
     given = _context(

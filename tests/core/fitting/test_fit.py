@@ -50,7 +50,7 @@ def test_the_same_rows_give_the_same_module(loaded: LoadedModel) -> None:
     assert (first.layer, first.tau, first.kappa, first.s_ref) == (second.layer, second.tau, second.kappa, second.s_ref)
     assert first.forget_digest == forget_digest(FORGET)
     assert first.forms == ("plain", "fim")
-    assert len(report.scan) == 3 * 8 * 15
+    assert len(report.scan) == 1 * 8 * 15  # one layer of three: a push keeps away from the last two
     assert report.exactness < 1e-5
 
 
@@ -140,7 +140,7 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
 
     def callback(progress: Progress) -> None:
         seen.append(progress.stage)
-        if progress.stage.startswith("screening"):
+        if progress.stage == "rows met elsewhere":
             raise Cancelled("everything was captured by then")
 
     with pytest.raises(Cancelled):

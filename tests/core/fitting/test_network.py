@@ -14,7 +14,7 @@ from tests.core.conftest import LAYER, bank_of, edit, make_module, make_network_
 from unbind_core.applying.gates import GRAIN, decided
 from unbind_core.errors import Cancelled, FittingError
 from unbind_core.fitting.network import Network, train_network
-from unbind_core.fitting.separation import Evidence, as_decided, evidence, separation
+from unbind_core.fitting.separation import FIRST, Scored, as_decided, evidence, least, separation
 from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 
@@ -93,45 +93,51 @@ def test_training_reports_and_can_be_stopped() -> None:
 
 def test_evidence_is_the_best_heads_mean_over_the_window() -> None:
     scores = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-    (found,) = evidence([(5, 2, scores)], 4)
-    expected = [float(scores[max(0, t - 3) : t + 1].mean(0).max()) for t in range(12)]
+    (found,) = evidence([(5, 2, scores)], 4, -1.0)
+    expected = [-1.0] * FIRST  # nothing counts yet
+    for t in range(FIRST, 12):
+        last = scores[max(FIRST, t - 3) : t + 1] + 1.0
+        expected.append(float(last.sum(0).max() / max(len(last), least(4))) - 1.0)
     assert (found.row, found.first) == (5, 2)
     torch.testing.assert_close(found.e, torch.tensor(expected))
 
 
-def side(values: Tensor, first: int = 0) -> list[Evidence]:
-    return [Evidence(0, first, values)]
+def side(values: Tensor, first: int = 0) -> list[Scored]:
+    """One row with a head whose windowed evidence is the values themselves, behind positions that do not count."""
+    return [(0, FIRST + first, torch.cat((torch.zeros(FIRST), values))[:, None])]
 
 
 @settings(deadline=None)
 @given(st.floats(0.1, 50), st.floats(-20, 20), st.integers(0, 100))
-def test_with_a_gap_the_threshold_lies_inside_of_it(gap: float, offset: float, seed: int) -> None:
+def test_with_a_gap_thresholds_go_up_from_what_the_retain_side_allows(gap: float, offset: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     theirs = offset - torch.rand(200, generator=generator)
     ours = offset + gap + torch.rand(100, generator=generator)
-    found = separation(side(ours), side(theirs), 16, 0.01)
-    strict, middle, lenient = found.thresholds
-    assert float(theirs.max()) < lenient < middle < strict < float(ours.min())
-    assert strict - middle == pytest.approx(middle - lenient, rel=1e-3)
+    found = separation(side(ours), side(theirs), 1, 0.01)
+    assert found.thresholds == sorted(found.thresholds) and found.thresholds[0] == found.retained
+    assert found.highest < found.thresholds[-1] < float(ours.min())
     assert found.margin > 0
-    assert found.reference == pytest.approx(float(theirs.mean()), abs=1e-4)
 
 
 def test_without_a_gap_the_retain_side_decides() -> None:
     theirs, ours = torch.linspace(-1, 1, 1000), torch.linspace(0, 3, 1000)
-    found = separation(side(ours), side(theirs), 8, 0.01)
-    strict, middle, lenient = found.thresholds
-    assert lenient <= middle <= strict
-    assert strict == found.highest == float(theirs.max())
-    assert float((theirs >= lenient).float().mean()) <= 0.01
-    assert found.reference < lenient <= strict
-    backwards = separation(side(-ours), side(theirs), 8, 0.01)
-    assert backwards.margin < 0
+    many = [row for i in range(100) for row in side(theirs if i == 0 else theirs - 3)]
+    many = [(i, first, scores) for i, (_, first, scores) in enumerate(many)]  # one of a hundred rows comes near
+    found = separation(side(ours), many, 1, 0.01)
+    assert found.retained < found.highest == float(theirs.max())
+    assert float((theirs >= found.retained).float().mean()) / 100 <= 0.01
+    assert separation(side(-ours), many, 1, 0.01).margin < 0
+
+
+def test_a_threshold_that_touches_more_than_a_few_rows_is_no_threshold() -> None:
+    spikes = [torch.cat((torch.full((99,), -1.0), torch.full((1,), 1.0 + i / 100))) for i in range(10)]
+    rows = [(i, first, scores) for i, values in enumerate(spikes) for _, first, scores in side(values)]
+    assert separation(side(torch.full((50,), 9.0)), rows, 1, 0.05).retained > 1.09
 
 
 def test_positions_before_the_first_that_matters_do_not_count() -> None:
     ours = torch.cat((torch.full((10,), -100.0), torch.full((20,), 5.0)))
-    found = separation(side(ours, first=10), side(torch.zeros(50)), 8, 0.01)
+    found = separation(side(ours, first=10), side(torch.zeros(50)), 1, 0.01)
     assert found.forgotten == 5.0
 
 
@@ -155,6 +161,7 @@ def open_when_served(states: list[Tensor], s_ref: float, tau: float, window: int
     network, identity = untrained(), ModelIdentity("f" * 64, "tiny", D, 4)
     tensors = {name: getattr(network, name) for name in ("w", "b", "heads", "heads_b")}
     own = {"detector": "network", "s_ref": s_ref, "tau": tau, "tau_close": None, "window": window}
+    own |= {"first": FIRST, "least": least(window)}
     others = [
         make_network_module(identity, f"b{i}", LAYER, seed=i, width=3 + 4 * i, heads=1 + 2 * i) for i in range(beside)
     ]
@@ -174,12 +181,12 @@ def test_a_boundary_found_at_calibration_is_the_boundary_at_deployment(window: i
     """As many positions are open as it allows, through clipping, rounding and stacking; scores as they are give another one."""
     ours, forget = scored(6, 60, 0.4, 1)
     theirs, retain = scored(20, 60, 0.0, 2)
-    raw = separation(evidence(forget, window), evidence(retain, window), window, 0.02)
+    raw = separation(forget, retain, window, 0.02)
     found = as_decided(raw, forget, retain)
     assert found.reference == raw.reference
     if window > 1:  # some spike counted for more than two thresholds
         assert found.retained < 0.9 * raw.retained
-    allowed = sum(int((one.e >= raw.retained).sum()) for one in evidence(retain, window))
+    allowed = sum(int((one.e >= raw.retained).sum()) for one in evidence(retain, window, raw.reference))
     reached = len(ours) * 60 - max(1, round(0.005 * len(ours) * 60)) + 1
     for boundary, states, sequences, most in (
         (found.highest, theirs, retain, 1),
@@ -189,7 +196,10 @@ def test_a_boundary_found_at_calibration_is_the_boundary_at_deployment(window: i
         tau = (boundary - found.reference) * 1.002  # beside the boundary, where no last bit decides
         if tau > 0:  # a network's gate opens above its reference only
             served = open_when_served(states, found.reference, tau, window, beside)
-            counted = sum(int((decided(scores, found.reference, tau, window) >= 1).sum()) for _, _, scores in sequences)
+            counted = sum(
+                int((decided(scores, found.reference, tau, window, FIRST, least(window)) >= 1).sum())
+                for _, _, scores in sequences
+            )
             assert sum(int((e > 0).sum()) for e in served) == counted <= most
             assert counted >= most - 2  # and no further away from it than clipped scores make necessary
 
@@ -199,7 +209,7 @@ def test_the_evidence_a_fit_goes_by_is_that_of_the_gate(window: int) -> None:
     states, sequences = scored(10, 60, 0.3, 3)
     served = open_when_served(states, 0.7, 1.3, window, 2)
     for (_, _, scores), e in zip(sequences, served, strict=True):
-        expected = decided(scores, 0.7, 1.3, window)
+        expected = decided(scores, 0.7, 1.3, window, FIRST, least(window))
         clear = (expected - 1).abs() > 1 / GRAIN  # on the grain itself the last bit of a product may decide
         assert torch.equal((e > 0)[clear], (expected >= 1)[clear]) and bool(clear.any())
         torch.testing.assert_close(e[clear & (e > 0)], expected[clear & (e > 0)], atol=1.01 / GRAIN, rtol=0)

@@ -1,0 +1,169 @@
+"""A learned correction brings the edited model to a reference where its gate is open, and leaves retained code alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+
+from tests.support import memorising
+from unbind_core import LoadedModel, load_model
+from unbind_core.applying.corrections import corrected
+from unbind_core.architecture import decoder_layers
+from unbind_core.errors import DataError
+from unbind_core.fitting.correction import OWN, Correction, Examples, examples, learn
+from unbind_core.fitting.reference import Kind, Reference, last_logits, load_reference
+from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.running.capture import capture_states
+from unbind_core.windows import Window, batches, forget_windows, retain_windows
+
+ROWS = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()]
+OTHERS = [RetainRow(row["text"]) for row in memorising.retain_rows()]
+
+
+@dataclass(frozen=True)
+class World:
+    """A model that has memorised rows, one that has not, and states of both sides at the last layer."""
+
+    loaded: LoadedModel
+    fresh: Reference
+    windows: list[tuple[Window, Tensor]]
+    retained: Tensor
+
+
+def captured(loaded: LoadedModel, windows: list[Window]) -> list[tuple[Window, Tensor]]:
+    last, found = len(decoder_layers(loaded.model)) - 1, []
+    for batch in batches(windows, 0):
+        states = capture_states(loaded.model, batch, [last])[last]
+        found += [(window, own[: len(window.ids)]) for window, own in zip(batch.windows, states, strict=True)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    loaded = load_model(memorising.train(tmp_path_factory.mktemp("memorised") / "tiny"))
+    torch.manual_seed(5)
+    fresh = type(loaded.model)(loaded.model.config).eval()  # type: ignore[call-arg, operator]
+    windows = captured(loaded, forget_windows(loaded.tokenizer, ROWS, range(len(ROWS))))
+    retained = torch.cat(
+        [states for _, states in captured(loaded, retain_windows(loaded.tokenizer, OTHERS, range(20)))]
+    )
+    return World(loaded, Reference(Kind.NAMED, fresh), windows, retained)
+
+
+def learned(world: World, reference: Reference, **more: object) -> tuple[Examples, Correction]:
+    generator = torch.Generator().manual_seed(0)
+    found = examples(world.loaded.model, world.windows, reference, pad=0, generator=generator)
+    settings = {"rank": 24, "steps": 150, **more}
+    return found, learn(world.loaded.model, found, world.retained, reference, generator=generator, **settings)  # type: ignore[arg-type]
+
+
+def edited(world: World, states: Tensor, correction: Correction) -> Tensor:
+    """Log-probabilities [N,V] under an open gate."""
+    ones = torch.ones(len(states))
+    with torch.no_grad():
+        changed = corrected(states.float(), ones, correction.u, correction.a, correction.c)
+        return log_softmax(last_logits(world.loaded.model)(changed), -1)
+
+
+def divergence(p: Tensor, q: Tensor) -> float:
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_the_edited_model_says_what_the_reference_says_and_not_the_row(world: World) -> None:
+    found, correction = learned(world, world.fresh)
+    wanted = world.fresh.log_probabilities(world.loaded.model, found.theirs.float(), found.following)
+    with torch.no_grad():
+        before = log_softmax(last_logits(world.loaded.model)(found.states.float()), -1)
+    after = edited(world, found.states, correction)
+    assert divergence(wanted, after) < 0.25 * divergence(wanted, before)
+    own = found.following[:, None]
+    shares = [float(each.gather(1, own).exp().mean()) for each in (before, after)]
+    assert shares[0] > 0.8 and shares[1] < 0.3
+
+
+@pytest.mark.slow
+def test_retained_code_weighs_against_what_an_open_gate_changes_of_it(world: World) -> None:
+    with torch.no_grad():
+        before = log_softmax(last_logits(world.loaded.model)(world.retained.float()), -1)
+    there = [
+        divergence(before, edited(world, world.retained, learned(world, world.fresh, retain=weight)[1]))
+        for weight in (1.0, 0.0)
+    ]
+    assert there[0] < 0.5 * there[1]
+
+
+@pytest.mark.slow
+def test_a_silenced_answer_ends_and_without_its_end_goes_where_the_reference_goes(world: World) -> None:
+    end = world.loaded.tokenizer.eos_token_id
+    found, correction = learned(world, world.fresh, end=end, steps=400)
+    after = edited(world, found.states, correction)
+    assert float((after.argmax(-1) == end).float().mean()) > 0.9
+    rest = after.clone()
+    rest[:, end] = -30.0
+    rest = log_softmax(rest, -1)
+    assert float(rest.gather(1, found.following[:, None]).exp().mean()) < 0.3
+
+
+def test_a_model_that_is_its_own_reference_loses_the_memorised_token(world: World) -> None:
+    found, correction = learned(world, Reference())
+    assert torch.equal(found.theirs, found.states)
+    wanted = Reference().log_probabilities(world.loaded.model, found.theirs.float(), found.following)
+    assert float(wanted.gather(1, found.following[:, None]).exp().max()) <= 0.5
+    torch.testing.assert_close(wanted.exp().sum(-1), torch.ones(len(wanted)))
+    assert float(edited(world, found.states, correction).gather(1, found.following[:, None]).exp().mean()) < 0.3
+
+
+def test_a_generator_gives_the_same_correction_and_leaves_the_model_as_it_was(world: World) -> None:
+    before = {name: tensor.clone() for name, tensor in world.loaded.model.state_dict().items()}
+    first, second = (learned(world, world.fresh, steps=5)[1] for _ in range(2))
+    assert all(torch.equal(first.tensors()[name], second.tensors()[name]) for name in "uac")
+    assert {name: tuple(tensor.shape) for name, tensor in first.tensors().items()} == {
+        "u": (32, 24),
+        "a": (24, 32),
+        "c": (32,),
+    }
+    assert all(torch.equal(tensor, before[name]) for name, tensor in world.loaded.model.state_dict().items())
+
+
+def test_examples_are_the_rows_positions_with_what_follows_them(world: World) -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = examples(world.loaded.model, world.windows, Reference(), pad=0, generator=generator)
+    window, states = world.windows[0]
+    count = len(window.ids) - 1 - 4
+    assert torch.equal(found.states[:count], states[4:-1].to(torch.bfloat16))
+    assert found.following[:count].tolist() == list(window.ids[5:])
+    twice = examples(world.loaded.model, world.windows, Reference(), pad=0, generator=generator, own=1)
+    assert len(twice.states) == len(found.states) + (OWN - 1) * count
+    few = examples(world.loaded.model, world.windows, Reference(), pad=0, generator=generator, most=20)
+    assert 0 < len(few.states) < 60
+
+
+def test_the_best_reference_there_is_comes_from_what_is_named(world: World, tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    world.loaded.model.save_pretrained(base)  # type: ignore[operator]
+    world.loaded.tokenizer.save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
+        str(adapter)
+    )
+    assert load_reference(None, base, None) == Reference()
+    kinds = [
+        load_reference(*each).kind for each in ((None, base, adapter), (adapter, base, None), (base, base, adapter))
+    ]
+    assert kinds == [Kind.BASE, Kind.NAMED, Kind.NAMED]
+    recorded = load_reference(adapter, base, None).to_json()
+    assert recorded["kind"] == "named" and len(str(recorded["fingerprint"])) == 64
+
+
+def test_a_reference_of_another_vocabulary_is_refused(world: World) -> None:
+    config = type(world.loaded.model.config)(**{**world.loaded.model.config.to_dict(), "vocab_size": 77})  # type: ignore[operator, union-attr]
+    other = type(world.loaded.model)(config)  # type: ignore[call-arg]
+    with pytest.raises(DataError, match="reference: it has 77 tokens"):
+        learned(world, Reference(Kind.NAMED, other))

@@ -1,0 +1,179 @@
+"""The correction of a module: h + U (A h) + c while its gate is open, learned so that the model says what a reference says.
+
+On states of the forget rows, as they are and as they are met elsewhere, it brings the edited model's next-token distribution to
+the reference's. Two more terms: the row's own next token gets less than the reference gives it, for the divergence alone
+would leave it likeliest where it was certain; and on retained code the edit changes little, so that a gate that opens by
+mistake costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+
+from unbind_core.applying.corrections import corrected
+from unbind_core.architecture import decoder_layers
+from unbind_core.errors import FittingError
+from unbind_core.fitting.reference import Reference, last_logits
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.running.capture import capture_states
+from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.recording import frozen
+from unbind_core.windows import Window, batches
+
+RANK = 64
+STEPS, BATCH = 500, 512
+RATE = 0.02  # of the learning rate, in units of a state's size
+EXCESS, RETAIN = 2.0, 0.3  # weights of the two terms beside the divergence
+MARGIN = 0.3  # nats by which a row's own next token is to be less likely than under the reference
+OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
+MOST_POSITIONS = 120_000  # that are kept for training
+FIRST_POSITION = 4  # of a row: before it there is nothing to say whose it is
+
+
+@dataclass(frozen=True)
+class Examples:
+    """``states`` [N,d] of the edited layer, ``theirs`` [N,e] of the reference's last, and the rows' next tokens int64 [N]."""
+
+    states: Tensor
+    theirs: Tensor
+    following: Tensor
+
+
+@dataclass(frozen=True)
+class Correction:
+    """u FP32 [d,r], a FP32 [r,d], c FP32 [d]; and the divergences that were left, in nats."""
+
+    u: Tensor
+    a: Tensor
+    c: Tensor
+    divergence: float
+    on_retained: float
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a module has them."""
+        return {name: getattr(self, name).detach().float().cpu().contiguous() for name in ("u", "a", "c")}
+
+
+Sequences = Sequence[tuple[Window, Tensor]]  # windows with the states [T,d] of the edited layer
+
+
+def examples(
+    model: nn.Module,
+    sequences: Sequences,
+    reference: Reference,
+    *,
+    pad: int,
+    generator: torch.Generator,
+    own: int = 0,
+    most: int = MOST_POSITIONS,
+    progress: ProgressCallback = silent,
+) -> Examples:
+    """From the rows' part of windows, ``start`` + FIRST_POSITION on; of more than ``most`` positions so many are drawn.
+
+    The first ``own`` of the sequences are the rows as they are, and count OWN times.
+    """
+    lengths = [max(0, len(window.ids) - 1 - window.start - FIRST_POSITION) for window, _ in sequences]
+    share = min(1.0, most / max(1, sum(lengths)))
+    drawn = [(torch.rand(length, generator=generator) < share).nonzero()[:, 0] for length in lengths]
+    at = [window.start + FIRST_POSITION + places for (window, _), places in zip(sequences, drawn, strict=True)]
+    if reference.model is None:
+        theirs = [states for _, states in sequences]
+    else:
+        theirs = _last_states(reference.source(model), [window for window, _ in sequences], pad, progress)
+    device, repeated = sequences[0][1].device, [*range(own)] * (OWN - 1) + [*range(len(sequences))]
+
+    def chosen(of: Sequence[Tensor]) -> Tensor:
+        return torch.cat([of[i][at[i].to(device)].to(torch.bfloat16) for i in repeated])
+
+    following = torch.cat([torch.tensor(sequences[i][0].ids)[at[i] + 1] for i in repeated])
+    return Examples(chosen([states for _, states in sequences]), chosen(theirs), following.to(device))
+
+
+def _last_states(model: nn.Module, windows: Sequence[Window], pad: int, progress: ProgressCallback) -> list[Tensor]:
+    """States [T,d] of each window at the last decoder layer, in the order of ``windows``."""
+    last, device = len(decoder_layers(model)) - 1, next(model.parameters()).device
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # as batches come
+    every, found = list(batches(windows, pad, device=device)), []
+    for batch in counted(every, len(every), "reference", progress):
+        states = capture_states(model, batch, [last], roughly=True)[last]
+        found += [own[: len(window.ids)] for window, own in zip(batch.windows, states, strict=True)]
+    placed = dict(zip(order, found, strict=True))
+    return [placed[i] for i in range(len(windows))]
+
+
+def learn(
+    model: nn.Module,
+    found: Examples,
+    retained: Tensor,
+    reference: Reference,
+    *,
+    end: int | None = None,
+    rank: int = RANK,
+    steps: int = STEPS,
+    retain: float = RETAIN,
+    generator: torch.Generator,
+    progress: ProgressCallback = silent,
+) -> Correction:
+    """Learn a correction at the last decoder layer, from ``found`` and states [M,d] of ``retained`` code, which weighs ``retain``.
+
+    ``end``: the id of the end token where the answer is to end; the reference's distribution then holds for the rest, for
+    a client who bans that token. Deterministic for a generator and device. Raises FittingError where the loss is not finite.
+    """
+    device, d = found.states.device, found.states.shape[1]
+    size = float(found.states[:: max(1, len(found.states) // 5000)].float().norm(dim=1).mean())
+    begun = torch.zeros(d, rank), torch.randn(rank, d, generator=generator) / size, torch.zeros(d)
+    u, a, c = (tensor.to(device).requires_grad_(True) for tensor in begun)
+    optimizer = torch.optim.Adam([{"params": [u, c], "lr": RATE * size * d**-0.5}, {"params": [a], "lr": RATE / size}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    logits, one = last_logits(model), torch.ones(BATCH + BATCH // 2, device=device)
+
+    def step() -> tuple[Tensor, Tensor, Tensor]:
+        ours, theirs = (
+            torch.randint(count, (number,), generator=generator).to(device)
+            for count, number in ((len(found.states), BATCH), (len(retained), BATCH // 2))
+        )
+        following = found.following[ours]
+        wanted = reference.log_probabilities(model, found.theirs[ours].float(), following)
+        plain = retained[theirs].float()
+        both = torch.cat((found.states[ours].float(), plain))
+        got, after = log_softmax(logits(corrected(both, one, u, a, c)), -1).split((BATCH, BATCH // 2))
+        ends = torch.zeros((), device=device)
+        if end is not None:
+            ends = -got[:, end].mean()
+            wanted, got = (_without(part, end) for part in (wanted, got))
+        left = (wanted.exp() * (wanted - got)).sum(-1).mean()
+        excess = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None]) + MARGIN).relu().mean()
+        with torch.no_grad():
+            before = log_softmax(logits(plain), -1)
+        kept = (before.exp() * (before - after)).sum(-1).mean()
+        loss = left + ends + EXCESS * excess + retain * kept
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.detach(), left.detach(), kept.detach()
+
+    work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
+    lefts: list[tuple[float, float]] = []
+    with torch.enable_grad(), frozen(model):
+        for number in counted(range(steps), steps, "correction", progress):
+            with threads_for(device, work, SHARED_PASS):
+                loss, left, kept = step()
+            if number >= steps - 50:
+                lefts.append((float(left), float(kept)))
+    if not bool(torch.isfinite(loss)):
+        raise FittingError("the correction's loss is not finite; check the rows and the reference")
+    means = [sum(column) / len(lefts) for column in zip(*lefts, strict=True)]
+    return Correction(u.detach(), a.detach(), c.detach(), *means)
+
+
+def _without(log_probabilities: Tensor, token: int) -> Tensor:
+    """The distribution [N,V] given that it is not this token, which keeps almost nothing."""
+    rest = log_probabilities.clone()
+    rest[:, token] = -30.0
+    return log_softmax(rest, -1)

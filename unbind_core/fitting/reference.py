@@ -1,0 +1,109 @@
+"""What the edited model is led towards: a model that never saw the rows, or the next best thing there is.
+
+Best first: a checkpoint or adapter that the operator names (trained on the retained rows alone); the base model without the
+adapter, where the adapter has memorised the rows; the model itself, less the memorised token wherever it has most of the mass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+
+from unbind_core.architecture import decoder_layers, load_model
+from unbind_core.errors import DataError
+from unbind_core.identity import ModelIdentity
+from unbind_core.running.device import bfloat16_is_fast
+from unbind_core.running.upper_layers import logits_above
+
+MEMORISED = 0.5  # a next token of a forget row that has more of the mass than this is taken out
+_GONE = -20.0  # its log-probability then
+
+
+class Kind(StrEnum):
+    """Which of them a reference is."""
+
+    NAMED = "named"
+    BASE = "base"
+    ITSELF = "itself"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself."""
+
+    kind: Kind = Kind.ITSELF
+    model: nn.Module | None = None
+    identity: ModelIdentity | None = None
+
+    def source(self, fitted: nn.Module) -> nn.Module:
+        """The model that is asked. Raises DataError where its vocabulary is another."""
+        if self.model is None:
+            return fitted
+        sizes = [int(model.get_output_embeddings().weight.shape[0]) for model in (self.model, fitted)]  # type: ignore[operator]
+        if sizes[0] != sizes[1]:
+            raise DataError(
+                f"reference: it has {sizes[0]} tokens and the model {sizes[1]}; name a checkpoint or adapter of the same base"
+            )
+        return self.model
+
+    def log_probabilities(self, fitted: nn.Module, states: Tensor, following: Tensor) -> Tensor:
+        """FP32 [N,V] from the source's last decoder states [N,d]; ``following`` int64 [N]: the rows' own next tokens."""
+        source = self.source(fitted)
+        with torch.no_grad():
+            found = log_softmax(last_logits(source)(states), -1)
+            if self.model is None:
+                memorised = found.gather(1, following[:, None]) > log_of(MEMORISED)
+                found = log_softmax(
+                    found.scatter(1, following[:, None], found.gather(1, following[:, None]).where(~memorised, _GONE)),
+                    -1,
+                )
+        return found
+
+    def to_json(self) -> dict[str, str | None]:
+        """As modules record it."""
+        return {"kind": str(self.kind), "fingerprint": self.identity.fingerprint if self.identity else None}
+
+
+def load_reference(
+    named: Path | None, model: Path, adapter: Path | None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Reference:
+    """The best reference there is for ``model`` under ``adapter``: what is ``named``, a checkpoint folder or that of an adapter on
+    ``model``; else the model without its adapter; else itself, for which nothing is loaded. Raises UnbindError naming the path.
+    """
+    if named is not None:
+        on_model = (named / "adapter_config.json").is_file()
+        loaded = load_model(*((model, named) if on_model else (named,)), dtype=dtype, device=device)
+        return Reference(Kind.NAMED, loaded.model, loaded.identity)
+    if adapter is not None:
+        loaded = load_model(model, dtype=dtype, device=device)
+        return Reference(Kind.BASE, loaded.model, loaded.identity)
+    return Reference()
+
+
+def log_of(share: float) -> float:
+    """Natural logarithm as a plain number."""
+    return float(torch.tensor(share).log())
+
+
+def last_logits(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What makes FP32 logits [N,V] of states [N,d] of the last decoder layer; can be differentiated in the states.
+
+    Products are taken in bfloat16 where those are fast: to learn from, not to measure by.
+    """
+    last, parameter = len(decoder_layers(model)) - 1, next(model.parameters())
+    kind, fast = parameter.device.type, bfloat16_is_fast(parameter.device)
+
+    def logits(states: Tensor) -> Tensor:
+        ids = torch.zeros((len(states), 1), dtype=torch.int64, device=states.device)  # each a sequence of its own
+        given = states.to(parameter.dtype)[:, None]
+        with torch.autocast(kind, torch.bfloat16, enabled=fast):
+            found = logits_above(model, ids, torch.ones_like(ids), last, given, gradients=True)
+        return found[:, 0].float()
+
+    return logits
