@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -238,19 +240,34 @@ def test_every_attack_runs_on_a_module(
 
 
 @pytest.mark.slow
-def test_the_undo_takes_a_push_at_the_last_layer_off_again() -> None:
+def test_the_undo_takes_a_constant_at_the_last_layer_off_again_and_a_learned_correction_not() -> None:
     world = World.load(load_model(demo.BASE, demo.ADAPTER))
-    module = UnbindModule.load(demo.MODULES / "demo-a.safetensors", model=world.loaded.identity)
-    rows = bench.fitted_on(world, module)
+    learned = UnbindModule.load(demo.MODULES / "demo-a.safetensors", model=world.loaded.identity)
+    rows = bench.fitted_on(world, learned)
     assert rows == world.rows(24)
-    some = Material(world.loaded.tokenizer, rows[:3], world.test)
+    constant = cast(torch.Tensor, UnbindModule.load(demo.MODULES / "demo-a-silent.safetensors").c)
+    push = replace(
+        learned,
+        correction="push",
+        policy="silent",
+        u=None,
+        a=None,
+        c=None,
+        v=-constant / constant.norm(),
+        kappa=3 * float(constant.norm()),
+    )
+    some = Material(world.loaded.tokenizer, rows[:6], world.test)
     attacks, _ = chosen(["assisted", "assisted_undo"])
-    accuracy = {
-        a.name: outcome(a.run(System("module", world.loaded, module), some))["argmax_accuracy"] for a in attacks
-    }
-    assert accuracy["assisted"] < 0.9 and accuracy["assisted_undo"] > 0.95
-    within = opens_within(System("module", world.loaded, module), some)
-    assert within["never"] == 0 and 20 < within["median"] < 50
+
+    def accuracies(module: UnbindModule) -> tuple[float, ...]:
+        system = System("module", world.loaded, module)
+        return tuple(outcome(attack.run(system, some))["argmax_accuracy"] for attack in attacks)
+
+    asked, undone = accuracies(push)
+    assert undone > asked + 0.1 and undone > 0.9
+    assert max(accuracies(learned)) < 0.75
+    within = opens_within(System("module", world.loaded, learned), some)
+    assert within["never"] == 0 and within["median"] <= 12
 
 
 @pytest.mark.parametrize(
