@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from server import demo
@@ -37,7 +37,7 @@ class World:
     retain: Sequence[RetainRow]
     calibration: Sequence[RetainRow]
     test: Sequence[RetainRow]
-    reference: Reference
+    reference: Reference = field(default_factory=Reference)
 
     @classmethod
     def load(cls, loaded: LoadedModel) -> World:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import STEPS, Correction, examples, learn
+from unbind_core.fitting.correction import Correction, examples, learn, training_steps
 from unbind_core.fitting.judge import Cost, Judge, Remainder
 from unbind_core.fitting.network import BATCH, Network
 from unbind_core.fitting.options import FitReport, Outcome
@@ -101,7 +101,7 @@ class _Auto:
                 self.screening.retained,
                 self.reference,
                 end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
-                steps=self._steps(STEPS),
+                steps=self._steps(training_steps(len(found.states))),
                 generator=generator,
                 progress=context.progress,
             )

@@ -19,8 +19,8 @@ from unbind_core.architecture import numerics
 from unbind_core.encoding import encode
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN, spans
 from unbind_core.evaluation.scores import RowScore
-from unbind_core.fitting.met import Elsewhere
 from unbind_core.fitting.options import Clock, FitOptions
+from unbind_core.fitting.variations import Elsewhere
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
@@ -58,7 +58,7 @@ class Context:
         return forget_windows(self.tokenizer, self.forget, indices, self.forms, self.options.max_window)
 
     def varied_windows(self) -> list[Window]:
-        """Windows of all forget rows as they are met elsewhere (``met.py``), drawn by the seed."""
+        """Windows of all forget rows as they are met elsewhere (``variations.py``), drawn by the seed."""
         rng, found = random.Random(self.options.seed), []
         elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead)
         for number, row in enumerate(self.forget):

@@ -26,7 +26,8 @@ from unbind_core.running.recording import frozen
 from unbind_core.windows import Window, batches
 
 RANK = 64
-STEPS, BATCH = 500, 512
+BATCH = 512
+MOST_STEPS, LEAST_STEPS, TIMES = 500, 200, 4  # every example about so many times
 RATE = 0.02  # of the learning rate, in units of a state's size
 EXCESS, RETAIN = 2.0, 0.3  # weights of the two terms beside the divergence
 MARGIN = 0.3  # nats by which a row's own next token is to be less likely than under the reference
@@ -42,6 +43,11 @@ class Examples:
     states: Tensor
     theirs: Tensor
     following: Tensor
+
+
+def training_steps(count: int) -> int:
+    """Steps for so many examples."""
+    return max(LEAST_STEPS, min(MOST_STEPS, TIMES * count // BATCH))
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def learn(
     *,
     end: int | None = None,
     rank: int = RANK,
-    steps: int = STEPS,
+    steps: int = MOST_STEPS,
     retain: float = RETAIN,
     generator: torch.Generator,
     progress: ProgressCallback = silent,

@@ -16,7 +16,7 @@ from typing import Any
 from unbind_core.errors import DataError
 from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY
 from unbind_core.fitting.calibration import NORM_STRENGTHS, PAPER_QUANTILES, PAPER_STRENGTHS, QUANTILES, Budgets
-from unbind_core.fitting.fisher import RIDGE
+from unbind_core.fitting.directions import RIDGE
 from unbind_core.windows import MAX_WINDOW
 
 # "auto" is held to the likelihood budgets of the paper with cautious estimates, where the paper holds means to them.

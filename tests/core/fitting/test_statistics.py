@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from unbind_core.errors import FittingError
-from unbind_core.fitting.axes import output_axis
 from unbind_core.fitting.calibration import gates, orient, strengths, threshold
-from unbind_core.fitting.fisher import fisher_detector
+from unbind_core.fitting.directions import fisher_detector, output_axis
 from unbind_core.fitting.moments import CrossMoments, Moments, load_moments, save_moments
 
 
