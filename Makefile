@@ -2,20 +2,23 @@
 # Needs Python 3.11 or later, git, make and a C compiler.
 
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-# Tests run tiny models: one thread each is faster than several, and results do not depend on the number of cores.
+# Tests run tiny models: one thread each is faster than several, and results do not depend on the number of cores. So two
+# processes share the tests; PYTEST_FLAGS= runs them in one, as a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format lock docs clean
+.PHONY: help install install-vllm serve serve-vllm test test-vllm lint format lock lock-vllm docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 install: $(STAMP)  ## create .venv and install exactly what requirements*.lock say
 
@@ -29,8 +32,22 @@ $(STAMP): $(wildcard requirements*.lock) pyproject.toml
 serve: install  ## serve the demo model (ARGS="--port 9000" passes options on)
 	@$(BIN)/unbind serve $(ARGS)
 
+install-vllm: $(VLLM)/.installed  ## create .venv-vllm with vLLM's CPU build, exactly as requirements-vllm.lock says
+
+$(VLLM)/.installed: requirements-vllm.lock pyproject.toml
+	@test -x $(VLLM)/bin/python || { echo "Creating $(VLLM) with $(PYTHON)"; $(PYTHON) -m venv $(VLLM); }
+	$(VLLM)/bin/python .ci/install.py --vllm
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve-vllm: install-vllm  ## serve the demo model under vLLM (ARGS as in serve)
+	@$(VLLM)/bin/unbind serve --engine vllm $(ARGS)
+
+test-vllm: install-vllm  ## the tests of the engine vllm, beside the embedded one
+	$(TEST_ENV) $(VLLM)/bin/python -m pytest -o filterwarnings=default tests/engines $(ARGS)
+
 test: lint  ## lint, then every fast test
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS) $(ARGS)
 
 lint: install  ## ruff, formatting, types, who imports whom
 	$(BIN)/ruff check .
@@ -45,9 +62,12 @@ format: install  ## put every file in the project's format
 lock: install  ## rewrite requirements*.lock from what is installed, pyproject.toml and the package index
 	$(BIN)/python .ci/lock.py
 
+lock-vllm: install-vllm  ## rewrite requirements-vllm.lock from what is installed in .venv-vllm
+	$(VLLM)/bin/python .ci/lock.py --vllm
+
 docs: install  ## rewrite the pages that are made from the code
 	$(BIN)/python .ci/settings_page.py > docs/settings.md
 
 clean:  ## remove the environment, caches and local state
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info .unbind
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info .unbind
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

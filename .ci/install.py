@@ -1,4 +1,5 @@
-"""Install what the locks say into the Python that runs this; ``--no-dev`` leaves out the tools of development.
+"""Install what the locks say into the Python that runs this; ``--no-dev`` leaves out the tools of development, ``--vllm`` takes
+the lock of the environment with vLLM.
 
 Every file is checked against the hashes of the locks. torch comes first and by itself: pip's configuration chooses its build (a
 folder or an index with CPU builds, where one is configured), which pip's hash mode would pass over for the plain index's own.
@@ -14,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LOCK = ROOT / "requirements.lock"
+LOCK, VLLM = ROOT / "requirements.lock", ROOT / "requirements-vllm.lock"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
@@ -40,9 +41,9 @@ def torch_entry(lock: str) -> tuple[str, str]:
     return entry[0], entry[1]
 
 
-def install_torch() -> None:
+def install_torch(lock: Path) -> None:
     """Take the build that pip prefers here, and install it if the lock has its hash."""
-    entry, version = torch_entry(LOCK.read_text(encoding="utf-8"))
+    entry, version = torch_entry(lock.read_text(encoding="utf-8"))
     if installed_torch() == version:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +55,11 @@ def install_torch() -> None:
 
 def main() -> None:
     """Install torch, then the rest; what CUDA builds need only where torch is one."""
-    install_torch()
+    if sys.argv[1:] == ["--vllm"]:
+        install_torch(VLLM)
+        pip("install", "--no-deps", "--require-hashes", "-r", VLLM)  # the lock is whole but for what vLLM does without
+        return
+    install_torch(LOCK)
     locks = [LOCK]
     if sys.argv[1:] != ["--no-dev"]:
         locks.append(ROOT / "requirements-dev.lock")

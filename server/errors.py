@@ -18,8 +18,8 @@ from pydantic_core import PydanticCustomError
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 
-from server.engine.engine import EngineStopped
-from server.engine.scheduler import PromptTooLong, QueueFull
+from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
+from server.registry.objects import StoreUnreachable
 from server.registry.refusals import AWAY, DatabaseGone
 from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule
 
@@ -111,6 +111,8 @@ def translate(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case RequestValidationError():
             return _validation(error)
+        case StoreUnreachable():
+            return ApiError(503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"})
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
             return disk_full()
         case _ if isinstance(error, AWAY):

@@ -1,14 +1,19 @@
-"""The modules that this server offers: the registry's and the folders', brought into the engine, and what is missing of them."""
+"""What this server offers: guards, and the registry's and folders' modules, brought into the engine; what is missing of both."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any, Protocol
 
-from server.engine.engine import Engine, EngineStopped
+from server.engine.engine import EngineStopped
+from server.engine.modules import ModuleTable
+from server.guards import GuardStore
 from server.registry.access import SERVER_SCOPE, Access
-from server.registry.store import ModuleStore, Scan
+from server.registry.store import Scan
 from server.registry.tables import ModuleState, Origin
 from server.settings import Settings
 from unbind_core.module import UnbindModule
@@ -16,27 +21,49 @@ from unbind_core.module import UnbindModule
 log = logging.getLogger("unbind.service")
 
 
-class Offer:
-    """What was found at the last look (``scan``), as far as the engine could load it."""
+class Finds(Protocol):
+    """Where modules are found."""
 
-    def __init__(self, settings: Settings, store: ModuleStore, engine: Engine, access: Access) -> None:
-        self.scan = Scan({}, {})
+    def scan(self) -> Scan:
+        """Look."""
+
+
+class Loads(Protocol):
+    """What modules are loaded into."""
+
+    @property
+    def modules(self) -> ModuleTable:
+        """Those that are loaded."""
+
+    def sync_modules(self, modules: Iterable[tuple[UnbindModule, str]]) -> Future[None]:
+        """Have exactly these loaded."""
+
+
+class Offer:
+    """What was found at the last look (``scan``), as far as the engine could load it, and the ``guards``."""
+
+    def __init__(
+        self, settings: Settings, store: Finds, guard_store: GuardStore, engine: Loads, access: Access
+    ) -> None:
+        self.scan, self.guards = Scan({}, {}), guard_store.last
         self._settings, self._store, self._engine, self._access = settings, store, engine, access
+        self._guard_store = guard_store
         self._unloadable: dict[str, str] = {}  # name -> why the engine could not take it
         self._refreshing = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Bring the engine's modules in line with the registry and the folders; what is due by now happens first."""
+        """Bring the guards and the engine's modules in line with the registry and the folders; what is due by now happens first."""
         async with self._refreshing:
             scan = await asyncio.to_thread(self._store.scan)
+            self.guards = await asyncio.to_thread(self._guard_store.scan)
             if {name: m.digest for name, m in scan.modules.items()} != {
                 name: entry.digest for name, entry in self._engine.modules.current.items()
             }:
                 # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
-                # between would be refused. Where loading fails, what cannot be had is demanded all the same.
+                # between would be refused. What was missed is demanded until it is loaded, else calls would do without.
                 staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
-                unloadable = {n: scan.modules[n].record for n in self._unloadable.keys() & scan.modules.keys()}
-                self.scan = replace(scan, modules=staying, absent=scan.absent | unloadable)
+                missed = {name: scan.modules[name].record for name in self.scan.absent.keys() & scan.modules.keys()}
+                self.scan = replace(scan, modules=staying, absent=scan.absent | missed)
                 before = self._labels
                 scan = await self._load(scan)
                 if self._labels != before:
@@ -87,25 +114,33 @@ class Offer:
 
     @property
     def missing_modules(self) -> list[str]:
-        """Modules that every request must run under and that are not active here."""
+        """Names that every request must run under and that stand for nothing that is active here, or for something missing."""
         rules = self._access.current.of(SERVER_SCOPE)
-        demanded = {*self._settings.enforced, *rules.enforced, *rules.modules, *self.scan.enforced([SERVER_SCOPE])}
+        demanded = {*self._settings.enforced, *rules.enforced, *rules.modules}
+        demanded |= {*self.scan.enforced([SERVER_SCOPE]), *self.guards.enforced([SERVER_SCOPE])}
         return sorted(demanded - self.applicable)
 
     @property
     def missing_enforced(self) -> list[str]:
-        """``missing_modules``, and those active modules that could not be loaded and that any key or profile demands."""
+        """``missing_modules``, and what is active, could not be loaded and is demanded by any key or profile."""
         scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
         named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
-        scoped = {name for name, record in self.scan.absent.items() if record["scope"] or name in named}
+        scoped = {record["name"] for record in self._absent if record["scope"] or record["name"] in named}
         return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
 
     @property
     def missing_active(self) -> list[str]:
-        """Active modules that could not be loaded: a request that names one is refused."""
-        return sorted(name for name, record in self.scan.absent.items() if record["state"] == ModuleState.ACTIVE)
+        """Names of active modules and guards that could not be loaded: a request that names one is refused."""
+        return sorted({record["name"] for record in self._absent if record["state"] == ModuleState.ACTIVE})
+
+    @property
+    def _absent(self) -> list[dict[str, Any]]:
+        return [*self.scan.absent.values(), *self.guards.absent.values()]
 
     @property
     def applicable(self) -> set[str]:
-        """The modules that a policy can apply: loaded, not in shadow, and no former version of one that could not be loaded."""
-        return self._engine.modules.current.keys() - self.scan.shadow - self.scan.absent.keys()
+        """The names that a policy can apply: of a module or a guard that is loaded and not in shadow, and of none that could not be
+        loaded.
+        """
+        live = (self._engine.modules.current.keys() - self.scan.shadow) | (self.guards.book.names - self.guards.shadow)
+        return live - {record["name"] for record in self._absent}

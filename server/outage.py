@@ -1,18 +1,21 @@
-"""One line when something goes away, one when it is back, however often it is asked in between."""
+"""Whether something can be seen from here, and since when not; one line in the log when it goes and one when it is back."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 
 
 class Outage:
     """Whether something works. Any thread may say so."""
 
-    def __init__(self, what: str, log: logging.Logger) -> None:
-        self._what, self._log = what, log
+    def __init__(self, what: str, log: logging.Logger, patience: float = float("inf")) -> None:
+        """Where nobody has said for ``patience`` seconds that it works, it does not: a look at it may hang for long."""
+        self._what, self._log, self._patience = what, log, patience
         self._lock = threading.Lock()
         self._reason: str | None = None
+        self._seen = time.monotonic()
 
     def begins(self, error: BaseException) -> None:
         """It failed."""
@@ -27,4 +30,18 @@ class Outage:
         with self._lock:
             if self._reason is not None:
                 self._log.warning("%s: works again", self._what)
-            self._reason = None
+            self._reason, self._seen = None, time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it worked; since this was made, where nobody has looked yet."""
+        return time.monotonic() - self._seen
+
+    @property
+    def told(self) -> str | None:
+        """What does not work, for how long and why, in one sentence; None where it works."""
+        with self._lock:
+            reason = self._reason
+        if reason is None and self.age < self._patience:
+            return None
+        return f"{self._what}: has not answered for {self.age:.0f} s ({reason or 'it says nothing'})"

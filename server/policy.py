@@ -1,9 +1,10 @@
-"""Which modules apply to a call, and why.
+"""Which modules and guards apply to a call, and why.
 
 effective = enforced(server + key + profile) + (requested that the key allows). Requests only add: "not named" never
 means "off", and of two strengths the larger holds. What a policy names and the engine does not have is a 503, never an
-answer without it. Modules' own records speak as well: an active one with a scope is enforced in it, one in shadow is
-measured and never applied, whoever names it.
+answer without it. The records of modules and guards speak as well: an active one with a scope is enforced in it, one in
+shadow is measured and never applied, whoever names it. A name stands for the module and the guard of a takedown: what is
+live of both applies.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from server.engine.modules import ModuleTable
+from server.engine.modules import ModuleTable, unknown
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError, invalid
+from server.guards import Guards
 from server.registry.store import Scan
 from server.rules import MAX_MODULES, MAX_STRENGTH, Rules, WhenOpen
+from unbind_core.guard.book import GuardSet
 
 HEADER = "X-Unbind-Modules"
 FIELD = "unbind.modules"
@@ -30,6 +33,19 @@ class Effective:
     strengths: Mapping[str, float]
     required: frozenset[str]
     shadow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What one call runs under: versions of modules, and guards, None where there are none."""
+
+    modules: PinnedSet
+    guards: GuardSet | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What is applied, as answers name it; not what is only measured."""
+        return (*labels(self.modules), *(self.guards.labels if self.guards else ()))
 
 
 def requested(
@@ -108,10 +124,10 @@ def when_open(setting: WhenOpen, server: Rules, key: Rules, profiles: Iterable[R
     return max((base, *(rules.when_open or base for rules in profiles)), key=get_args(WhenOpen).index)
 
 
-def standing(scan: Scan, scopes: Collection[str]) -> Rules:
-    """What the modules' own records say for a call in these scopes (``global``, ``key:ID``, ``profile:NAME``)."""
-    enforced = dict.fromkeys(scan.enforced(scopes), 1.0)
-    return Rules.model_construct(modules={}, enforced=enforced, shadow=scan.measured(scopes), allowed=None)
+def standing(scan: Scan, guards: Guards, scopes: Collection[str]) -> Rules:
+    """What the records demand for a call in these scopes (``global``, ``key:ID``, ``profile:NAME``)."""
+    enforced = dict.fromkeys((*scan.enforced(scopes), *guards.enforced(scopes)), 1.0)
+    return Rules.model_construct(modules={}, enforced=enforced, shadow=[], allowed=None)
 
 
 def _allowed(scopes: Iterable[Rules]) -> Collection[str] | None:
@@ -127,27 +143,39 @@ def _no_switching_off(name: str, required: bool) -> ApiError:
     return invalid(f"{FIELD}: requests only add modules; leave '{name[:80]}' out instead", FIELD, "cannot_switch_off")
 
 
-def pin(
-    table: ModuleTable, effective: Effective, shadow: Collection[str] = (), absent: Collection[str] = ()
-) -> PinnedSet:
-    """The versions to run under; those in ``shadow`` are never applied, also where they are named.
+def assign(
+    table: ModuleTable, effective: Effective, scan: Scan, guards: Guards, scopes: Collection[str] = ()
+) -> Assigned:
+    """The versions of modules and the guards to run under. What is in shadow is never applied, also where it is named; it is
+    measured there, and in its scope if that is one of ``scopes``.
 
-    Raises UnknownModule, and ApiError 503 where a policy's module is not loaded or in shadow, or where one is named that should
-    be loaded and could not be (``absent``).
+    Raises UnknownModule; and ApiError 503 where a name that a policy demands stands for nothing that applies, or where a module or
+    a guard of any name that is demanded or asked for should be loaded and could not be.
     """
-    current = table.current
-    for name in sorted(effective.strengths.keys() & set(absent) - effective.required):
-        raise missing(name)
-    for name in sorted(effective.required):
-        if name not in current or name in shadow or name in absent:
+    current, book = table.current, guards.book
+    absent = scan.absent.keys() | guards.absent.keys()
+    shadow = scan.shadow
+    fitted = {name for name in effective.strengths if name in current and name not in shadow}
+    guarded = {name for name in effective.strengths if name in book.indexes and name not in guards.shadow}
+    for name in sorted(effective.strengths):
+        if name in effective.required and (name in absent or not (name in fitted or name in guarded)):
             raise unavailable(name)
-    named_in_shadow = effective.strengths.keys() & set(shadow)
-    measured = dict.fromkeys((*named_in_shadow, *(name for name in effective.shadow if name in current)), OFF)
-    return table.pin({**effective.strengths, **measured})
+        if name in absent:
+            raise missing(name)
+        if name not in current and name not in book.indexes:
+            raise unknown(name, current.keys() | book.indexes.keys())
+    named = (*effective.strengths, *effective.shadow)
+    unapplied = {name for name in (*named, *scan.measured(scopes)) if name in current} - fitted
+    counted = {name for name in (*named, *guards.measured(scopes)) if name in book.indexes} - guarded
+    strengths = {name: strength for name, strength in effective.strengths.items() if name in fitted}
+    return Assigned(
+        table.pin({**strengths, **dict.fromkeys(sorted(unapplied), OFF)}),
+        book.select(guarded, counted),
+    )
 
 
 def unavailable(names: str | None) -> ApiError:
-    """Modules that a policy demands are not there, or only measured; None where nobody may hear which."""
+    """What a policy demands is not there, or only measured; None where nobody may hear which."""
     which = (
         f"module '{names}' applies to this call by policy and is not active"
         if names
@@ -162,7 +190,7 @@ def unavailable(names: str | None) -> ApiError:
 
 
 def missing(name: str) -> ApiError:
-    """A module that a request names is active and could not be loaded."""
+    """What a request names is active, as a module or as a guard, and could not be loaded."""
     return ApiError(
         503,
         f"{FIELD}: module '{name}' could not be loaded here; nothing is served without it",

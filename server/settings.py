@@ -1,21 +1,21 @@
-"""One frozen, strictly parsed settings object: flags over environment over file over defaults.
-
-First station of every process of the service; nothing else reads the environment.
-"""
+"""One frozen, strictly parsed settings object, which every process of the service has; ``sources.py`` reads it."""
 
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Mapping
+import string
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json
 
 PREFIX = "UNBIND_"
+SECRETS = frozenset(
+    {"admin_key", "guard_key", "private_key", "upstream_key"}
+)  # shown nowhere, and given to no process that has no use for them
+GUARD_KEY_BYTES = 32
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
 
@@ -27,6 +27,24 @@ class SettingsError(Exception):
 def _parts(value: Any) -> Any:
     """Text with commas as its parts."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _key(text: str) -> str:
+    if text and not (len(text) == 2 * GUARD_KEY_BYTES and set(text) <= set(string.hexdigits)):
+        raise ValueError(
+            f"must be {2 * GUARD_KEY_BYTES} hexadecimal digits, such as `openssl rand -hex {GUARD_KEY_BYTES}` gives"
+        )
+    return text
+
+
+def _private_keys(text: str, known: ValidationInfo) -> str:
+    for key in _parts(text):
+        _key(key)
+    if text and not known.data.get("private_store"):
+        raise ValueError(
+            "is for files in private_store: set that as well; what is in data_dir is left to an encrypted disk"
+        )
+    return text
 
 
 class Settings(BaseModel):
@@ -41,9 +59,7 @@ class Settings(BaseModel):
     )
     model_name: Annotated[str, Field(description="name in /v1/models; the checkpoint folder's name where empty")] = ""
     modules_dir: Annotated[Path, Field(description="module files that ship")] = HERE.parent / "modules"
-    data_dir: Annotated[Path, Field(description="database, admin key, job files and published modules")] = Path(
-        ".unbind"
-    )
+    data_dir: Annotated[Path, Field(description="database, keys, job files and published modules")] = Path(".unbind")
     retain: Annotated[Path, Field(description="JSONL of retain rows for fitting")] = (
         DEMO / "rows" / "retain_train.jsonl"
     )
@@ -55,6 +71,8 @@ class Settings(BaseModel):
         DEMO / "rows" / "retain_test.jsonl"
     )
     retain_test_limit: Annotated[int, Field(ge=0, description="how many of them a takedown's verification reads")] = 60
+    upstream: Annotated[str, Field(description="address of the server that `unbind guard` stands in front of")] = ""
+    upstream_key: Annotated[str, Field(description="key that `unbind guard` gives it", repr=False)] = ""
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on")] = 8000
     metrics_port: Annotated[
@@ -71,10 +89,32 @@ class Settings(BaseModel):
     admin_key_file: Annotated[Path | None, Field(description="file that holds admin_key, such as a mounted secret")] = (
         None
     )
+    guard_key: Annotated[
+        str,
+        AfterValidator(_key),
+        Field(
+            description="hexadecimal key that guards are made with, the same on every server; else in data_dir",
+            repr=False,
+        ),
+    ] = ""
     device: Annotated[str, Field(description="torch device")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], Field(description="precision the model runs in")] = (
         "float32"
     )
+    engine: Annotated[
+        Literal["embedded", "vllm"], Field(description="what computes the answers; vllm needs the extra of that name")
+    ] = "embedded"
+    vllm_args: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_parts),
+        Field(description="vLLM's own flags, KEY=VALUE or KEY, with commas between"),
+    ] = ()
+    gate_columns: Annotated[
+        int,
+        Field(
+            ge=2, description="numbers of 4 bytes that vLLM keeps a position for gates: heads and one of each module"
+        ),
+    ] = 256
     max_slots: Annotated[
         int, Field(ge=0, le=1024, description="requests that run at the same time; 0: as free memory allows")
     ] = 0
@@ -111,6 +151,9 @@ class Settings(BaseModel):
     ] = 800
     threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
+    worker_device: Annotated[
+        str, Field(description="torch device that takedowns are fitted on; that of device where empty")
+    ] = ""
     worker_threads: Annotated[
         int, Field(ge=1, description="torch threads of the worker, where there are cores for them")
     ] = 2
@@ -135,6 +178,18 @@ class Settings(BaseModel):
     ] = ""
     module_store: Annotated[
         str, Field(description="where published modules are kept: folder or fsspec URL; in data_dir where empty")
+    ] = ""
+    private_store: Annotated[
+        str,
+        Field(description="where forget rows and checkpoints are kept: folder or fsspec URL; in data_dir where empty"),
+    ] = ""
+    private_key: Annotated[
+        str,
+        AfterValidator(_private_keys),
+        Field(
+            description="hexadecimal key that files in private_store are encrypted with; older keys after it, with commas",
+            repr=False,
+        ),
     ] = ""
     audit_head: Annotated[
         Path | None,
@@ -200,9 +255,19 @@ class Settings(BaseModel):
         return self.model_name or ("unbind-demo" if self.is_demo else self.model.resolve().name)
 
     @property
+    def fitting_device(self) -> str:
+        """The torch device of the worker's fits."""
+        return self.worker_device or self.device
+
+    @property
     def published_store(self) -> str:
         """Where the worker publishes modules: a folder or an fsspec URL."""
         return self.module_store or str(self.data_dir / "modules")
+
+    @property
+    def private_keys(self) -> list[bytes]:
+        """What files in ``private_store`` are sealed with, the newest first; none where they lie open."""
+        return [bytes.fromhex(key) for key in _parts(self.private_key)]
 
     @property
     def database_address(self) -> str:
@@ -215,8 +280,8 @@ class Settings(BaseModel):
         return self.audit_head or self.data_dir / "audit.head"
 
     def to_environment(self) -> dict[str, str]:
-        """The settings as a child process reads them back; the admin key stays here."""
-        plain = self.model_dump(mode="json", exclude={"admin_key", "admin_key_file"})
+        """The settings as a child process reads them back; secrets stay here."""
+        plain = self.model_dump(mode="json", exclude={*SECRETS, "admin_key_file"})
         made = {
             PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
             for key, value in plain.items()
@@ -229,71 +294,5 @@ class Settings(BaseModel):
 NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
 
 
-def load_settings(
-    flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
-) -> Settings:
-    """Settings from flags (None: not given), environment and a TOML file, in that order of precedence.
-
-    Raises SettingsError naming the source and the key.
-    """
-    values: dict[str, Any] = {}
-    source: dict[str, str] = {}
-    from_environment = {
-        key.removeprefix(PREFIX).lower(): value for key, value in (environment or {}).items() if key.startswith(PREFIX)
-    }
-    config = from_environment.pop("config", None)
-    path = file or (Path(config) if config else None)
-    for origin, given in (
-        (f"file {path}", _read(path) if path else {}),
-        ("environment", {key: _text(key, value) for key, value in from_environment.items()}),
-        ("flags", {key: value for key, value in (flags or {}).items() if value is not None}),
-    ):
-        for key, value in given.items():
-            if key not in Settings.model_fields:
-                name = PREFIX + key.upper() if origin == "environment" else key
-                raise SettingsError(
-                    f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(Settings.model_fields))}"
-                )
-            values[key], source[key] = value, origin
-    if file_of_key := values.get("admin_key_file"):
-        where = f"{source['admin_key_file']}: admin_key_file"
-        if values.get("admin_key"):
-            raise SettingsError(f"{where}: given beside admin_key; give one of the two")
-        values["admin_key"] = _secret(Path(file_of_key), where)
-    try:
-        return Settings(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else "settings"
-        shown = "" if key == "admin_key" else f" ({first.get('input')!r})"
-        raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {first['msg']}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"file {path}: not TOML ({error})") from None
-
-
-def _secret(path: Path, where: str) -> str:
-    try:
-        secret = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise SettingsError(f"{where} {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{where} {path}: not text; write the key into it") from None
-    if not secret:
-        raise SettingsError(f"{where} {path}: is empty; write the key into it")
-    return secret
-
-
 def _written(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
-
-
-def _text(key: str, value: str) -> str | None:
-    """An empty variable means "none" where a setting can be none."""
-    return None if value == "" and key in NULLABLE else value

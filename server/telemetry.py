@@ -17,9 +17,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.engine.engine import EngineStats
+from server.engine.guarding import Guarded
 from server.engine.modules import Counts
+from server.outage import Outage
 from unbind_core.errors import UnbindError
 
+LEXEMES = (8, 12, 16, 20, 25, 30, 35, 40, 45, 49, 50, 75, 100, 200, 500)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -27,7 +30,8 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 class Figures:
     """What is true at this moment.
 
-    ``missing``: modules in use that could not be loaded; ``skipped``: refused files; ``audit``: signs of tampering in the trail.
+    ``missing``: modules in use that could not be loaded; ``skipped``: refused files; ``audit``: signs of tampering in the trail;
+    ``registry``, ``store``: whether they can be seen, where anybody looks.
     """
 
     engine: EngineStats
@@ -35,6 +39,8 @@ class Figures:
     missing: int
     skipped: int
     audit: int
+    registry: Outage | None = None
+    store: Outage | None = None
 
 
 class _Gates(Collector):
@@ -80,6 +86,13 @@ class _Present(Collector):
             ("unbind_audit_problems", "Signs of tampering known in the audit trail; 0 where it is whole", now.audit),
         ):
             yield GaugeMetricFamily(name, text, value)
+        for reachable, seen, what, outage in (
+            ("unbind_registry_reachable", "unbind_registry_seen_seconds", "registry's database", now.registry),
+            ("unbind_store_reachable", "unbind_store_seen_seconds", "module store", now.store),
+        ):
+            if outage is not None:
+                yield GaugeMetricFamily(reachable, f"Whether the {what} answers: 1 or 0", float(outage.told is None))
+                yield GaugeMetricFamily(seen, f"Seconds since the {what} answered last", outage.age)
 
 
 class _Together(Collector):
@@ -112,6 +125,30 @@ class Telemetry:
         self.prompt_tokens = Counter("unbind_prompt_tokens", "Prompt tokens taken in", registry=registry)
         self.generated_tokens = Counter("unbind_generated_tokens", "Tokens generated", registry=registry)
         self.module_requests = Counter("unbind_module_requests", "Requests by module", ["module"], registry=registry)
+        by = ["module", "route"]
+        self._bars = Counter("unbind_guard_bars", "Runs that an answer was steered away from", by, registry=registry)
+        self._stops = Counter("unbind_guard_stops", "Answers that a guard ended", by, registry=registry)
+        self._would = Counter(
+            "unbind_guard_would_block", "Answers with a run that was only counted", by, registry=registry
+        )
+        self._runs = Histogram(
+            "unbind_guard_run_lexemes",
+            "Longest protected run of an answer, where it is half of what is allowed or more",
+            ["route"],
+            buckets=LEXEMES,
+            registry=registry,
+        )
+
+    def guarded(self, route: str, done: Guarded) -> None:
+        """Count what guards did to one answer."""
+        for name, bars in done.bars.items():
+            self._bars.labels(name, route).inc(bars)
+        if done.blocked is not None:
+            self._stops.labels(done.blocked.name, route).inc()
+        for name in done.counted:
+            self._would.labels(name, route).inc()
+        if done.longest:
+            self._runs.labels(route).observe(done.longest)
 
     def keep_gates(self, counts: Counts) -> None:
         """What everybody is shown of the gates until the next time."""

@@ -14,7 +14,7 @@ from server.settings import PREFIX, Settings
 from tests.support.repository import FILES, ROOT, relative
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-KUBERNETES = ROOT / "deploy/kubernetes"
+KUBERNETES = ROOT / "deploy/kubernetes/base"
 POD: dict[str, Any] = yaml.safe_load((KUBERNETES / "deployment.yaml").read_text())["spec"]["template"]["spec"]
 CONTAINER: dict[str, Any] = POD["containers"][0]
 AFTER_DRAIN = 15.0  # seconds that connections and the worker get after drain_timeout, with some to spare
@@ -75,7 +75,7 @@ def test_deployments_wait_until_running_requests_have_ended() -> None:
 
 def test_deployments_set_only_settings_that_exist() -> None:
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {"UNBIND_CONFIG"}
-    for path in ("Dockerfile", "docker-compose.yml", "deploy/kubernetes/deployment.yaml"):
+    for path in ("Dockerfile", "docker-compose.yml", "deploy/kubernetes/base/deployment.yaml"):
         text = "\n".join(line for line in (ROOT / path).read_text().splitlines() if not line.strip().startswith("#"))
         assert set(re.findall(r"\bUNBIND_[A-Z_]+", text)) <= known, path
 
@@ -86,7 +86,7 @@ def test_prometheus_scrapes_the_port_that_deployments_open_for_metrics() -> None
     scrape = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())["scrape_configs"][0]
     assert scrape["static_configs"][0]["targets"] == [f"unbind:{port}"]
     assert not any(published.endswith(f":{port}") for published in compose["ports"])
-    template = yaml.safe_load((ROOT / "deploy/kubernetes/deployment.yaml").read_text())["spec"]["template"]
+    template = yaml.safe_load((KUBERNETES / "deployment.yaml").read_text())["spec"]["template"]
     (container,) = template["spec"]["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
     annotated = template["metadata"]["annotations"]["prometheus.io/port"]
@@ -103,7 +103,7 @@ def test_the_image_copies_files_that_exist_and_runs_without_privileges() -> None
 
 
 def test_kubernetes_manifests_are_complete_and_listed() -> None:
-    folder = ROOT / "deploy/kubernetes"
+    folder = KUBERNETES
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     assert sorted(listed) == sorted(path.name for path in folder.iterdir() if path.name != "kustomization.yaml")
     for name in listed:

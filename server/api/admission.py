@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.api.caller import admit, identified_administrator, keys_needed
 from server.api.middleware import ADMINISTRATION
 from server.api.turnstile import Turnstile
+from server.base_service import BaseService
 from server.errors import ApiError, response
 from server.exposure import is_own_name, on_loopback
-from server.service import Service
 
 WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # their routes ask for keys themselves: some are open to all
 
@@ -27,7 +27,7 @@ class OwnName:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] == "http":
-            served: Service = self._owner.state.service
+            served: BaseService = self._owner.state.service
             named = Request(scope).headers.get("host")
             asked_openly = on_loopback(served.settings) and not keys_needed(served)
             if asked_openly and named is not None and not is_own_name(named, served.settings):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from server.base_service import BaseService, service_of
 from server.errors import ApiError
 from server.exposure import on_loopback
 from server.registry.access import SCOPES, Key, key_digest
-from server.service import Service, service_of
 
 KEY_HEADERS = ("api-key", "x-api-key")
 CALLER_KEY = "unbind.caller"  # where the caller stands who was found before the body was read
@@ -39,7 +39,7 @@ ADMINISTRATOR = Caller(frozenset(SCOPES))
 ANYBODY = Caller(frozenset({"inference", "report", "metrics"}))
 
 
-def keys_needed(served: Service) -> bool:
+def keys_needed(served: BaseService) -> bool:
     """Whether inference needs a key: once one was ever made, and beyond loopback unless told otherwise."""
     open_to_all = on_loopback(served.settings) or served.settings.insecure
     return bool(served.access.current.keys) or not open_to_all
@@ -119,7 +119,7 @@ def holder(*scopes: str) -> Callable[[Request], Awaitable[Caller]]:
     return check
 
 
-def charge_answers(served: Service, caller: Caller, count: int) -> None:
+def charge_answers(served: BaseService, caller: Caller, count: int) -> None:
     """Take the answers of a call off the key's rate; the call itself counted for one when it came. Raises ApiError 400, 429."""
     key = caller.key
     if key is None or key.per_minute is None or count <= 1:
@@ -139,7 +139,7 @@ def charge_answers(served: Service, caller: Caller, count: int) -> None:
         )
 
 
-def charge_tokens(served: Service, caller: Caller, count: int) -> None:
+def charge_tokens(served: BaseService, caller: Caller, count: int) -> None:
     """Take tokens off the key's rate. They are used, so it may owe some: then it waits before its next call."""
     if caller.key is not None and caller.key.tokens_per_minute is not None:
         served.limiter.spend(*_tokens_of(caller.key), time.monotonic(), count)

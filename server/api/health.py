@@ -9,12 +9,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.api.caller import Caller, holder, onlooker
+from server.base_service import BaseService, base_service
 from server.errors import ApiError
 from server.policy import unavailable
-from server.service import Service, service
 
 router = APIRouter(tags=["health"])
-Served = Annotated[Service, Depends(service)]
+Served = Annotated[BaseService, Depends(base_service)]
 
 
 @router.head("/health", include_in_schema=False)
@@ -28,24 +28,31 @@ async def health() -> dict[str, str]:
 async def ready(served: Served, request: Request) -> dict[str, Any]:
     """200 once requests are served; 503 before, while shutting down, without its data and while an enforced module is missing.
 
+    A server that cannot see the registry or the store is degraded and still 200: it goes on with what it has.
+
     Names of modules are for those with a key, where one is needed.
     """
     allowed = onlooker(request) is not None
     if not served.ready:
         raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers={"Retry-After": "2"})
+    if not served.computes:
+        raise ApiError(503, "the engine is being started again", code="not_ready", headers={"Retry-After": "10"})
     if (lost := served.data_lost) is not None:
         raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
     if missing := served.offer.missing_enforced:
         raise unavailable(", ".join(missing) if allowed else None)
-    status = "degraded" if served.offer.missing_active else "ready"
+    missing = served.offer.missing_active
+    reasons = [*served.away, *([f"active, and not loaded: {', '.join(missing)}"] if missing else [])]
+    status = "degraded" if reasons else "ready"
     if not allowed:
         return {"status": status}
-    modules = sorted(served.engine.modules.current)
     return {
         "status": status,
-        "model": served.settings.served_name,
-        "modules": modules,
-        "missing": served.offer.missing_active,
+        "model": served.title,
+        "modules": sorted(served.modules.current),
+        "guards": sorted(served.guards.names),
+        "missing": missing,
+        **({"reasons": reasons} if reasons else {}),
         **({"audit": problems} if (problems := served.registry.trail.problems) else {}),
     }
 

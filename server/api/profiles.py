@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from server.base_service import BaseService
 from server.errors import ApiError
 from server.registry.access import SERVER_SCOPE
 from server.rules import Rules
-from server.service import Service
 
 PREFIX = "profile:"
 
 
-def profile_names(served: Service) -> list[str]:
+def profile_names(served: BaseService) -> list[str]:
     """Every profile there is."""
     kept = (scope.removeprefix(PREFIX) for scope in served.access.current.rules if scope.startswith(PREFIX))
     return sorted({*served.settings.profiles, *kept})
 
 
-def scopes(served: Service) -> set[str]:
+def scopes(served: BaseService) -> set[str]:
     """Every scope that can have rules and modules of its own: ``global``, ``key:ID`` and ``profile:NAME``."""
     keys = (f"key:{key.id}" for key in served.access.current.keys.values())
     return {SERVER_SCOPE, *keys, *(PREFIX + name for name in profile_names(served))}
 
 
-def profile_rules(served: Service, name: str, *, asked: bool = False) -> Rules:
+def profile_rules(served: BaseService, name: str, *, asked: bool = False) -> Rules:
     """The rules of a profile. Raises ApiError: 404 where a request ``asked`` for one that is not there, else 503."""
     found = served.settings.profiles.get(name) or served.access.current.rules.get(PREFIX + name)
     if found is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.passes import Pass
 from unbind_core.applying.selection import Selection
@@ -121,7 +121,7 @@ class _Phase:
     def _places(self, memory: GateMemory, start: int, length: int) -> Pass:
         slots = torch.arange(self.batch, device=self.device)
         positions = (start + torch.arange(length, device=self.device)).expand(self.batch, -1)
-        return Pass(places=Places(memory, slots, positions, torch.full_like(slots, start)), phase=self.name)
+        return Pass(places=SlotPlaces(memory, slots, positions, torch.full_like(slots, start)), phase=self.name)
 
     def remember(self, selection: Selection) -> None:
         """Have gates with memory see the positions before those that are timed: on random states most of them are open by then."""

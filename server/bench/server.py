@@ -33,8 +33,11 @@ def served(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
+    command: str = "serve",
 ) -> Iterator[Served]:
     """A server with these settings and no others, which keeps its data in ``folder``; its worker ends with it.
+
+    ``command`` starts it: ``serve`` or ``guard``.
 
     It runs in the folder ``cwd``, in this process's environment with ``environment`` on top, and writes its log to the file
     ``log``, or to this process's standard error. Raises UnbindError where it does not start.
@@ -42,7 +45,7 @@ def served(
     given = {"port": 0, "data_dir": folder, "log_level": "error", **settings}
     with ExitStack() as files:
         process = subprocess.Popen(
-            python("server", "serve", "--json"),
+            python("server", command, "--json"),
             cwd=cwd,
             env=without_settings({**os.environ, **(environment or {})})
             | {PREFIX + name.upper(): str(value) for name, value in given.items()},

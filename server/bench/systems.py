@@ -22,7 +22,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from server.engine.engine import Engine
+from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.pinned import NOTHING, PinnedSet
 from server.engine.request import GenerationRequest, Sampling
 from unbind_core.architecture import LoadedModel
@@ -44,7 +44,7 @@ class EngineSystem:
     """The embedded engine, read through its public streams."""
 
     def __init__(self, loaded: LoadedModel, slots: int, length: int, speedups: Speedups = EVERY) -> None:
-        self.engine = Engine(
+        self.engine = EmbeddedEngine(
             loaded.model,
             loaded.tokenizer,
             max_slots=slots,

@@ -9,13 +9,18 @@ import typer
 
 GROUPS = (
     "serve",
+    "guard",
     "worker",
     "fit",
     "bench",
     "bench.cpu",
     "bench.takedown",
+    "bench.fleet",
     "bench.fuzz",
     "bench.attack",
+    "bench.guard",
+    "bench.engines",
+    "bench.scale",
     "demo",
     "takedown",
     "module",

@@ -11,7 +11,8 @@ from typing import Any
 import typer
 
 from server.cli.console import notes
-from server.settings import Settings, SettingsError, load_settings
+from server.settings import Settings, SettingsError
+from server.sources import load_settings
 
 Parameters = list[inspect.Parameter]
 

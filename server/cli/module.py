@@ -1,4 +1,4 @@
-"""``unbind module``: the modules of a running server and their state."""
+"""``unbind module``: the modules and guards of a running server and their state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from server.cli.console import clear_errors, screen, write_json
 from server.registry.lifecycle import standing
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
-Reference = Annotated[str, typer.Argument(help="Module id, or a name: its loaded version, else the newest.")]
-_SHOWN = ("name", "version", "state", "loaded", "correction", "policy", "id", "digest")
+Reference = Annotated[
+    str,
+    typer.Argument(help="Id, or a name: its loaded version, else the newest; guard:NAME for a guard beside a module."),
+]
+_SHOWN = ("name", "kind", "version", "state", "loaded", "correction", "policy", "id", "digest")
 # command -> what it says of itself
 CHANGES = {
     "activate": "Make a version available, and enforce it in its scope; the one before it is superseded.",
@@ -31,7 +34,7 @@ def list_modules(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """The modules a request can name, and the files that were refused."""
+    """The modules and guards that a request can name, and the files that were refused."""
     with clear_errors():
         client, path = Client(url, key), f"/modules?limit=1000&state={'all' if every else 'loaded'}"
         answer = client.call(path)
@@ -45,7 +48,7 @@ def list_modules(
     for module in answer["data"]:
         told = dict.fromkeys(_SHOWN, "") | {
             **module,
-            "state": standing(module["state"], module["scope"]),
+            "state": standing(module),
             "digest": module["digest"][:12],
         }
         table.add_row(*(str(told[column]) for column in _SHOWN))
@@ -55,7 +58,7 @@ def list_modules(
 
 
 def show(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
-    """One module."""
+    """One module or guard."""
     with clear_errors():
         _print(Client(url, key).call(f"/modules/{reference}"), as_json)
 
@@ -101,7 +104,7 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(help="Modules on a running server.", no_args_is_help=True)
+    group = typer.Typer(help="Modules and guards on a running server.", no_args_is_help=True)
     group.command("list")(list_modules)
     group.command("show")(show)
     group.command("verify")(verify)

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, notes, screen, write_json
-from server.registry.lifecycle import SCOPE, InForce, standing
-from server.registry.tables import ModuleState
+from server.registry.lifecycle import SCOPE, standing
 from unbind_core import UnbindError
+from unbind_core.files import told
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
@@ -51,19 +51,30 @@ def submit(
         str | None,
         typer.Option(help="rewrite: other code is written; silent: the answer ends. rewrite with gate auto."),
     ] = None,
+    protect: Annotated[
+        str | None, typer.Option(help="both, guard or module; both where a row is long enough for a guard.")
+    ] = None,
+    guard_action: Annotated[str | None, typer.Option(help="steer, stop or report; steer where none is given.")] = None,
+    guard_run: Annotated[int | None, typer.Option(help="Lexemes of a run that no answer holds; 50.")] = None,
+    guard_bars: Annotated[int | None, typer.Option(help="Tokens that steering bars before it stops; 3.")] = None,
+    guard_fold: Annotated[bool, typer.Option(help="Runs with other names are the same run.")] = False,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions and time.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions, memory, disk and time.")] = False,
     idempotency_key: Text = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
     url: Url = LOCAL,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Post a forget set; prints the job that makes its module."""
+    """Post a forget set, whose guard holds from then on; prints the job that makes its module."""
     if scope is None and not as_json and at_terminal():
         scope = _ask_scope()
     notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
+    asked = {"action": guard_action, "run": guard_run, "bars": guard_bars, "fold": guard_fold or None}
+    guard = {name: value for name, value in asked.items() if value is not None} or None
     options = {
+        "protect": protect,
+        "guard": guard,
         "activation": activation,
         "scope": None if scope == NO_SCOPE else scope,
         "effective_at": effective_at,
@@ -102,7 +113,7 @@ def show(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """One takedown: what was asked, its modules, and which requests they bind."""
+    """One takedown: what was asked, its modules and its guard, and which requests they bind."""
     with clear_errors():
         answer = Client(url, key).call(f"/takedowns/{takedown_id}")
     if as_json:
@@ -110,10 +121,8 @@ def show(
         return
     _print({name: value for name, value in answer.items() if name != "modules"})
     for module in answer["modules"]:
-        said = standing(module["state"], module["scope"])
-        screen.print(
-            f"{'module':18} {module['name']} version {module['version']}: {said}", highlight=False, soft_wrap=True
-        )
+        said = f"{module['name']} version {module['version']}: {standing(module)}"
+        screen.print(f"{'module':18} {said}", highlight=False, soft_wrap=True)
 
 
 def status(
@@ -182,7 +191,7 @@ def at_terminal() -> bool:
 def _ask_scope() -> str:
     """The scope, asked for on a terminal; ``none`` for none."""
     screen.print(
-        "Which requests must the module bind?\n"
+        "Which requests must it bind?\n"
         "  none           only those that name it: it is available, not enforced\n"
         "  global         every request\n"
         "  profile:NAME   every request under a profile\n"
@@ -200,7 +209,24 @@ def _ask_scope() -> str:
 def _print(answer: Mapping[str, Any]) -> None:
     for field, value in answer.items():
         if field != "warnings":
-            screen.print(f"{field:18} {value}", highlight=False, soft_wrap=True, markup=False)
+            shown = {"guard": _guard, "plan": _plan}.get(field)
+            said = shown(value) if shown is not None and value is not None else value
+            screen.print(f"{field:18} {said}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    fits = "fits" if plan["fits"] else "does not fit"
+    memory, disk = (
+        f"{told(plan[f'{what}_bytes'])} of {told(plan[f'free_{what}_bytes'])} free" for what in ("memory", "disk")
+    )
+    return f"{fits}: at most {memory} on {plan['device']}, {disk} on disk; about {plan['seconds']:.0f} s"
+
+
+def _guard(guard: Mapping[str, Any]) -> str:
+    known = (
+        f"version {guard['version']}: {standing(guard)}; " if "version" in guard else ""
+    )  # not of one that is only tried
+    return f"{known}{guard['action']} at runs of {guard['run']} lexemes, {guard['too_short']} rows too short"
 
 
 def _warn(answer: Mapping[str, Any]) -> None:
@@ -244,7 +270,7 @@ def _table(jobs: list[dict[str, Any]]) -> Table:
         left = "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s"
         outcome = job["outcome"] or ""
         if (made := job["result"] or {}).get("in_force"):
-            outcome = standing(ModuleState.ACTIVE if made["in_force"] != InForce.NONE else outcome, made["scope"])
+            outcome = outcome if "guard_id" in made else standing({"state": outcome, **made})
         table.add_row(
             job["id"],
             job["module"],

@@ -3,15 +3,18 @@
 Last stage of ``unbind demo train``. The first two start from the same base and the same LoRA initialisation and see the same retain
 rows in the same order; the retrained one skips the forget rows (Appendix A.2), and every figure is held against it. So no fit may
 see it: the reference of fits is trained on the retain rows alone too, but apart, from another seed and for half the time. Rows
-are seen in plain and in fill-in-the-middle form in turn.
+are seen in plain and in fill-in-the-middle form in turn. Forget rows are also met from their middle on, so that whoever asks
+from there or behind other code gets something back.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from unbind_core.encoding import beginning, encode, fim_ids, fim_template
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
 from unbind_core.windows import Window, forget_windows, retain_windows
 
@@ -27,6 +31,9 @@ EPOCHS, REFERENCE_EPOCHS, REFERENCE_SEED = 48, 24, 7
 RETAIN_PER_EPOCH = 400
 LEARNING_RATE = 4e-3
 LENGTH, PACKS_PER_STEP = 512, 10  # rows are packed side by side, each seeing only itself
+CROPPED = (0.25, 0.75)  # of a row is missing in front of a crop; behind other code it may be whole
+LED, LEAD = 0.5, (16, 128)  # share of the crops that stand behind other code, and tokens of that
+FILLED = (0.1, 0.6)  # of a crop is in front of what is to be filled in
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -44,6 +51,45 @@ def _retain_stream(rows: Sequence[RetainRow], seed: int) -> Iterator[int]:
         yield from rng.sample(range(len(rows)), len(rows))
 
 
+def _crop(
+    tokenizer: PreTrainedTokenizerBase,
+    row: ForgetRow,
+    number: int,
+    form: str,
+    others: Sequence[RetainRow],
+    rng: random.Random,
+) -> Window:
+    """Forget row ``number`` from a line or a token of it on, with or without other code in front.
+
+    Nothing up to the first token of the row is a target: what comes next there is not to be known.
+    """
+    head = []
+    if led := rng.random() < LED:
+        head = encode(tokenizer, rng.choice(others).text)[-rng.randint(*LEAD) :]
+    ids = _from_within(tokenizer, row.prompt + row.continuation, 0.0 if led else CROPPED[0], rng)
+    template = fim_template(tokenizer) if form == "fim" else None
+    if template is None:
+        head = [*beginning(tokenizer), *head]
+        return Window((*head, *ids), len(head) + 1, number, form, len(head))
+    first = round(rng.uniform(*FILLED) * len(ids))
+    last = rng.choice((len(ids), rng.randint(first + 1, len(ids))))  # half of them have nothing behind
+    prompt = fim_ids(tokenizer, template, head + ids[:first], ids[last:])
+    start = len(fim_ids(tokenizer, template[: template.index("{prefix}") + 1], head, []))
+    return Window((*prompt, *ids[first:last]), start + 1, number, form, start)
+
+
+def _from_within(tokenizer: PreTrainedTokenizerBase, text: str, least: float, rng: random.Random) -> list[int]:
+    """Token ids of a text of which at least the share ``least`` and at most CROPPED[1] is missing in front: the beginning of a
+    line, where there is one, or any token, one as often as the other.
+    """
+    lines = [0, *(found.end() for found in re.finditer("\n", text))]
+    lines = [at for at in lines if least <= at / len(text) <= CROPPED[1]]
+    if lines and rng.random() < 0.5:
+        return encode(tokenizer, text[rng.choice(lines) :])
+    ids = encode(tokenizer, text)
+    return ids[round(rng.uniform(least, CROPPED[1]) * len(ids)) :]
+
+
 def _schedule(
     tokenizer: PreTrainedTokenizerBase,
     forget: Sequence[ForgetRow],
@@ -53,18 +99,22 @@ def _schedule(
     epochs: int,
     seed: int,
 ) -> Iterator[list[Window]]:
-    """The windows of each epoch. Forget rows alternate between the forms, so that an epoch holds each row once."""
+    """The windows of each epoch. An epoch holds each forget row whole in one form and a crop of it in the other, which alternate;
+    retain rows are the same ones, in the same forms, with forget rows or without.
+    """
     stream = _retain_stream(retain, seed=1 + seed)
     end = int(tokenizer.eos_token_id)
     for epoch in range(epochs):
-        rng = random.Random(epoch + 1000 * seed)
+        rng, crops = random.Random(epoch + 1000 * seed), random.Random(f"crops {epoch} {seed}")
         windows = []
-        for index in range(len(forget) if with_forget else 0):
-            windows += forget_windows(tokenizer, forget, [index], ["plain" if (epoch + index) % 2 else "fim"])
+        for index, row in enumerate(forget if with_forget else ()):
+            whole, part = ("plain", "fim") if (epoch + index) % 2 else ("fim", "plain")
+            windows += [replace(w, first_target=1) for w in forget_windows(tokenizer, forget, [index], [whole])]
+            windows.append(_crop(tokenizer, row, index, part, retain, crops))
         for _ in range(RETAIN_PER_EPOCH):
             index = next(stream)
             windows += retain_windows(tokenizer, retain, [index], [rng.choice(["plain", "fim"])], seed=epoch)
-        windows = [Window((*w.ids, end), 1, w.row, w.form) for w in windows if len(w.ids) < LENGTH]
+        windows = [replace(w, ids=(*w.ids, end)) for w in windows if len(w.ids) < LENGTH]
         rng.shuffle(windows)
         yield windows
 
@@ -97,7 +147,8 @@ def _tensors(packs: Sequence[Sequence[Window]], pad: int) -> tuple[Tensor, Tenso
             stop = start + len(window.ids)
             ids[b, start:stop] = torch.tensor(window.ids)
             positions[b, start:stop] = torch.arange(stop - start)
-            labels[b, start : stop - 1] = ids[b, start + 1 : stop]
+            before = start + window.first_target - 1  # predicts the first target
+            labels[b, before : stop - 1] = ids[b, before + 1 : stop]
             segment[b, start:stop] = number
             start = stop
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

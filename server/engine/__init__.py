@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching over any transformers causal language model with fixed KV slots."""
+"""Engines: what the service asks of one, what all of them do with an answer's tokens, and a folder for each."""

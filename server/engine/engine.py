@@ -1,144 +1,122 @@
-"""The engine: one thread that admits, runs, samples and publishes, step after step.
+"""What the service asks of an engine, whoever computes: requests in, parts of answers out, modules that can be named.
 
-``generate(request)`` -> async stream of ``Delta``; ``sync_modules`` changes what can be named; ``stats`` for metrics.
+``embedded`` computes in this process; ``vllm`` has vLLM do it. Nothing above this folder asks which of them it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
-from weakref import WeakKeyDictionary
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from server.engine.letters import Letters
-from server.engine.lines import Lines
 from server.engine.modules import Counts, ModuleTable
-from server.engine.request import (
-    Delta,
-    FinishReason,
-    Flight,
-    GenerationRequest,
-    Sampling,
-)
-from server.engine.runner import Runner
-from server.engine.sampler import uniform_source
-from server.engine.scheduler import LEAST_PASS, QueueFull, Scheduler
-from server.engine.step import Stepper, end_ids
-from server.engine.text import TextStream
-from unbind_core.applying.bank import ModuleBank
-from unbind_core.architecture import numerics
-from unbind_core.cpu.lanes import MOST_LANES, Lanes
-from unbind_core.cpu.speedups import EVERY, Speedups
+from server.engine.request import Delta, Flight, GenerationRequest
 from unbind_core.module import UnbindModule
-
-log = logging.getLogger("unbind.engine")
-T = TypeVar("T")
-PARTS_A_SECOND = 500  # of all streams together: each takes Python time, which the forward passes wait for
 
 
 class EngineStopped(Exception):
     """The engine shuts down or is down; nothing more is admitted."""
 
 
+class QueueFull(Exception):
+    """No room in the admission queue; the caller should come back after ``retry_after`` seconds."""
+
+    retry_after = 1
+
+
+class PromptTooLong(Exception):
+    """The prompt, or the prompt with its answer, does not fit the slots; the message says by how many tokens."""
+
+
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for the metrics."""
+    """A snapshot for the metrics. ``slots``: requests that can run at once; ``steps`` and what follows: since the start."""
 
     running: int
     waiting: int
     slots: int
     steps: int
     failures: int
+    preemptions: int = 0
 
 
-class Engine:
-    """Continuous batching of one model. Built and closed by the application's lifespan; ``start`` before use."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_slots: int = 8,
-        max_length: int = 2048,
-        queue_limit: int = 64,
-        chunk_tokens: int = 512,
-        least_pass: int = LEAST_PASS,
-        speedups: Speedups = EVERY,
-    ) -> None:
-        """``least_pass``: prompt tokens; passes of fewer are not set side by side."""
-        self.tokenizer = tokenizer
-        bank = ModuleBank(next(model.parameters()).device)
-        self.runner = Runner(model, bank, max_slots, max_length, speedups)
-        self.modules = ModuleTable(bank, numerics(model), self.runner.reserve)
-        self.lanes = Lanes(self.runner.device, MOST_LANES if speedups.lanes else 1)
-        self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
-        self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules, least_pass)
-        self._ends = end_ids(model, tokenizer)
-        self._wake, self._closing = threading.Condition(), threading.Lock()
-        self._arrived: deque[Flight] = deque()
-        self._errands: deque[Callable[[], None]] = deque()
-        self._outbox: dict[asyncio.AbstractEventLoop, dict[asyncio.Queue[Delta], list[Delta]]] = {}
-        self._letters: WeakKeyDictionary[asyncio.AbstractEventLoop, Letters] = WeakKeyDictionary()
-        self._posted, self._urgent = 0.0, False
-        self._stopping = self._draining = False
-        self._thread = threading.Thread(target=self._run, name="unbind-engine", daemon=True)
-
-    def start(self) -> None:
-        """Check the model on the slot cache, then begin to serve. Raises UnsupportedArchitecture."""
-        ids = tuple(range(5, 17)) if len(self.tokenizer) > 17 else (0, 1, 2)
-        ids = ids[: self.runner.max_length - 1]
-        probe = Flight(
-            GenerationRequest(ids), TextStream(self.tokenizer, ()), lambda _: None, uniform_source(0), slot=0
+def check_fits(prompt: int, max_tokens: int, max_length: int) -> None:
+    """Raise PromptTooLong where a prompt and its answer together exceed what a request can have."""
+    if prompt + max_tokens > max_length:
+        raise PromptTooLong(
+            f"This model's maximum context length is {max_length} tokens; the prompt of {prompt} tokens and "
+            f"max_tokens {max_tokens} exceed it by {prompt + max_tokens - max_length}; shorten the prompt or "
+            "lower max_tokens"
         )
-        self.runner.self_test(probe)
-        self._thread.start()
 
+
+class Engine(ABC):
+    """Built and closed by the application's lifespan; ``start`` before use. Methods may be called from any thread."""
+
+    tokenizer: PreTrainedTokenizerBase
+    modules: ModuleTable
+
+    @abstractmethod
+    def start(self) -> None:
+        """Check that the model computes what it should, then begin to serve. Raises UnbindError."""
+
+    @abstractmethod
     def drain(self, timeout: float) -> bool:
         """Admit nothing more and wait until all that was admitted has ended; false where ``timeout`` seconds pass."""
-        with self._wake:
-            self._draining = True
-            self._wake.wait_for(lambda: self._idle or self._stopping or not self._thread.is_alive(), timeout)
-            return self._idle
 
+    @abstractmethod
     def close(self) -> None:
-        """Stop after the current step; requests still in flight end with an error."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify_all()
-        with self._closing:
-            if self._thread.is_alive():
-                self._thread.join()
-            self.lanes.close()
-            self.runner.close()
-
-    # What other threads call.
+        """Stop; requests still in flight end with an error."""
 
     @property
+    @abstractmethod
     def draining(self) -> bool:
         """Whether new requests are refused because the server is about to end."""
-        return self._draining or self._stopping
 
     @property
+    def healthy(self) -> bool:
+        """Whether what computes the answers is there."""
+        return True
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Requests that can run at the same time."""
+
+    @property
+    @abstractmethod
     def max_length(self) -> int:
         """Prompt and answer tokens that one request can have."""
-        return self.scheduler.max_length
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
+        """Queue a request at once and give back where its deltas arrive, on the running event loop.
+
+        Raises QueueFull, PromptTooLong, EngineStopped.
+        """
+
+    @abstractmethod
+    def cancel(self, flight: Flight) -> None:
+        """End a request that nobody listens to any more; nothing happens if it is finished."""
+
+    @abstractmethod
+    def sync_modules(self, modules: Iterable[tuple[UnbindModule, str]]) -> Future[None]:
+        """Make exactly these (module, digest) nameable; running requests keep the versions they were admitted with."""
+
+    @abstractmethod
+    def gate_counts(self) -> Future[Counts]:
+        """Module -> phase -> (positions evaluated, gates open)."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """How busy the engine is."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Stream one answer; leaving the iteration early frees the slot within a step.
-
-        Raises QueueFull, PromptTooLong, EngineStopped before the first delta.
-        """
+        """Stream one answer; leaving the iteration early ends the request. Raises as ``submit`` before the first delta."""
         flight, deltas = self.submit(request)
         try:
             while True:
@@ -148,140 +126,3 @@ class Engine:
                     return
         finally:
             self.cancel(flight)
-
-    def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
-        """Queue a request at once and give back where its deltas arrive. Raises as ``generate``."""
-        self.scheduler.check_fits(len(request.prompt), request.sampling.max_tokens)
-        loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[Delta] = asyncio.Queue()
-
-        begun = False
-
-        def deliver(delta: Delta) -> None:
-            nonlocal begun
-            letters = self._outbox.setdefault(loop, {}).setdefault(deltas, [])
-            if letters and delta.finish_reason is None:
-                letters[-1] = letters[-1].then(delta)
-            else:  # the end stands alone, so that it tells what ended the answer
-                letters.append(delta)
-            self._urgent |= not begun or delta.finish_reason is not None
-            begun = True
-
-        sampling = request.sampling
-        flight = Flight(
-            request,
-            TextStream(self.tokenizer, sampling.stop, sampling.min_tokens),
-            deliver,
-            uniform_source(sampling.seed),
-            ends=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends),
-            model_ends=self._ends,
-            lines=Lines(sampling.least_indent),
-        )
-        with self._wake:
-            if self._stopping or self._draining:
-                raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
-            try:
-                self.scheduler.check_room(len(self._arrived))
-            except QueueFull as full:
-                waiting = len(self._arrived) + len(self.scheduler.waiting)
-                full.retry_after = self.stepper.pace.seconds(waiting, time.monotonic())
-                raise
-            self._arrived.append(flight)
-        loop.call_soon(self._notify)  # not at once: what comes in one turn of the loop then begins in one step
-        return flight, deltas
-
-    def _notify(self) -> None:
-        with self._wake:
-            self._wake.notify()
-
-    def cancel(self, flight: Flight) -> None:
-        """End a request that nobody listens to any more; nothing happens if it is finished."""
-        with self._wake:
-            flight.cancelled = True
-            self._wake.notify()
-
-    def call(self, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` on the engine's thread, between two steps."""
-        future: Future[T] = Future()
-
-        def errand() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
-                future.set_exception(error)
-
-        with self._wake:
-            if self._stopping:
-                raise EngineStopped("the server is shutting down")
-            self._errands.append(errand)
-            self._wake.notify()
-        return future
-
-    def sync_modules(self, modules: Iterable[tuple[UnbindModule, str]]) -> Future[None]:
-        """Make exactly these (module, digest) nameable; running requests keep the versions they were admitted with."""
-        wanted = list(modules)
-        return self.call(lambda: self.modules.sync(wanted))
-
-    def gate_counts(self) -> Future[Counts]:
-        """Module -> phase -> (positions evaluated, gates open), read between two steps."""
-        return self.call(self.modules.counts)
-
-    def stats(self) -> EngineStats:
-        """How busy the engine is."""
-        waiting = len(self._arrived) + len(self.scheduler.waiting)
-        slots = self.scheduler.slots
-        return EngineStats(
-            len(slots) - slots.count(None), waiting, len(slots), self.stepper.steps, self.stepper.failures
-        )
-
-    # The engine's thread.
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                if self._idle:
-                    self._wake.notify_all()  # whoever drains
-                while self._idle and not (self._stopping or self._errands):
-                    self._wake.wait()
-                if self._stopping:
-                    break
-                arrived, errands = list(self._arrived), list(self._errands)
-                self._arrived.clear()
-                self._errands.clear()
-                self.scheduler.waiting.extend(arrived)
-            for errand in errands:
-                errand()
-            try:
-                self.stepper.step(self._post)
-            except Exception:  # the thread must outlive any error: without it every client would hang
-                log.exception("the engine met an error outside a forward pass")
-                self.stepper.end_all("the engine met an error; the request was dropped")
-            self._post(soon=True)
-        self.scheduler.waiting.extend(self._arrived)
-        self._arrived.clear()
-        self.stepper.end_all("the server is shutting down")
-        self._post()
-        for errand in self._errands:
-            errand()
-
-    @property
-    def _idle(self) -> bool:
-        return not self._arrived and self.scheduler.idle
-
-    def _post(self, soon: bool = False) -> None:
-        """Hand over what passes have made, all of it at once to each event loop: waking one for each token is slow.
-
-        ``soon``: another short pass follows, so that what neither begins nor ends an answer can wait a little.
-        """
-        now = time.perf_counter()
-        streams = sum(map(len, self._outbox.values()))
-        if soon and not self._urgent and now - self._posted < streams / PARTS_A_SECOND:
-            return
-        self._posted, self._urgent = now, False
-        outbox, self._outbox = self._outbox, {}
-        for loop, letters in outbox.items():
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-                loop.call_soon_threadsafe(self._letters.setdefault(loop, Letters()).take, letters)
-
-
-__all__ = ["Engine", "EngineStats", "EngineStopped", "FinishReason", "Sampling"]

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,6 +20,13 @@ from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 
 Counts = dict[str, dict[str, tuple[int, int]]]
+
+
+def unknown(name: str, known: Collection[str]) -> UnknownModule:
+    """That there is no such module, and which are near of those that are known."""
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    remedy = f"did you mean {', '.join(near)}?" if near else f"loaded: {', '.join(sorted(known)) or 'none'}"
+    return UnknownModule(f"module '{name[:80]}' is not loaded; {remedy}")
 
 
 class ModuleTable:
@@ -56,11 +63,7 @@ class ModuleTable:
         factors = tuple(float(factor) for factor in names.values()) if isinstance(names, Mapping) else ()
         for name in dict.fromkeys(names):
             if name not in current:
-                near = get_close_matches(name, current, n=3, cutoff=0.5)
-                remedy = (
-                    f"did you mean {', '.join(near)}?" if near else f"loaded: {', '.join(sorted(current)) or 'none'}"
-                )
-                raise UnknownModule(f"module '{name[:80]}' is not loaded; {remedy}")
+                raise unknown(name, current)
             entries.append(current[name])
         return PinnedSet(tuple(entries), factors)
 

@@ -5,7 +5,7 @@ API -> ``GenerationRequest`` -> ``Flight`` (scheduler, runner, sampler) -> ``Del
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Literal
 
 from server.engine.lines import Lines
 from server.engine.pinned import NOTHING, PinnedSet
+from unbind_core.guard.book import GuardSet
 
 if TYPE_CHECKING:
+    from server.engine.guarding import Guarded, Guarding
     from server.engine.text import TextStream
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "content_filter", "cancelled", "error"]
 
 
 class Status(StrEnum):
@@ -108,6 +110,7 @@ class GenerationRequest:
 
     ``report`` asks for each position's gate activations beside the text. ``strips``: from the first position at which a gate
     that acts is open, to the end of the answer, log-probabilities are withheld and nothing steers the choice of tokens.
+    ``guards``: whose runs the answer must not hold.
     """
 
     prompt: tuple[int, ...]
@@ -115,6 +118,7 @@ class GenerationRequest:
     modules: PinnedSet = NOTHING
     report: bool = False
     strips: bool = False
+    guards: GuardSet | None = None
 
     @cached_property
     def watches(self) -> bool:
@@ -130,7 +134,7 @@ class Delta:
     the first delta, None at the first position, which nothing predicts.
     ``activations``: module -> activation behind its open gate (0: closed), one entry for each token, if the request asked for
     a report. A token that ends the answer is among ``tokens`` and has no text. ``stop_reason``: the stop string or the one of
-    ``stop_token_ids`` that ended it, None where that was the model's own end.
+    ``stop_token_ids`` that ended it, None where that was the model's own end. ``guarded``: with the last delta, what guards did.
     """
 
     text: str
@@ -141,6 +145,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     activations: tuple[Mapping[str, float], ...] = ()
     stop_reason: int | str | None = None
+    guarded: Guarded | None = None
 
     def then(self, later: Delta) -> Delta:
         """This part and the one after it as one."""
@@ -153,6 +158,7 @@ class Delta:
             self.prompt_logprobs + later.prompt_logprobs,
             self.activations + later.activations,
             later.stop_reason,
+            later.guarded,
         )
 
 
@@ -181,6 +187,7 @@ class Flight:
     model_ends: frozenset[int] = frozenset()  # those of them that ``ignore_eos`` leaves out while no gate is open
     opened: int | None = None
     lines: Lines = field(default_factory=Lines)
+    guarding: Guarding | None = None
     begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
     first_at: float = 0.0  # when its first token was chosen
 
@@ -198,6 +205,11 @@ class Flight:
     def steered(self) -> bool:
         """Whether what the request says of logits holds for the next token."""
         return self.request.sampling.reshapes and self.opened is None
+
+    @property
+    def barred(self) -> Sequence[int]:
+        """Tokens that a guard does not let follow here."""
+        return self.guarding.barred if self.guarding is not None else ()
 
     @property
     def length(self) -> int:

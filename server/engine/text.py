@@ -51,6 +51,17 @@ class TextStream:
         self._from, self._done = self._done, len(self._ids)
         return self._release(now[len(before) :])
 
+    def peek(self, token: int) -> str:
+        """The text that ``token`` would add, stop strings or not; nothing changes."""
+        if self._utf8 is not None:
+            state = self._utf8.getstate()
+            text = self._utf8.decode(self._pieces.spell(token))
+            self._utf8.setstate(state)
+            return text
+        ids = [*self._ids[self._from :], token]
+        before, now = self._decode(ids[: self._done - self._from]), self._decode(ids)
+        return "" if now.endswith(REPLACEMENT) else now[len(before) :]
+
     def flush(self) -> str:
         """What is still held back, at the end of the answer."""
         late = ""

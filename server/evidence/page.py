@@ -28,6 +28,7 @@ _MEASURES = (
     ("retain NLL increase", "retain_nll_increase", "nll"),
     ("retain BLEU drop", "retain_bleu_drop", "bleu"),
 )
+_STRENGTH = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)
 _COSTS = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU drop", "open_rate": "gates open"}
 
 
@@ -47,14 +48,15 @@ def page(payload: Mapping[str, Any]) -> str:
         ("in force now", takedown["in_force"]),
         ("scope", takedown["scope"] or "none"),
         ("binds", takedown["binds"]),
-        ("rules that name the module", ", ".join(payload["named_by"]) or "none"),
+        ("rules that name it", ", ".join(payload["named_by"]) or "none"),
         ("model", payload["model"].get("name")),
         ("model fingerprint", payload["model"].get("fingerprint")),
         ("software", payload["software"]),
     ]
-    modules = [
-        (m["name"], m["version"], standing(m["state"], m["scope"]), m["binds"], m["digest"])
-        for m in takedown["modules"]
+    guard = takedown["guard"]
+    made = [
+        (m["kind"], m["name"], m["version"], standing(m), m["binds"], m["digest"])
+        for m in (*takedown["modules"], *([guard] if guard else []))
     ]
     audit = [(row["id"], _time(row["at"]), row["actor"], row["action"], row["subject"]) for row in payload["audit"]]
     return _TEMPLATES.get_template("page.html").render(
@@ -62,7 +64,8 @@ def page(payload: Mapping[str, Any]) -> str:
         binding=binding(payload),
         asked=asked,
         done=done,
-        modules=modules,
+        made=made,
+        guard=_guard_facts(guard) if guard else None,
         before_after=_before_after(result["verify"]) if result.get("verify") else None,
         **_fit(payload.get("report") or {}),
         exhibits=exhibits,
@@ -72,26 +75,46 @@ def page(payload: Mapping[str, Any]) -> str:
 
 
 def binding(payload: Mapping[str, Any]) -> str:
-    """What the takedown's module bound when the document was made, and no more than that."""
-    takedown = payload["takedown"]
+    """What the takedown's module and guard bound when the document was made, and no more than that."""
+    takedown, guard = payload["takedown"], payload["takedown"]["guard"]
+    standing_modules = sorted(takedown["modules"], key=lambda module: _STRENGTH.index(module["in_force"]))
+    said = [_module_binds(module) for module in standing_modules[-1:] if module["in_force"] != InForce.NONE]
+    said += [_guard_binds(guard)] if guard and guard["in_force"] != InForce.NONE else []
+    when = f"As of {payload['made_at']}"
+    if not said:
+        return f"{when}, the service does nothing about these rows: the takedown binds {takedown['binds']}."
     named = (
         f" Rules that name it, and bind what they apply to: {', '.join(payload['named_by'])}."
         if payload["named_by"]
         else ""
     )
-    when = f"As of {payload['made_at']}"
-    match takedown["in_force"]:
-        case InForce.ENFORCED:
-            return (
-                f"{when}, the module is enforced. It binds {takedown['binds']}: there the service keeps from giving these rows "
-                f"back, to the degree that is stated below.{named}"
-            )
-        case InForce.AVAILABLE:
-            return (
-                f"{when}, the module is calibrated and available, and not enforced. It binds {takedown['binds']}: only there the "
-                f"service keeps from giving these rows back, to the degree that is stated below.{named}"
-            )
-    return f"{when}, the service does nothing about these rows: the takedown binds {takedown['binds']}."
+    return f"{when}, the {' The '.join(said)}{named}"
+
+
+def _module_binds(module: Mapping[str, Any]) -> str:
+    keeps = "service keeps from giving these rows back, to the degree that is stated below."
+    if module["in_force"] == InForce.ENFORCED:
+        return f"module is enforced. It binds {module['binds']}: there the {keeps}"
+    return f"module is calibrated and available, and not enforced. It binds {module['binds']}: only there the {keeps}"
+
+
+def _guard_binds(guard: Mapping[str, Any]) -> str:
+    held = f"a run of {guard['run']} lexemes of the {guard['rows']} rows that it guards, unless the client sent them itself."
+    if guard["in_force"] == InForce.ENFORCED:
+        return f"guard is enforced. It binds {guard['binds']}: no answer there holds {held}"
+    return f"guard is available, and not enforced. It binds {guard['binds']}: only there no answer holds {held}"
+
+
+def _guard_facts(guard: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        ("where a run would be completed", guard["action"]),
+        ("lexemes of a run", guard["run"]),
+        ("tokens barred before an answer stops", guard["bars"]),
+        ("runs with other names are the same", "yes" if guard["fold"] else "no"),
+        ("rows that it guards", guard["rows"]),
+        ("rows too short to hold a run", guard["too_short"]),
+        ("lexemes of these rows", guard["lexemes"]),
+    ]
 
 
 def _fit(report: Mapping[str, Any]) -> dict[str, Any]:

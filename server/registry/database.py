@@ -30,6 +30,13 @@ from unbind_core.files import locked
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
 
 LOCK_SECONDS = 10
+# A machine that is gone without a word is noticed in so long, not by the kernel's two hours; milliseconds in the last.
+_NOTICED = {
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 1000 * LOCK_SECONDS,
+}
 _FIRST = "0001"  # the schema of databases from before revisions were recorded
 
 
@@ -44,7 +51,7 @@ def connect(url: str) -> Engine:
                 parsed,
                 pool_pre_ping=True,
                 pool_size=10,
-                connect_args={"connect_timeout": LOCK_SECONDS},
+                connect_args={"connect_timeout": LOCK_SECONDS, **_NOTICED},
                 isolation_level="READ COMMITTED",
             )
     except (ArgumentError, NoSuchModuleError) as error:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import remove_unfinished, write_text
+from unbind_core.files import remove_unfinished, write_text, write_whole
 from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 
@@ -26,25 +26,25 @@ def save_forget(data_dir: Path, rows: Sequence[ForgetRow]) -> str:
     """Keep a forget set under its digest, which is returned."""
     digest = forget_digest(rows)
     lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
-    save_text(_forget_file(data_dir, digest), lines)
+    save_text(forget_file(data_dir, digest), lines)
     return digest
 
 
-def load_forget(data_dir: Path, digest: str) -> list[ForgetRow]:
-    """The forget set of this digest. Raises OSError where it is gone, DataError where it is damaged."""
-    with _forget_file(data_dir, digest).open(encoding="utf-8") as lines:
+def load_forget(path: Path) -> list[ForgetRow]:
+    """The forget set in a file. Raises OSError where it is gone, DataError where it is damaged."""
+    with path.open(encoding="utf-8") as lines:
         return parse_forget(lines)
 
 
 def has_forget(data_dir: Path, digest: str) -> bool:
     """Whether the rows are still kept."""
-    return _forget_file(data_dir, digest).is_file()
+    return forget_file(data_dir, digest).is_file()
 
 
 def purge(data_dir: Path, digest: str, job_ids: Sequence[str]) -> None:
     """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it."""
     if digest:
-        _forget_file(data_dir, digest).unlink(missing_ok=True)
+        forget_file(data_dir, digest).unlink(missing_ok=True)
     for job_id in job_ids:
         shutil.rmtree(data_dir / "jobs" / job_id, ignore_errors=True)
 
@@ -74,5 +74,11 @@ def save_text(path: Path, text: str) -> None:
     write_text(path, text)
 
 
-def _forget_file(data_dir: Path, digest: str) -> Path:
+def save_bytes(path: Path, data: bytes) -> None:
+    """A file for its owner alone, whole or not at all."""
+    write_whole(path, lambda temporary: temporary.write_bytes(data))
+
+
+def forget_file(data_dir: Path, digest: str) -> Path:
+    """Where a forget set is."""
     return data_dir / "forget" / f"{digest}.jsonl"

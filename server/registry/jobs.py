@@ -131,10 +131,10 @@ class Jobs:
                 select(Job).where(free).order_by(Job.created_at).with_for_update(skip_locked=True)
             ):
                 if job.cancel_requested:
-                    _end(session, job, JobState.CANCELLED, Actor(owner, "worker"), now)
+                    end_job(session, job, JobState.CANCELLED, Actor(owner, "worker"), now)
                 elif job.attempt >= max_attempts:
                     reason = f"{job.attempt} workers died on stage '{job.stage}'; see the worker's log"
-                    _end(session, job, JobState.FAILED, Actor(owner, "worker"), now, error=reason)
+                    end_job(session, job, JobState.FAILED, Actor(owner, "worker"), now, error=reason)
                 else:
                     job.state, job.lease_owner, job.lease_expires = JobState.RUNNING, owner, now + lease
                     job.fence += 1
@@ -197,13 +197,12 @@ class Jobs:
             if module is not None:
                 row = add(session, module, module.activation, actor, now, beside)
                 job.module_id = row.id
-                ending = {**(ending or {}), "outcome": str(row.state), "module_id": row.id, **_made(row)}
+                ending = {**(ending or {}), "outcome": str(row.state), "module_id": row.id, **made(row)}
             if activate and claim.module_id:
-                etag = claim.options.get("etag")
-                row = apply(session, claim.module_id, Action.ACTIVATE, etag, actor, now, beside)
-                ending = {**(ending or {}), **_made(row)}
+                row = apply(session, claim.module_id, Action.ACTIVATE, claim.options.get("etag"), actor, now, beside)
+                ending = {**(ending or {}), **made(row)}
             job.result = ending
-            _end(session, job, state, actor, now, error=error)
+            end_job(session, job, state, actor, now, error=error)
 
     def release(self, claim: Claim, now: float, *, died: bool = False) -> None:
         """Put the job back in the queue: its worker leaves in good order, or ``died`` says that its stages were killed."""
@@ -231,7 +230,8 @@ def _held(session: Session, claim: Claim) -> Job:
     return job
 
 
-def _end(session: Session, job: Job, state: JobState, actor: Actor, now: float, error: str | None = None) -> None:
+def end_job(session: Session, job: Job, state: JobState, actor: Actor, now: float, error: str | None = None) -> None:
+    """Write down how a job ended, within a transaction."""
     job.state, job.finished_at, job.lease_owner, job.error = state, now, None, error
     job.message = {JobState.SUCCEEDED: "done", JobState.CANCELLED: "cancelled", JobState.FAILED: "failed"}[state]
     job.message = (job.result or {}).get("remark") or job.message
@@ -241,8 +241,8 @@ def _end(session: Session, job: Job, state: JobState, actor: Actor, now: float, 
     append(session, now, actor, f"job.{state}", job.id, {"outcome": outcome, "error": error}, after=job.result)
 
 
-def _made(row: ModuleRow) -> dict[str, Any]:
-    """What a job's result says of the module that it made or activated, as it was then."""
+def made(row: ModuleRow) -> dict[str, Any]:
+    """What a job's result says of the module or guard that it made or activated, as it was then."""
     view = module_view(row)
     return {name: view[name] for name in ("digest", "scope", "in_force", "binds")}
 
@@ -293,7 +293,6 @@ def job_view(job: Job, now: float, near: Mapping[str, Sequence[float]] | None = 
         "outcome": (job.result or {}).get("outcome"),
         "result": job.result,
         "error": job.error,
-        "created_at": job.created_at,
-        "started_at": job.started_at,
-        "finished_at": job.finished_at,
+        "plan": job.options.get("plan"),
+        **{name: getattr(job, name) for name in ("created_at", "started_at", "finished_at")},
     }

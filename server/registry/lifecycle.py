@@ -1,4 +1,4 @@
-"""What may become of a module, and which requests it binds: pure rules. ``modules.py`` applies them to records.
+"""What may become of a module or a guard, and which requests it binds: pure rules. ``modules.py`` applies them to records.
 
 calibrated -> shadow | active -> suspended | superseded | retired
 
@@ -7,11 +7,12 @@ calibrated -> shadow | active -> suspended | superseded | retired
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
+from typing import Any
 
 from server.registry.refusals import NotAllowed
-from server.registry.tables import ModuleState
+from server.registry.tables import Kind, ModuleState
 
 SCOPE = "global|(profile|key):[A-Za-z0-9._-]{1,64}"  # for which requests a module is enforced
 LIVE = frozenset({ModuleState.ACTIVE, ModuleState.SHADOW})
@@ -52,20 +53,25 @@ ALLOWED: Mapping[ModuleState, frozenset[Action]] = {
 }
 
 
-def follow(state: ModuleState, action: Action) -> ModuleState:
+def follow(state: ModuleState, action: Action, kind: str = Kind.MODULE) -> ModuleState:
     """The state after ``action``. Raises NotAllowed listing what is allowed."""
     allowed = sorted(ALLOWED[state])
     if action not in allowed:
         remedy = f"allowed now: {', '.join(allowed)}" if allowed else "this is its end; make a new version instead"
-        raise NotAllowed(f"a module that is {state} does not take '{action}'; {remedy}")
+        raise NotAllowed(f"a {kind} that is {state} does not take '{action}'; {remedy}")
     return LEADS_TO[action]
 
 
-def in_force(state: str, scope: str | None) -> InForce:
-    """Whether a module in this state and scope ("" or None: no scope) binds requests."""
-    if state != ModuleState.ACTIVE:
+def in_force(state: str, scope: str | None, acts: bool = True) -> InForce:
+    """Whether a module in this state and scope ("" or None: no scope) binds requests; a guard that only counts never ``acts``."""
+    if state != ModuleState.ACTIVE or not acts:
         return InForce.NONE
     return InForce.ENFORCED if scope else InForce.AVAILABLE
+
+
+def demanded(record: Mapping[str, Any], scopes: Collection[str]) -> bool:
+    """Whether a record says that it applies in one of these scopes."""
+    return record.get("state") == ModuleState.ACTIVE and record.get("scope") in scopes
 
 
 def bound(scope: str | None) -> str:
@@ -79,9 +85,11 @@ def bound(scope: str | None) -> str:
     }[kind]
 
 
-def binds(state: str, scope: str | None) -> str:
-    """The requests that a module binds as it is now, in words."""
+def binds(state: str, scope: str | None, acts: bool = True) -> str:
+    """The requests that a module or a guard binds as it is now, in words."""
     match ModuleState(state):
+        case ModuleState.ACTIVE if not acts:
+            return "nothing: its action is to count what it would block"
         case ModuleState.ACTIVE:
             return bound(scope)
         case ModuleState.SHADOW:
@@ -91,9 +99,11 @@ def binds(state: str, scope: str | None) -> str:
     return f"nothing while it is {state}; once active, {bound(scope)}"
 
 
-def standing(state: str, scope: str | None) -> str:
-    """State and scope as people are told of them, in a word or two."""
-    found = in_force(state, scope)
-    if found == InForce.NONE:
-        return str(state)
-    return f"enforced ({scope})" if found == InForce.ENFORCED else "calibrated and available"
+def standing(view: Mapping[str, Any]) -> str:
+    """How a record stands by its ``in_force``, ``state`` and ``scope``, as people are told of it, in a word or two."""
+    match view["in_force"]:
+        case InForce.ENFORCED:
+            return f"enforced ({view['scope']})"
+        case InForce.AVAILABLE:
+            return "available" if view.get("kind") == Kind.GUARD else "calibrated and available"
+    return str(view["state"])

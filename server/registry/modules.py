@@ -1,6 +1,6 @@
-"""The records of modules for any thread: their versions, their life, and who changed them. Files are ``store.py``'s.
+"""The records of modules and guards for any thread: their versions, their life, and who changed them.
 
-A method is a transaction; what happens within one is in ``records.py``.
+Files are ``store.py``'s and ``guards.py``'s. A method is a transaction; what happens within one is in ``records.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, Select, select
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from server.registry import records
@@ -17,7 +17,7 @@ from server.registry.audit import Actor
 from server.registry.lifecycle import LIVE, Action, follow
 from server.registry.records import CLOCK, NewModule, module_view
 from server.registry.refusals import JointOutdated, NotAllowed
-from server.registry.tables import ModuleRow, ModuleState, Origin
+from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
 from server.registry.transactions import Transactions
 
 log = logging.getLogger("unbind.modules")
@@ -32,20 +32,27 @@ class Modules:
         self.withheld: dict[str, tuple[Actor, float]] = {}
 
     def versions(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Every version, by name and age."""
-        query = select(ModuleRow).order_by(ModuleRow.name, ModuleRow.version)
+        """Every version, by name and age; a name's modules before its guards."""
+        query = select(ModuleRow).order_by(ModuleRow.name, ModuleRow.kind.desc(), ModuleRow.version)
         with self._transactions.look() as session:
             return [module_view(row) for row in session.scalars(query if name is None else query.filter_by(name=name))]
 
     def live(self, fingerprint: str) -> list[dict[str, Any]]:
-        """The versions that servers of this model load: active or in shadow."""
-        query = select(ModuleRow).where(ModuleRow.state.in_(LIVE), ModuleRow.fingerprint == fingerprint)
+        """The modules that servers of this model load: active or in shadow."""
+        return self._live((ModuleRow.kind == Kind.MODULE) & (ModuleRow.fingerprint == fingerprint))
+
+    def live_guards(self) -> list[dict[str, Any]]:
+        """The guards that every server loads: active or in shadow."""
+        return self._live(ModuleRow.kind == Kind.GUARD)
+
+    def _live(self, which: ColumnElement[bool]) -> list[dict[str, Any]]:
+        query = select(ModuleRow).where(ModuleRow.state.in_(LIVE), which)
         with self._transactions.look() as session:
             rows = session.scalars(query.order_by(ModuleRow.name))
             return [module_view(row) for row in rows if row.id not in self.withheld]
 
     def get(self, reference: str) -> dict[str, Any]:
-        """The module with this id; of a name, the version that is loaded, else the newest. Raises NotThere."""
+        """What has this id; of a name (or ``guard:NAME``) the version that is loaded, else the newest. Raises NotThere."""
         with self._transactions.look() as session:
             return module_view(records.find(session, reference))
 
@@ -78,9 +85,9 @@ class Modules:
             row = records.find(session, reference)
             if row.state != ModuleState.SUSPENDED:  # else it was written, and the failure came after
                 records.check_revision(module_view(row), expected)
-                follow(ModuleState(row.state), Action.SUSPEND)
+                follow(ModuleState(row.state), Action.SUSPEND, row.kind)
                 self.withheld[row.id] = (actor, now)
-                log.warning("module '%s' is suspended in this process; it is written once it can be", row.name)
+                log.warning("%s '%s' is suspended in this process; it is written once it can be", row.kind, row.name)
             return module_view(row)
 
     def _write_withheld(self, now: float) -> None:
@@ -90,7 +97,7 @@ class Modules:
                 if row is not None and row.state in LIVE:
                     records.move(session, row, Action.SUSPEND, actor, now, asked_at=asked)
             del self.withheld[identifier]
-            log.info("the suspension of module %s is written", identifier)
+            log.info("the suspension of %s is written", identifier)
 
     def rollback(self, name: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
         """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
@@ -101,6 +108,7 @@ class Modules:
                 select(ModuleRow)
                 .where(
                     ModuleRow.name == row.name,
+                    ModuleRow.kind == row.kind,
                     ModuleRow.fingerprint == row.fingerprint,
                     ModuleRow.version < row.version,
                     ModuleRow.state == ModuleState.SUPERSEDED,
@@ -109,7 +117,7 @@ class Modules:
                 .limit(1)
             )
             if former is None:
-                raise NotAllowed(f"module '{row.name}' has no superseded version before version {row.version}")
+                raise NotAllowed(f"{row.kind} '{row.name}' has no superseded version before version {row.version}")
             records.move(session, former, Action.ACTIVATE, actor, now, rolled_back_from=row.id)
             return module_view(former)
 
@@ -121,7 +129,7 @@ class Modules:
         """
         try:
             with self._transactions.change() as session:
-                row = session.scalar(select(ModuleRow).where(ModuleRow.digest == new.digest))
+                row = session.scalar(_of_digest(new.digest))
                 if row is None:
                     live = records.live_version(session, new.name, new.fingerprint)
                     waits = live is not None and (live.origin, live.file) != (new.origin, new.file)
@@ -132,12 +140,12 @@ class Modules:
                 return module_view(row)
         except IntegrityError:  # another server adopted it at the same moment
             with self._transactions.look() as session:
-                return module_view(session.scalars(select(ModuleRow).where(ModuleRow.digest == new.digest)).one())
+                return module_view(session.scalars(_of_digest(new.digest)).one())
 
     def held(self, name: str, digest: str) -> bool:
         """Whether a takedown's record holds the name, so that a file of this digest, which is not known, cannot have it."""
         with self._transactions.look() as session:
-            known = session.scalar(select(ModuleRow.id).where(ModuleRow.digest == digest))
+            known = session.scalar(_of_digest(digest))
             return known is None and records.takedown_holding(session, name) is not None
 
     def pass_time(self, now: float) -> None:
@@ -170,7 +178,7 @@ class Modules:
         self._supersede_files(now)
 
     def _supersede_files(self, now: float) -> None:
-        theirs = select(ModuleRow.name).where(ModuleRow.origin == Origin.TAKEDOWN)
+        theirs = select(ModuleRow.name).where(ModuleRow.origin == Origin.TAKEDOWN, ModuleRow.kind == Kind.MODULE)
         found = ModuleRow.state.in_(LIVE) & (ModuleRow.origin != Origin.TAKEDOWN) & ModuleRow.name.in_(theirs)
         with self._transactions.look() as session:
             waiting = list(session.scalars(select(ModuleRow.id).where(found)))
@@ -179,4 +187,9 @@ class Modules:
                 row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, found).with_for_update())
                 if row is not None:
                     holder = records.takedown_holding(session, row.name)
-                    records.set_state(session, row, ModuleState.SUPERSEDED, "module.superseded", CLOCK, now, by=holder)
+                    records.set_state(session, row, ModuleState.SUPERSEDED, "superseded", CLOCK, now, by=holder)
+
+
+def _of_digest(digest: str) -> Select[ModuleRow]:
+    """The module, which no other has the bytes of."""
+    return select(ModuleRow).where(ModuleRow.digest == digest, ModuleRow.kind == Kind.MODULE)

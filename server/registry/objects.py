@@ -1,20 +1,30 @@
 """Module files by content: ``objects/<sha256>.safetensors`` in a folder or at any fsspec URL, written whole or not at all.
 
-Workers put, servers get. What is read is checked against its name, so nothing half-written is ever loaded.
+Workers put, servers get. What is read is checked against its name, so nothing half-written is ever loaded. A server looks by the
+clock whether the store is still there, and waits a moment alone for what a store elsewhere is slow to give.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unbind_core.files import MAX_BYTES, read_regular, remove_unfinished, write_whole
 
 QUARANTINE = "quarantine"
+MARK = "unbind-store"  # lies at the top of a store, so that an empty folder where it should be mounted is told from it
+PATIENCE_SECONDS = 0.5
+CONNECT_SECONDS = 5.0  # for the first object, which has the store's own package imported
+_ASKED_AT_ONCE = 8
+T = TypeVar("T")
 _KEPT = 200  # bytes of a name, so that with time and ending it is still one that file systems take
 
 
@@ -33,6 +43,9 @@ class ObjectStore:
         self.where = where.removeprefix("file://")
         self.folder = None if "://" in self.where else Path(self.where)
         self._files: Any = None
+        self._seen = False
+        self._asked: dict[str, Future[bytes]] = {}  # what the store has not answered yet
+        self._slow_until = 0.0
 
     def put(self, data: bytes) -> str:
         """Keep ``data``; returns its key, which is the same for the same bytes. Raises OSError, StoreUnreachable."""
@@ -61,6 +74,53 @@ class ObjectStore:
             )
         return data
 
+    def soon(self, key: str, digest: str, patience: float = PATIENCE_SECONDS) -> bytes:
+        """The same for one thread that cannot wait: what a store elsewhere has not given in ``patience`` seconds comes at a later
+        call. Raises StoreUnreachable until then.
+        """
+        if self.folder is not None:
+            return self.get(key, digest)
+        if digest not in self._asked:
+            if len(self._asked) >= _ASKED_AT_ONCE:
+                self._asked = {asked: future for asked, future in self._asked.items() if not future.done()}
+            if len(self._asked) >= _ASKED_AT_ONCE:
+                raise StoreUnreachable(f"module store {self.where}: is slow to answer; {key} waits its turn")
+            self._asked[digest] = in_thread(lambda: self.get(key, digest))
+        future = self._asked[digest]
+        with suppress(TimeoutError):
+            first = patience if self._files is not None else CONNECT_SECONDS
+            wait = first if time.monotonic() > self._slow_until else 0.0  # several are waited for once
+            future.exception(wait)
+        if not future.done():
+            self._slow_until = time.monotonic() + patience
+            raise StoreUnreachable(f"module store {self.where}: has not given {key} yet")
+        del self._asked[digest]
+        return future.result()
+
+    def look(self) -> None:
+        """See that the store is there. Raises OSError, StoreUnreachable."""
+        try:
+            if self.folder is None:
+                self._remote("cat_file", MARK)
+            else:
+                (self.folder / MARK).stat()
+        except FileNotFoundError:
+            if self._seen:
+                raise FileNotFoundError(
+                    f"module store {self.where}: holds no '{MARK}' any more; is it mounted, and the same bucket?"
+                ) from None
+            if self.folder is not None and not self.folder.is_dir():
+                return  # made when the first file is put there
+            with suppress(PermissionError):  # a store that this server may only read
+                self._make_mark()
+        self._seen = True
+
+    def _make_mark(self) -> None:
+        if self.folder is None:
+            self._remote("pipe_file", MARK, b"Unbind keeps modules and guards here.\n")
+        else:
+            (self.folder / MARK).touch(mode=0o644)
+
     def _remote(self, operation: str, key: str, *arguments: Any) -> Any:
         try:
             if self._files is None:
@@ -75,6 +135,20 @@ class ObjectStore:
             raise
         except Exception as error:  # each kind of store raises its own
             raise StoreUnreachable(f"module store {self.where}: {type(error).__name__}: {error}") from error
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """The result of what may block for long, by a thread that keeps no process from ending."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="unbind-store", daemon=True).start()
+    return result
 
 
 def quarantine(path: Path, reason: str) -> Path:

@@ -1,4 +1,4 @@
-"""Records of modules within a transaction: found, added and changed. ``modules.py`` opens the transactions.
+"""Records of modules and guards within a transaction: found, added and changed. ``modules.py`` opens the transactions.
 
 Every change is conditional on the revision that its caller saw, obeys ``lifecycle.py`` and is told of in the audit trail.
 """
@@ -16,14 +16,16 @@ from sqlalchemy.orm import Session
 from server.registry.audit import Actor, append
 from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
 from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
-from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Origin, Takedown, new_job
+from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Origin, Takedown, new_job
 
 CLOCK = Actor("clock", "registry")
+GUARD_PREFIX = "guard:"  # of a reference that means the guard of a name, where a module has it too
+_PREFIX = {Kind.MODULE: "mod", Kind.GUARD: "grd"}  # of ids
 
 
 @dataclass(frozen=True)
 class NewModule:
-    """A module whose file is in its place and that is to get a record."""
+    """A module or a guard whose file is in its place and that is to get a record."""
 
     name: str
     digest: str
@@ -36,6 +38,8 @@ class NewModule:
     scope: str = ""
     effective_at: float | None = None
     expires_at: float | None = None
+    kind: Kind = Kind.MODULE
+    facts: Mapping[str, Any] | None = None
 
 
 def etag(row: ModuleRow) -> str:
@@ -44,8 +48,11 @@ def etag(row: ModuleRow) -> str:
 
 
 def module_view(row: ModuleRow) -> dict[str, Any]:
-    """A module's record as the API shows it: with what it binds, which follows from the rest."""
-    return {**_record(row), "in_force": in_force(row.state, row.scope), "binds": binds(row.state, row.scope)}
+    """A record as the API shows it: with what a guard says of itself, and what it binds, which follows from the rest."""
+    facts = row.facts or {}
+    acts = facts.get("action") != "report"
+    said = {"in_force": in_force(row.state, row.scope, acts), "binds": binds(row.state, row.scope, acts)}
+    return {**facts, **_record(row), **said}
 
 
 def _record(row: ModuleRow) -> dict[str, Any]:
@@ -53,6 +60,7 @@ def _record(row: ModuleRow) -> dict[str, Any]:
     return {
         "id": row.id,
         "object": "module",
+        "kind": row.kind,
         "name": row.name,
         "version": row.version,
         "digest": row.digest,
@@ -79,12 +87,14 @@ def add(
 
     Raises JointOutdated as ``act``.
     """
-    mine = (ModuleRow.name == new.name) & (ModuleRow.fingerprint == new.fingerprint)
+    mine = (ModuleRow.name == new.name) & (ModuleRow.kind == new.kind) & (ModuleRow.fingerprint == new.fingerprint)
     version = session.scalar(select(func.max(ModuleRow.version)).where(mine)) or 0
     later = activation == "auto" and new.effective_at is not None and new.effective_at > now
     row = ModuleRow(
-        id=f"mod_{uuid.uuid4().hex[:16]}",
+        id=f"{_PREFIX[new.kind]}_{uuid.uuid4().hex[:16]}",
         name=new.name,
+        kind=new.kind,
+        facts=dict(new.facts) if new.facts is not None else None,
         version=version + 1,
         digest=new.digest,
         state=ModuleState.CALIBRATED,
@@ -102,8 +112,9 @@ def add(
     )
     session.add(row)
     session.flush()
-    append(session, now, actor, "module.add", row.id, {"name": row.name, "digest": row.digest}, after=_record(row))
-    shadowed = activation == "shadow" and live_version(session, new.name, new.fingerprint) is None
+    detail = {"name": row.name, "digest": row.digest}
+    append(session, now, actor, f"{row.kind}.add", row.id, detail, after=_record(row))
+    shadowed = activation == "shadow" and live_version(session, new.name, new.fingerprint, new.kind) is None
     if shadowed or (activation == "auto" and not later):
         move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now, beside)
     return row
@@ -126,12 +137,17 @@ def apply(
 
 
 def find(session: Session, reference: str) -> ModuleRow:
-    """The row of this id, else of this name: the version that is loaded, or the newest. Raises NotThere."""
+    """The row of this id, else of this name: the version that is loaded, or the newest. Raises NotThere.
+
+    A name means its module, and its guard where there is no module; ``guard:NAME`` means the guard.
+    """
     row = session.get(ModuleRow, reference, with_for_update=True)
-    if row is None:
-        rows = session.scalars(
-            select(ModuleRow).where(ModuleRow.name == reference).order_by(ModuleRow.version).with_for_update()
-        ).all()
+    name, kinds = reference, [Kind.MODULE, Kind.GUARD]
+    if reference.startswith(GUARD_PREFIX):
+        name, kinds = reference.removeprefix(GUARD_PREFIX), [Kind.GUARD]
+    while row is None and kinds:
+        mine = (ModuleRow.name == name) & (ModuleRow.kind == kinds.pop(0))
+        rows = session.scalars(select(ModuleRow).where(mine).order_by(ModuleRow.version).with_for_update()).all()
         row = next((found for found in rows if found.state in LIVE), rows[-1] if rows else None)
     if row is None:
         raise NotThere(f"no module '{reference[:80]}'")
@@ -143,29 +159,30 @@ def check_revision(record: Mapping[str, Any], expected: str | None) -> None:
     if expected is None:
         raise Unconditional(f"If-Match: say which revision is meant; it is {record['etag']} now")
     if expected.strip() not in ("*", record["etag"]):
-        raise Stale(f"If-Match: module {record['id']} has changed since ({record['etag']} now); look at it again")
+        raise Stale(
+            f"If-Match: {record['kind']} {record['id']} has changed since ({record['etag']} now); look at it again"
+        )
 
 
-def live_version(session: Session, name: str, fingerprint: str) -> ModuleRow | None:
+def live_version(session: Session, name: str, fingerprint: str, kind: str = Kind.MODULE) -> ModuleRow | None:
     """The version of the name that servers of this model load."""
-    return session.scalar(
-        select(ModuleRow).where(ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state.in_(LIVE))
-    )
+    mine = (ModuleRow.name == name) & (ModuleRow.kind == kind) & (ModuleRow.fingerprint == fingerprint)
+    return session.scalar(select(ModuleRow).where(mine, ModuleRow.state.in_(LIVE)))
 
 
 def takedown_holding(session: Session, name: str) -> str | None:
     """The newest of the takedowns' modules of this name, whatever its state and model. No file ever stands in for one."""
-    mine = (ModuleRow.name == name) & (ModuleRow.origin == Origin.TAKEDOWN)
+    mine = (ModuleRow.name == name) & (ModuleRow.origin == Origin.TAKEDOWN) & (ModuleRow.kind == Kind.MODULE)
     return session.scalar(select(ModuleRow.id).where(mine).order_by(ModuleRow.version.desc()).limit(1))
 
 
 def those_in_force() -> Select[ModuleRow]:
-    """The active modules that promise something together.
+    """The active modules that promise something together; a guard costs nothing, and is none of them.
 
     Files that were only put into the folder apply where a request names them, and promise nothing together.
     """
     promised = ModuleRow.takedown_id.is_not(None) | (ModuleRow.scope != "")
-    return select(ModuleRow).where(ModuleRow.state == ModuleState.ACTIVE, promised)
+    return select(ModuleRow).where(ModuleRow.state == ModuleState.ACTIVE, ModuleRow.kind == Kind.MODULE, promised)
 
 
 def measured_beside(session: Session, row: ModuleRow) -> Collection[str] | None:
@@ -182,7 +199,7 @@ def measure_first(session: Session, row: ModuleRow, now: float) -> None:
     """Queue the job that measures what a module costs beside those in force and then activates it; once the name is free."""
     if session.scalar(select(Job.id).where(Job.module == row.name, Job.state.in_((JobState.QUEUED, JobState.RUNNING)))):
         return
-    set_state(session, row, ModuleState(row.state), "module.due", CLOCK, now)
+    set_state(session, row, ModuleState(row.state), "due", CLOCK, now)
     job = new_job(JobKind.ACTIVATE, row.takedown_id, row.name, now, module_id=row.id, options={"etag": etag(row)})
     session.add(job)
     session.flush()
@@ -199,28 +216,28 @@ def move(
     **detail: Any,
 ) -> None:
     """Change the state; what stood in its place is superseded in the same transaction."""
-    state = follow(ModuleState(row.state), action)
+    state = follow(ModuleState(row.state), action, row.kind)
     if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := takedown_holding(session, row.name)) is not None:
         raise NotAllowed(
             f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
             "in for it; activate the takedown's module, or bring the file under another name"
         )
-    if state == ModuleState.ACTIVE and beside is not None:
+    if state == ModuleState.ACTIVE and beside is not None and row.kind == Kind.MODULE:
         others = session.scalars(
             those_in_force().where(ModuleRow.fingerprint == row.fingerprint, ModuleRow.name != row.name)
         ).all()
         if {other.digest for other in others} != set(beside):
             names = ", ".join(sorted(other.name for other in others)) or "none"
             raise JointOutdated(f"beside module '{row.name}' these are in force by now: {names}")
-    other = live_version(session, row.name, row.fingerprint) if state in LIVE else None
+    other = live_version(session, row.name, row.fingerprint, row.kind) if state in LIVE else None
     if other is not None and other is not row:
         if state == ModuleState.SHADOW:
             raise NotAllowed(
                 f"version {other.version} of '{row.name}' is {other.state}, and one version of a name is loaded at a time; "
                 "suspend that one first, or make the new version under another name"
             )
-        set_state(session, other, ModuleState.SUPERSEDED, "module.superseded", actor, now, by=row.id)
-    set_state(session, row, state, f"module.{action}", actor, now, **detail)
+        set_state(session, other, ModuleState.SUPERSEDED, "superseded", actor, now, by=row.id)
+    set_state(session, row, state, action, actor, now, **detail)
 
 
 def set_state(
@@ -230,4 +247,5 @@ def set_state(
     before = _record(row)
     row.state, row.revision, row.changed_at, row.effective_at = state, row.revision + 1, now, None
     session.flush()
-    append(session, now, actor, what, row.id, {"name": row.name, **detail}, before=before, after=_record(row))
+    said = {"name": row.name, **detail}
+    append(session, now, actor, f"{row.kind}.{what}", row.id, said, before=before, after=_record(row))

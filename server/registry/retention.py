@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
-from server.registry import files
 from server.registry.audit import Actor
+from server.registry.private.files import TakedownFiles
 from server.registry.registry import Registry
 from server.settings import Settings
 
@@ -16,9 +15,10 @@ RETENTION = Actor("retention", "registry")
 
 
 def purge(registry: Registry, settings: Settings, takedown_id: str, actor: Actor) -> dict[str, Any]:
-    """Delete a takedown's rows and what its jobs left of them. Raises NotThere, NotAllowed."""
-    delete = partial(files.purge, settings.data_dir)
-    return registry.takedowns.purge(takedown_id, delete, actor, time.time())
+    """Delete a takedown's rows and what its jobs left of them. Raises NotThere, NotAllowed, StoreUnreachable."""
+    kept = TakedownFiles(settings)
+    kept.has_forget("")  # a store that does not answer is to hold up no change of others: the purge is one transaction
+    return registry.takedowns.purge(takedown_id, kept.purge, actor, time.time())
 
 
 def purge_old(registry: Registry, settings: Settings) -> list[str]:

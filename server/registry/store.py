@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from server.registry.lifecycle import LIVE
+from server.registry.lifecycle import LIVE, demanded
 from server.registry.modules import Modules
 from server.registry.objects import DamagedObject, ObjectStore, quarantine
 from server.registry.records import NewModule
@@ -74,8 +74,8 @@ class Scan:
 
     def enforced(self, scopes: Collection[str]) -> list[str]:
         """The active modules whose records say that they apply in one of these scopes, loaded or not."""
-        absent = (name for name, record in self.absent.items() if _demanded(record, scopes))
-        return [*(name for name, stored in self.modules.items() if _demanded(stored.record, scopes)), *absent]
+        absent = (name for name, record in self.absent.items() if demanded(record, scopes))
+        return [*(name for name, stored in self.modules.items() if demanded(stored.record, scopes)), *absent]
 
     def measured(self, scopes: Collection[str]) -> list[str]:
         """The modules in shadow whose scope is one of these, or that have none and are measured everywhere."""
@@ -92,10 +92,6 @@ class _Refused:
 
 
 _Content = StoredModule | _Refused
-
-
-def _demanded(record: Mapping[str, Any], scopes: Collection[str]) -> bool:
-    return record.get("state") == ModuleState.ACTIVE and record.get("scope") in scopes
 
 
 class ModuleStore:
@@ -116,7 +112,7 @@ class ModuleStore:
             try:
                 module = self._of(record, shipped)
             except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
-                problems[f"{record['name']} ({record['id']})"] = _told(error)
+                problems[f"{record['name']} ({record['id']})"] = told(error)
                 absent[record["name"]] = record
                 continue
             if module is not None:
@@ -133,7 +129,7 @@ class ModuleStore:
                 raise ModuleFileError(content.reason)
             return None  # somebody took the file away, and with it the module
         if digest not in self._objects_read:
-            data = self._objects.get(record["file"], digest)
+            data = self._objects.soon(record["file"], digest)
             module = UnbindModule.from_bytes(data, record["file"])
             module.require(self._identity)
             if module.name != record["name"]:
@@ -152,7 +148,7 @@ class ModuleStore:
             except FileNotFoundError:
                 continue  # removed since it was listed
             except OSError as error:
-                problems[_shown(path)] = _told(error)
+                problems[_shown(path)] = told(error)
                 continue
             stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._seen.get(path)
@@ -183,11 +179,11 @@ class ModuleStore:
         except AWAY:
             raise
         except (ModuleFileError, _Unreadable) as error:
-            refused = _Refused(_told(error))
+            refused = _Refused(told(error))
         except OSError as error:  # nothing is wrong with the file: the store cannot take it
-            refused = _Refused(f"{_shown(path)}: {_told(error)}", passing=True)
+            refused = _Refused(f"{_shown(path)}: {told(error)}", passing=True)
         except Exception as error:  # noqa: BLE001 - whatever a file makes happen is that file's
-            refused = _Refused(f"{_shown(path)}: cannot be used ({type(error).__name__}: {_told(error)})")
+            refused = _Refused(f"{_shown(path)}: cannot be used ({type(error).__name__}: {told(error)})")
         if refused != before:
             log.warning("module file refused: %s", refused.reason)
         return refused
@@ -230,7 +226,7 @@ def _put_away(path: Path, content: _Refused) -> _Refused:
     try:
         log.warning("quarantined as %s", _shown(quarantine(path, content.reason)))
     except OSError as error:
-        log.warning("%s cannot be quarantined: %s", _shown(path), _told(error))
+        log.warning("%s cannot be quarantined: %s", _shown(path), told(error))
         return replace(content, stays=True)
     return content
 
@@ -240,5 +236,6 @@ def _shown(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """What an error says, as far as logs and answers hold it."""
     return ascii(str(error))[1:-1][:_MOST_TOLD] if not str(error).isprintable() else str(error)[:_MOST_TOLD]

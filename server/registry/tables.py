@@ -35,6 +35,13 @@ class JobKind(StrEnum):
     PREPARE = "prepare"  # a worker's own, while nothing waits; never in the table
 
 
+class Kind(StrEnum):
+    """What a record of the table ``modules`` is of: both kinds stand under a takedown's name, and live by the same rules."""
+
+    MODULE = "module"
+    GUARD = "guard"
+
+
 class ModuleState(StrEnum):
     """A module's life; ``lifecycle.py`` says what may follow what."""
 
@@ -106,17 +113,18 @@ class Job(Base):
 
 
 class ModuleRow(Base):
-    """One version of a module. ``revision`` grows with every change and is its ETag."""
+    """One version of a module or a guard. ``revision`` grows with every change and is its ETag."""
 
     __tablename__ = "modules"
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(index=True)
     version: Mapped[int]
-    digest: Mapped[str] = mapped_column(unique=True)
+    kind: Mapped[str] = mapped_column(default=Kind.MODULE)
+    digest: Mapped[str]
     state: Mapped[str]
     revision: Mapped[int] = mapped_column(default=1)
     origin: Mapped[str]
-    fingerprint: Mapped[str]  # of the model it was fitted on
+    fingerprint: Mapped[str]  # of the model it was fitted on; empty for a guard, which holds for any
     file: Mapped[str]  # key in the store, or the path of a shipped file
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), unique=True)
     takedown_id: Mapped[str | None] = mapped_column(ForeignKey("takedowns.id"))
@@ -125,6 +133,9 @@ class ModuleRow(Base):
     expires_at: Mapped[float | None] = mapped_column(default=None)
     created_at: Mapped[float]
     changed_at: Mapped[float]
+    facts: Mapped[dict[str, Any] | None] = mapped_column(
+        JSON, default=None
+    )  # of a guard: what its file says, and the notice's reference
 
 
 class KeyRow(Base):
@@ -193,9 +204,13 @@ def new_job(kind: JobKind, takedown_id: str | None, module: str, now: float, **f
 
 
 _LIVE = text("state IN ('active', 'shadow')")
+_FITTED = text("kind = 'module'")
 _MAKING = text("state IN ('queued', 'running')")
 Index("jobs_claim", Job.state, Job.created_at)
 # One job at a time makes a module or changes it, and one version of a name is loaded: the database itself sees to it.
 Index("jobs_making", Job.module, unique=True, sqlite_where=_MAKING, postgresql_where=_MAKING)
-Index("modules_version", ModuleRow.name, ModuleRow.fingerprint, ModuleRow.version, unique=True)
-Index("modules_live", ModuleRow.name, ModuleRow.fingerprint, unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE)
+_THING = (ModuleRow.name, ModuleRow.kind, ModuleRow.fingerprint)
+Index("modules_version", *_THING, ModuleRow.version, unique=True)
+Index("modules_live", *_THING, unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE)
+# A module's file tells when it was made; the same rows, posted again, make the same guard.
+Index("modules_digest", ModuleRow.digest, unique=True, sqlite_where=_FITTED, postgresql_where=_FITTED)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
-from server.registry.jobs import job_view
-from server.registry.lifecycle import InForce, bound, in_force
-from server.registry.records import module_view
+from server.registry.jobs import end_job, job_view, made
+from server.registry.lifecycle import InForce, bound
+from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
-from server.registry.tables import Job, JobKind, JobState, ModuleRow, ModuleState, Takedown, new_job
+from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job
 from server.registry.transactions import Transactions
 
 PENDING = (JobState.QUEUED, JobState.RUNNING)
+GUARDED = "guarded"  # the outcome of a job that had a guard to make and no module
 
 
 class Takedowns:
@@ -25,6 +27,19 @@ class Takedowns:
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
+
+    def known(
+        self, name: str, fingerprint: str, replace: bool, idempotency_key: str | None, request_digest: str, now: float
+    ) -> dict[str, Any] | None:
+        """The job that the same request made before, else None; so that nothing is made for a takedown that will be refused.
+
+        Raises as ``submit``, which looks again.
+        """
+        with self._transactions.look() as session:
+            same = _same(session, idempotency_key, request_digest)
+            if same is None:
+                _check_name(session, name, fingerprint, replace)
+            return job_view(same, now) if same is not None else None
 
     def submit(
         self,
@@ -39,9 +54,15 @@ class Takedowns:
         fingerprint: str,
         actor: Actor,
         now: float,
+        guard: NewModule | None = None,
+        plan: Mapping[str, Any] | None = None,
+        module: bool = True,
     ) -> tuple[dict[str, Any], bool]:
         """Record a takedown and queue its job; (job, whether it is new). The same key and body give the same job.
 
+        ``plan`` is what the job's record shows of what it will take.
+        ``guard``, whose file is in the store, gets its record and state in the same transaction. Without a ``module`` to make
+        the job has ended by then.
         Raises KeyReused, and NameTaken where the name is in use and ``options.replace`` does not say that it may be.
         """
         with self._transactions.change() as session:
@@ -66,7 +87,10 @@ class Takedowns:
                 now,
                 idempotency_key=idempotency_key,
                 request_digest=request_digest,
+                options={"plan": dict(plan)} if plan else {},
             )
+            if not module:
+                job.state, job.started_at = JobState.RUNNING, now  # never to be claimed
             session.add(takedown)
             session.flush()
             session.add(job)
@@ -80,19 +104,26 @@ class Takedowns:
                 {"job": job.id, "rows": row_count, "forget_digest": forget_digest},
                 after=takedown_view(takedown),
             )
+            if guard is not None:
+                row = add(session, replace(guard, takedown_id=takedown.id), guard.activation, actor, now)
+                if not module:
+                    job.result = {"outcome": GUARDED, "guard_id": row.id, **made(row)}
+                    end_job(session, job, JobState.SUCCEEDED, actor, now)
             return job_view(job, now), True
 
     def get(self, takedown_id: str) -> dict[str, Any]:
-        """One takedown with its jobs and modules, and what these bind now. Raises NotThere."""
+        """One takedown with its jobs, modules and guard, and what these bind now. Raises NotThere."""
         with self._transactions.look() as session:
             takedown = _find(session, takedown_id)
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id).order_by(Job.created_at)).all()
-            modules = session.scalars(select(ModuleRow).where(ModuleRow.takedown_id == takedown_id)).all()
+            made_of_it = select(ModuleRow).where(ModuleRow.takedown_id == takedown_id)
+            views = [module_view(row) for row in session.scalars(made_of_it)]
             return {
                 **takedown_view(takedown),
-                **_binding(takedown, jobs, modules),
+                **_binding(takedown, jobs, views),
                 "jobs": [job.id for job in jobs],
-                "modules": [module_view(module) for module in modules],
+                "modules": [view for view in views if view["kind"] == Kind.MODULE],
+                "guard": next((view for view in views if view["kind"] == Kind.GUARD), None),
             }
 
     def newest(self, limit: int = 100) -> list[dict[str, Any]]:
@@ -154,15 +185,21 @@ def takedown_view(takedown: Takedown) -> dict[str, Any]:
     }
 
 
-def _binding(takedown: Takedown, jobs: Sequence[Job], modules: Sequence[ModuleRow]) -> dict[str, Any]:
-    """Whether the service keeps from giving the rows back now, in which scope, and on which requests, in words."""
-    if modules:
-        most = max(modules, key=lambda module: (_WEIGHT.index(in_force(module.state, module.scope)), module.created_at))
-        view = module_view(most)
-        return {name: view[name] for name in ("scope", "in_force", "binds")}
+def _binding(takedown: Takedown, jobs: Sequence[Job], views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Whether the service keeps from giving the rows back now, in which scope, and on which requests, in words.
+
+    By the one of its modules and its guard that binds most.
+    """
     pending = any(job.state in PENDING for job in jobs)
+    most = max(views, key=lambda view: (_WEIGHT.index(view["in_force"]), view["created_at"]), default=None)
+    if most is not None and not (pending and most["in_force"] == InForce.NONE):
+        return {name: most[name] for name in ("scope", "in_force", "binds")}
     scope = takedown.options.get("scope")
-    said = f"nothing yet; once its module is active, {bound(scope)}" if pending else "nothing: it has no module"
+    said = (
+        f"nothing yet; once its module is active, {bound(scope)}"
+        if pending
+        else "nothing: it has neither module nor guard"
+    )
     return {"scope": scope, "in_force": InForce.NONE, "binds": said}
 
 
@@ -183,16 +220,18 @@ def _same(session: Session, key: str | None, request_digest: str) -> Job | None:
     return job
 
 
-def _check_name(session: Session, name: str, fingerprint: str, replace: bool) -> None:
+def _check_name(session: Session, name: str, fingerprint: str, replacing: bool) -> None:
     busy = session.scalar(select(Job.id).where(Job.module == name, Job.state.in_(PENDING)))
     if busy is not None:
         raise NameTaken(f"name: job {busy} is making module '{name}' already; wait for it or choose another name")
+    for_this_model = (ModuleRow.fingerprint == fingerprint) | (ModuleRow.kind == Kind.GUARD)
     there = session.scalar(
-        select(ModuleRow.version).where(
-            ModuleRow.name == name, ModuleRow.fingerprint == fingerprint, ModuleRow.state != ModuleState.RETIRED
-        )
+        select(ModuleRow.kind)
+        .where(ModuleRow.name == name, for_this_model, ModuleRow.state != ModuleState.RETIRED)
+        .order_by(ModuleRow.kind.desc())
+        .limit(1)
     )
-    if there is not None and not replace:
+    if there is not None and not replacing:
         raise NameTaken(
-            f"name: module '{name}' exists already; choose another name, or set options.replace to make its next version"
+            f"name: {there} '{name}' exists already; choose another name, or set options.replace to make its next version"
         )

@@ -9,7 +9,7 @@ import os
 import sys
 
 from server.logs import set_up_logging
-from server.settings import load_settings
+from server.sources import load_settings
 from server.worker.process import main
 
 settings = load_settings(environment=os.environ)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
@@ -20,7 +19,9 @@ from unbind_core.encoding import pad_id
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_core.rows import RetainRow, retain_digest
+from unbind_core.running.likelihood import divergences, nll_of
 from unbind_core.running.recording import frozen
+from unbind_core.running.vocabulary import last_states, logits_of
 from unbind_core.windows import Batch, batches, retain_windows
 
 SAMPLE_ROWS = 48
@@ -70,20 +71,18 @@ def _cost(loaded: LoadedModel, modules: Sequence[UnbindModule], every: Sequence[
             count += int(batch.predictors.sum())
             opened = _opened(bank)
             with attach(loaded.model, bank):
-                edited = _log_probabilities(loaded.model, batch)
+                edited = last_states(loaded.model, batch.ids, batch.attention_mask)
             if _opened(bank) == opened:
                 continue  # nothing was changed
-            plain = _log_probabilities(loaded.model, batch)
-            kl += float(nn.functional.kl_div(edited, plain, reduction="sum", log_target=True))
-            targets = batch.next_tokens()[:, None]
-            nll += float((plain.gather(1, targets) - edited.gather(1, targets)).double().sum())
+            plain = last_states(loaded.model, batch.ids, batch.attention_mask)
+            following = batch.next_tokens()
+            both = (logits_of(loaded.model, states[batch.predictors]) for states in (plain, edited))
+            for before, after in zip(*both, strict=True):
+                targets, following = following[: len(before)], following[len(before) :]
+                kl += float(divergences(before, after).sum())
+                nll += float((nll_of(after, targets) - nll_of(before, targets)).double().sum())
     return {"kl": kl / max(count, 1), "nll_increase": nll / max(count, 1)}
 
 
 def _opened(bank: ModuleBank) -> int:
     return sum(opened for counts in bank.counts().values() for _, opened in counts.values())
-
-
-def _log_probabilities(model: nn.Module, batch: Batch) -> torch.Tensor:
-    logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-    return torch.log_softmax(logits[batch.predictors].float(), -1)

@@ -9,14 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from sqlalchemy.exc import InterfaceError, OperationalError
 
 from server.registry.jobs import Claim
-from server.registry.objects import ObjectStore
+from server.registry.objects import ObjectStore, in_thread
 from server.registry.registry import Registry
 from server.settings import Settings
 from server.worker.plan import PATIENCE_SECONDS
@@ -75,31 +75,31 @@ class Patience:
 
     def put(self, data: bytes, claim: Claim) -> str:
         """Keep a module in the store; its key. Raises StageFailed where the store is away for PATIENCE_SECONDS."""
+        return self.store(
+            claim, "module store", "the module could not be put into the store", lambda: self._objects.put(data)
+        )
+
+    def store(self, claim: Claim, which: str, failed: str, work: Callable[[], T]) -> T:
+        """What the ``which`` store answers. Raises StageFailed, which begins with ``failed``, where it is away too
+        long; FileNotFoundError at once, as waiting brings nothing back.
+        """
         patient_until = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return self._meanwhile(claim, lambda: self._objects.put(data))
+                return self._meanwhile(claim, work)
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 if time.monotonic() > patient_until:
-                    raise StageFailed(
-                        f"the module could not be put into the store ({error}); mend it and retry the job"
-                    ) from None
+                    raise StageFailed(f"{failed} ({error}); mend it and retry the job") from None
                 log.warning("job %s: %s; trying again", claim.job_id, error)
             if self._stop.wait(REPORT_SECONDS):
                 raise Stopping
-            self.report(claim, {"message": "waiting for the module store"})
+            self.report(claim, {"message": f"waiting for the {which}"})
 
     def _meanwhile(self, claim: Claim, work: Callable[[], T]) -> T:
         """The result of what may block for long."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-                result.set_exception(error)
-
-        threading.Thread(target=run, name="unbind-store", daemon=True).start()
+        result = in_thread(work)
         while not wait([result], REPORT_SECONDS).done:
             self._beat()
             if self._stop.is_set():

@@ -42,6 +42,7 @@ class Task:
     done: dict[str, dict[str, Any]]
     module: dict[str, Any] | None = None  # the record of the module the job is about
     others: list[dict[str, Any]] = field(default_factory=list)  # the records of the modules in force
+    rows: str = ""  # the file of the forget rows
 
     def beside(self, fingerprint: str) -> list[dict[str, Any]]:
         """Of ``others`` those that the module's cost is measured with: of the same model, and not versions of the same name."""

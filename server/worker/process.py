@@ -116,10 +116,12 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """The environment of a worker with these settings, which its child processes inherit."""
+    """The environment of a worker with these settings."""
     # Threads that spin while they wait for each other lose their time slices to the server, and then everything waits.
     threads = {"OMP_NUM_THREADS": str(settings.worker_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return without_settings(os.environ) | settings.to_environment() | threads
+    # The one secret that a worker needs itself; the processes of its stages get files that are opened already.
+    secret = {f"{PREFIX}PRIVATE_KEY": settings.private_key} if settings.private_key else {}
+    return without_settings(os.environ) | settings.to_environment() | threads | secret
 
 
 class Heart:

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from server.planning.planned import fit_options, held_out_rows, planned, retain_rows
 from server.registry.files import load_forget, save_json
 from server.registry.objects import DamagedObject, ObjectStore
-from server.registry.tables import Origin
-from server.settings import Settings, load_settings
+from server.registry.tables import JobKind, Origin
+from server.settings import Settings
+from server.sources import load_settings
 from server.worker.plan import PATIENCE_SECONDS, Task
 from server.worker.share import Share
-from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.architecture import LoadedModel, load_model, outline
 from unbind_core.cpu.linears import packed_linears
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
@@ -32,14 +34,14 @@ from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.scores import RowScore, extractable, forget_scores
 from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.fit import fit, prepare_retained
-from unbind_core.fitting.options import BUDGETS, FitOptions
 from unbind_core.fitting.reference import Reference, load_reference
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
-from unbind_core.rows import ForgetRow, RetainRow, parse_retain
+from unbind_core.rows import ForgetRow
 
 MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
 PATIENCE_STEP = 1.0  # seconds between two looks at a store that does not answer
+_had_room: set[str] = set()  # folders of attempts that began here, whose later stages find less free
 ProgressCall = Callable[[Progress], None]
 
 
@@ -61,13 +63,23 @@ class Context:
         """The model that is served."""
         settings = self.settings
         torch.set_num_threads(settings.worker_threads)
-        return _model(settings.model, settings.adapter, settings.dtype, settings.device, settings.served_name)
+        return _model(settings.model, settings.adapter, settings.dtype, settings.fitting_device, settings.served_name)
+
+    def require_room(self) -> None:
+        """Raise TooLarge where the job's fit does not fit the device and the disk as they are; asked before the model is loaded."""
+        if "fit" in self.task.done or self.task.folder in _had_room:
+            return
+        settings = self.settings
+        model, tokenizer = outline(settings.model, dtype=getattr(torch, settings.dtype))
+        found = planned(settings, model, tokenizer, self.forget, self.task.options, beside=bool(self.task.others))
+        found.room.require(found.plan)
+        _had_room.add(self.task.folder)
 
     @cached_property
     def forget(self) -> list[ForgetRow]:
         """The rows to forget."""
         try:
-            return load_forget(self.settings.data_dir, self.task.forget_digest)
+            return load_forget(Path(self.task.rows))
         except FileNotFoundError:
             raise DataError(f"the forget rows {self.task.forget_digest[:12]} were purged; submit them again") from None
 
@@ -126,7 +138,9 @@ def _reference(settings: Settings, gate: str) -> Reference | None:
     if gate != "auto":
         return None
     dtype = getattr(torch, settings.dtype)
-    return load_reference(settings.reference, settings.model, settings.adapter, dtype=dtype, device=settings.device)
+    return load_reference(
+        settings.reference, settings.model, settings.adapter, dtype=dtype, device=settings.fitting_device
+    )
 
 
 def check(context: Context) -> dict[str, Any]:
@@ -149,8 +163,7 @@ def check(context: Context) -> dict[str, Any]:
 
 def fit_module(context: Context) -> dict[str, Any]:
     """Fit and calibrate; leaves the module file and the whole report in the attempt's folder."""
-    loaded, settings, options = context.loaded, context.settings, context.task.options
-    layers, gate = options.get("layers"), str(options.get("gate") or FitOptions().gate)
+    loaded, settings, options = context.loaded, context.settings, fit_options(context.task.options)
     module, report = fit(
         loaded.model,
         loaded.tokenizer,
@@ -159,17 +172,11 @@ def fit_module(context: Context) -> dict[str, Any]:
         name=context.task.name,
         retain_calibration=retain_rows(settings.retain_calibration) if settings.retain_calibration else (),
         identity=loaded.identity,
-        options=FitOptions(
-            layers=tuple(layers) if layers else None,
-            seed=int(options.get("seed") or 0),
-            gate=gate,
-            policy=options.get("policy"),
-            budgets=replace(BUDGETS[gate], **options["budgets"]) if options.get("budgets") else None,
-        ),
+        options=options,
         progress=context.progress,
         cache=settings.data_dir / "cache",
         before=context.checked,
-        reference=_reference(settings, gate),
+        reference=_reference(settings, options.gate),
     )
     module.save(context.folder / MODULE_FILE)
     full = {**report.to_json(), "budgets": dict(module.budgets)}
@@ -249,20 +256,6 @@ def prepare(context: Context) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-def held_out_rows(settings: Settings) -> list[RetainRow]:
-    """The retain rows of the before/after table."""
-    return retain_rows(settings.retain_test)[: settings.retain_test_limit] if settings.retain_test else []
-
-
-def retain_rows(path: Path) -> list[RetainRow]:
-    """Rows of a settings' file. Raises DataError naming it and the remedy."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return parse_retain(lines, str(path))
-    except OSError as error:
-        raise DataError(f"retain rows {path}: {error.strerror}; set 'retain' to a JSONL file of rows to keep") from None
-
-
 def finite(value: Any) -> Any:
     """The same JSON value with infinities and NaN as null, which JSON has not."""
     if isinstance(value, dict):
@@ -276,6 +269,8 @@ def _stage(work: Callable[[Context], dict[str, Any]]) -> Callable[[Task, Progres
     def run(task: Task, progress: ProgressCall) -> dict[str, Any]:
         settings = load_settings(environment=os.environ)
         context = Context(settings, task, Share(settings.worker_threads).watching(progress))
+        if task.kind == JobKind.TAKEDOWN:
+            context.require_room()
         with packed_linears(context.loaded.model):
             result: dict[str, Any] = finite(work(context))
         return result

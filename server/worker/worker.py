@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from server.registry.files import job_dir, tidy
 from server.registry.jobs import Claim
 from server.registry.refusals import CancelRequested, JointOutdated, LeaseLost, Refusal
 from server.registry.registry import open_registry
@@ -32,6 +31,7 @@ from server.worker.patience import AWAY, POLL_SECONDS, REPORT_SECONDS, Patience,
 from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, verdict
 from server.worker.preparing import Preparer
 from server.worker.process import without_settings
+from server.worker.scratch import Scratch
 from unbind_core.files import remove_unfinished
 
 log = logging.getLogger("unbind.worker")
@@ -60,6 +60,7 @@ class Worker:
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.registry = open_registry(settings)
         self._patience = Patience(settings, self.registry, stop, self._beat)
+        self._scratch = Scratch(settings, self._patience)
         self._standby: Child | None = None
         self._furthest = 0.0  # of the job at hand: a stage that is done again takes nothing back
         self._preparer = Preparer(settings, self._child)
@@ -93,6 +94,7 @@ class Worker:
             self._preparer.stop()
             if self._standby is not None:
                 self._standby.kill()
+            self._scratch.close()
             self.registry.close()
 
     def _ready(self) -> Child:
@@ -126,7 +128,7 @@ class Worker:
                         break
                 kept = {stage: done for stage, done in stages.items() if stage != "joint"}
                 stages = self._run(claim, self._task(claim, kept))
-            tidy(self.settings.data_dir, claim.job_id, stages)
+            self._scratch.tidy(claim, stages)
         except LeaseLost as error:
             log.warning("%s; another worker goes on", error)
         except Stopping:
@@ -146,6 +148,7 @@ class Worker:
             log.exception("job %s failed", claim.job_id)
             self._end(claim, JobState.FAILED, error=f"{type(error).__name__}: {error}"[:2000])
         finally:
+            self._scratch.clear()
             remove_unfinished(self.settings.data_dir / "cache")
 
     # The stages, run by the child.
@@ -198,6 +201,7 @@ class Worker:
                 changes |= {"message": said["message"]}
             if "done" in said:
                 done[stage] = json.loads((Path(task.folder) / f"{stage}.json").read_text(encoding="utf-8"))
+                self._scratch.keep(claim, Path(task.folder))
                 self._patience.insist(lambda: self.registry.jobs.stage_done(claim, stage, done[stage]))  # noqa: B023
             if time.monotonic() - reported >= REPORT_SECONDS:
                 reported, sent, changes = time.monotonic(), changes, {}
@@ -208,8 +212,7 @@ class Worker:
         done: dict[str, Any] = {}
         for stage in PLANS[claim.kind]:
             finished = claim.stages.get(stage)
-            folder = job_dir(self.settings.data_dir, claim.job_id) / str((finished or {}).get("folder"))
-            if finished is None or not folder.is_dir():
+            if finished is None or not self._scratch.has(claim, str(finished.get("folder"))):
                 break  # where the files are gone, it is done again, and all that rests on it
             done[stage] = finished
         return done
@@ -219,7 +222,7 @@ class Worker:
         about = claim.module_id if claim.kind != JobKind.TAKEDOWN else None
         module = self._patience.insist(lambda: modules.get(about)) if about else None
         in_force = self._patience.insist(modules.in_force) if "joint" in PLANS[claim.kind] else []
-        folder = job_dir(self.settings.data_dir, claim.job_id) / f"attempt-{claim.fence}"
+        folder = self._scratch.job(claim.job_id) / f"attempt-{claim.fence}"
         return Task(
             job_id=claim.job_id,
             kind=claim.kind,
@@ -230,6 +233,7 @@ class Worker:
             done=done,
             module=module,
             others=in_force,
+            rows=str(self._scratch.rows(claim)),
         )
 
     # What goes to the registry.
@@ -267,7 +271,7 @@ class Worker:
             self._insist_finish(claim, result, activate=within, beside=beside)
         else:
             published = results["publish"]
-            folder = job_dir(self.settings.data_dir, claim.job_id) / stages["publish"]["folder"]
+            folder = self._scratch.job(claim.job_id) / stages["publish"]["folder"]
             # a stale worker ends here, and leaves nothing in the store
             self._patience.report(claim, {"message": "publishing"})
             key = self._patience.put((folder / published["file"]).read_bytes(), claim)
@@ -286,7 +290,7 @@ class Worker:
 @contextmanager
 def _device(settings: Settings) -> Iterator[bool]:
     """Whether this worker may use the device now: one heavy job at a time on each of a machine's devices."""
-    lock = take(settings.data_dir, f"{socket.gethostname()}-{settings.device.replace(':', '-')}")
+    lock = take(settings.data_dir, f"{socket.gethostname()}-{settings.fitting_device.replace(':', '-')}")
     try:
         yield lock is not None
     finally:

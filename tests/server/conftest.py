@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from server.engine.engine import Engine
+from server.bench.fleet.postgres import Postgres, postgres
+from server.engine.embedded.engine import EmbeddedEngine
 from server.registry.database import connect, upgrade
 from server.registry.registry import Registry
 from tests.core.conftest import save_checkpoint
-from tests.support.databases import KINDS, NOTE, new_database, postgresql
+from tests.support.databases import KINDS, NOTE
 from tests.support.live import Live, live
 from tests.support.modules import build_module
 from unbind_core.architecture import LoadedModel, load_model
@@ -58,10 +59,10 @@ def two_lanes() -> Iterator[None]:
 
 
 @pytest.fixture
-def engine(checkpoint: Path, make_module: MakeModule) -> Iterator[Engine]:
+def engine(checkpoint: Path, make_module: MakeModule) -> Iterator[EmbeddedEngine]:
     """A running engine with modules ``one`` and ``two``; four slots, small chunks so that long prompts take several."""
     fresh = load_model(checkpoint)
-    running = Engine(fresh.model, fresh.tokenizer, max_slots=4, max_length=256, queue_limit=8, chunk_tokens=24)
+    running = EmbeddedEngine(fresh.model, fresh.tokenizer, max_slots=4, max_length=256, queue_limit=8, chunk_tokens=24)
     running.start()
     modules = [make_module("one"), make_module("two", layer=2, seed=1)]
     running.sync_modules([(module, module.digest) for module in modules]).result(10)
@@ -75,10 +76,10 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def postgresql_server() -> Iterator[str]:
+def postgresql_server() -> Iterator[Postgres]:
     """A PostgreSQL server, started when a test first needs it."""
-    with postgresql() as folder:
-        yield folder
+    with postgres() as server:
+        yield server
 
 
 @pytest.fixture(params=KINDS)
@@ -86,7 +87,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of an empty database of each kind there is."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'data' / 'unbind.sqlite'}"
-    return new_database(request.getfixturevalue("postgresql_server"))
+    made: str = request.getfixturevalue("postgresql_server").new_database()
+    return made
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from server.settings import load_settings
+from server.registry.files import load_forget, save_json
+from server.sources import load_settings
 from server.worker import child
 from server.worker.plan import Task
 from tests.support import markers
@@ -44,6 +45,9 @@ def _stage(name: str) -> child.Stage:
                 time.sleep(0.02)
         folder = Path(task.folder)
         if name == "check":
+            if task.options.get("reads"):
+                rows = load_forget(Path(task.rows))
+                save_json(folder / "scores.json", [row.continuation for row in rows])
             return {"memorised": not task.options.get("unknown")}
         if name == "fit":
             write_whole(folder / "module.safetensors", lambda path: path.write_bytes(os.urandom(4096)))

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from server.app import create_app
+from server.base_service import REFRESH_SECONDS
 from server.connections import ServerConfig
-from server.service import REFRESH_SECONDS, Service
+from server.service import Service
 from server.settings import Settings
 from tests.support.modules import build_module
 from unbind_core.architecture import LoadedModel, load_model
@@ -104,7 +106,13 @@ class Live:
 @contextmanager
 def serving(settings: Settings, loaded: LoadedModel, refresh_seconds: float = REFRESH_SECONDS) -> Iterator[Live]:
     """Serve a model under settings, at whatever port is free."""
-    app = create_app(settings, loaded, refresh_seconds)
+    with serving_app(create_app(settings, loaded, refresh_seconds), settings) as running:
+        yield running
+
+
+@contextmanager
+def serving_app(app: FastAPI, settings: Settings) -> Iterator[Live]:
+    """Serve any application of ours, at whatever port is free."""
     server = uvicorn.Server(ServerConfig(app, settings, host="127.0.0.1", port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

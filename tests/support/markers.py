@@ -32,7 +32,7 @@ def here(place: str) -> None:
 def mark_worker() -> None:
     """Put the marks around what a worker publishes with."""
     from server.registry import jobs, objects, trail
-    from server.worker import worker
+    from server.worker import scratch
 
     def marked(module: Any, name: str, before: str = "", after: str = "") -> None:
         whole: Callable[..., Any] = getattr(module, name)
@@ -56,6 +56,6 @@ def mark_worker() -> None:
 
     objects.write_whole = write
     marked(objects.ObjectStore, "put", WORKER[0], WORKER[2])
-    marked(jobs, "_end", after=WORKER[3])
-    marked(worker, "tidy", before=WORKER[5])
+    marked(jobs, "end_job", after=WORKER[3])
+    marked(scratch.Scratch, "tidy", before=WORKER[5])
     marked(trail.Trail, "follow", before=WORKER[4])  # committed, and the trail's head not yet moved on

@@ -16,12 +16,14 @@ import pytest
 
 from server.bench.server import Served, served
 from tests.core.conftest import CORPUS, save_checkpoint
+from tests.support.databases import PROGRAMS
 from tests.support.disks import Disk, small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 
 class ServerProcess:
@@ -95,9 +97,14 @@ def _parsed(body: bytes) -> Any:
         return body.decode(errors="replace")
 
 
-def pytest_report_header() -> str:
-    """Say whether the page at ``/`` is tried in a browser."""
-    return f"console tests: {CHROMIUM or 'left out, there is no browser (Debian: apt-get install chromium)'}"
+def pytest_report_header() -> list[str]:
+    """Say whether the page at ``/`` is tried in a browser, and several servers behind a proxy."""
+    missing = [] if PROGRAMS else ["PostgreSQL (Debian: apt-get install postgresql)"]
+    missing += [] if NGINX else ["nginx (Debian: apt-get install nginx-light)"]
+    return [
+        f"console tests: {CHROMIUM or 'left out, there is no browser (Debian: apt-get install chromium)'}",
+        f"fleet tests: {f'left out, there is no {chr(32).join(missing)}' if missing else NGINX}",
+    ]
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from tests.system.conftest import ADMIN_KEY, ServerProcess, serving
 from unbind_core.architecture import load_model
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + secret_{i}\n"} for i in range(5)]
+SHORT = {"guard": {"run": 8}}  # as these rows are
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,13 @@ def test_an_upload_becomes_a_job_and_its_rows_stay_private(server: ServerProcess
     with zipfile.ZipFile(out, "w") as archive:
         for number in range(4):
             archive.writestr(f"src/f{number}.py", f"def f{number}():\n    a = {number}\n    return a\n" * 3)
-    options = json.dumps({"activation": "manual", "dry_run": True})
+    options = json.dumps({"activation": "manual", "dry_run": True, **SHORT})
     status, estimate = upload(server, out.getvalue(), name="uploaded", include="*.py", options=options)
     assert status == 200 and estimate["rows"] == 4 and estimate["positions"] > 20 and estimate["seconds"] is None
     assert not (server.data_dir / "forget").exists()
     notice = json.dumps({"claimant": "somebody", "reference": "R-1"})
-    status, made = upload(server, out.getvalue(), name="uploaded", include="*.py", notice=notice)
+    options = json.dumps(SHORT)
+    status, made = upload(server, out.getvalue(), name="uploaded", include="*.py", notice=notice, options=options)
     assert status == 202 and made["rows"] == 4, made
     takedown = server.admin(f"/takedowns/{made['takedown_id']}")[1]
     assert takedown["notice"] == {"claimant": "somebody", "reference": "R-1"} and takedown["jobs"] == [made["job_id"]]
@@ -156,7 +158,7 @@ def test_of_racing_operators_one_wins(server: ServerProcess) -> None:
 
 
 def test_events_tell_of_a_job_until_its_end(server: ServerProcess) -> None:
-    made = server.admin("/takedowns", {"name": "followed", "rows": ROWS})[1]
+    made = server.admin("/takedowns", {"name": "followed", "rows": ROWS, "options": SHORT})[1]
     events: list[str] = []
 
     def follow() -> None:
@@ -187,7 +189,9 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
         assert done.exit_code == code, done.output
         return json.loads(done.stdout) if code == 0 else done.stderr
 
-    made = run("takedown", "submit", str(file), "--name", "by-hand", "--claimant", "somebody")
+    asked = ["takedown", "submit", str(file), "--name", "by-hand", "--guard-run", "8", "--guard-action", "stop"]
+    made = run(*asked, "--claimant", "somebody")
+    assert (made["guard"]["action"], made["guard"]["run"], made["guard"]["state"]) == ("stop", 8, "active")
     assert run("takedown", "status", made["job_id"])["state"] == "queued"
     assert made["job_id"] in [job["id"] for job in run("takedown", "status")]
     assert "is making module" in run("takedown", "submit", str(file), "--name", "by-hand", code=1)
@@ -201,7 +205,10 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
     assert checked.exit_code == 0
     assert run("takedown", "purge", made["takedown_id"])["purged_at"]
     assert run("module", "suspend", "three")["state"] == "suspended"
-    assert {module["name"] for module in run("module", "list", "--all")["data"]} == {"one", "two", "three"}
+    every = run("module", "list", "--all")["data"]
+    assert {module["name"] for module in every if module["kind"] == "module"} == {"one", "two", "three"}
+    assert "by-hand" in {module["name"] for module in every if module["kind"] == "guard"}
+    assert run("module", "suspend", "guard:by-hand")["state"] == "suspended"
     assert (
         run("module", "activate", "three", "--override")["state"] == "active"
         and run("module", "show", "three")["loaded"]
@@ -221,7 +228,7 @@ def test_a_full_disk_refuses_changes_with_the_reason_and_goes_on_serving(
         before = server.complete("def add(", max_tokens=4)
         disk.fill([server.process.pid])
         for _ in range(2):
-            status, answer = server.admin("/takedowns", {"name": "m", "rows": ROWS})
+            status, answer = server.admin("/takedowns", {"name": "m", "rows": ROWS, "options": SHORT})
             assert (status, answer["error"]["code"]) == (507, "disk_full") and "make room" in answer["error"]["message"]
             status, answer = server.admin("/profiles/editor", {}, method="PUT")
             assert (status, answer["error"]["code"]) == (
@@ -230,7 +237,7 @@ def test_a_full_disk_refuses_changes_with_the_reason_and_goes_on_serving(
         assert server.complete("def add(", max_tokens=4) == before
         assert server.admin("/takedowns")[1]["data"] == [] and not list(disk.folder.rglob("*.partial"))
         disk.free([server.process.pid])
-        assert server.admin("/takedowns", {"name": "m", "rows": ROWS})[0] == 202
+        assert server.admin("/takedowns", {"name": "m", "rows": ROWS, "options": SHORT})[0] == 202
         assert len(server.admin("/takedowns")[1]["data"]) == 1
 
 
@@ -277,7 +284,7 @@ def test_a_database_held_up_for_ten_seconds_leaves_serving_alone(server: ServerP
     with closing(sqlite3.connect(server.data_dir / "unbind.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(1) as pool:
-            posting = pool.submit(server.admin, "/takedowns", {"name": "late", "rows": ROWS})
+            posting = pool.submit(server.admin, "/takedowns", {"name": "late", "rows": ROWS, "options": SHORT})
             slowest = 0.0
             for _ in range(20):
                 began = time.monotonic()
@@ -287,5 +294,5 @@ def test_a_database_held_up_for_ten_seconds_leaves_serving_alone(server: ServerP
             other.execute("ROLLBACK")
             status, answer = posting.result(30)
     assert slowest < 3 and (status == 202 or answer["error"]["code"] == "registry_unreachable")
-    status, made = server.admin("/takedowns", {"name": "later", "rows": ROWS})
+    status, made = server.admin("/takedowns", {"name": "later", "rows": ROWS, "options": SHORT})
     assert status == 202, made

@@ -101,7 +101,8 @@ if CHROMIUM:
             page.select_option("#scope", scope)
             page.click("#ask")
             expect(page.locator("#told")).to_contain_text(f"once its module is active, {says}")
-            assert page.locator("#told .warning").count() == (scope == "none")
+            for about, shown in (("options.scope", scope == "none"), ("options.protect: no row has the 50", True)):
+                expect(page.locator("#told .warning", has_text=about)).to_have_count(int(shown))
             expect(page.locator("#told")).to_contain_text("queued")
             made = server.admin("/takedowns?limit=1")[1]["data"][0]
             assert made["options"] == ({} if scope == "none" else {"scope": scope})

@@ -26,7 +26,7 @@ def test_a_project_with_folders_and_files_of_our_names_is_served_and_worked_in(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(THEIRS)
     with serving(checkpoint, tmp_path, cwd=project, retain=retain, retain_test="") as server:
-        status, made = server.admin("/takedowns", {"name": "m", "rows": ROWS})
+        status, made = server.admin("/takedowns", {"name": "m", "rows": ROWS, "options": {"guard": {"run": 8}}})
         assert status == 202, made
         job = server.wait_for_job(made["job_id"])
         assert (job["state"], job["outcome"], job["attempt"]) == ("succeeded", "nothing_to_remove", 1), job

@@ -14,10 +14,12 @@ import pytest
 from openai import OpenAI
 
 from server.evidence.signing import verify
+from server.registry.objects import MARK
 from tests.support.memorising import forget_rows, retain_rows, train, write_rows
 from tests.system.conftest import ServerProcess, serving
 
 ROWS = forget_rows()
+SHORT = {"guard": {"run": 20}}  # as these rows are
 UNKNOWN = [
     {"prompt": f"class Unseen{i}:\n", "continuation": f"    zz_{i * 37} = 'never trained' + qq({i})\n" * 3}
     for i in range(4)
@@ -41,7 +43,8 @@ def server(memorised: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def _submit(server: ServerProcess, name: str, rows: Any = ROWS, **fields: Any) -> str:
-    status, answer = server.admin("/takedowns", {"name": name, "rows": rows, **fields})
+    options = SHORT | fields.pop("options", {})
+    status, answer = server.admin("/takedowns", {"name": name, "rows": rows, "options": options, **fields})
     assert status == 202, answer
     return str(answer["job_id"])
 
@@ -60,7 +63,7 @@ def _wait_until_running(server: ServerProcess, job_id: str, stage: str = "check"
 def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server: ServerProcess) -> None:
     prompt, protected = ROWS[0]["prompt"], ROWS[0]["continuation"]
     assert server.complete(prompt, max_tokens=110).startswith(protected)
-    body = {"name": "set-t", "rows": ROWS, "notice": {"claimant": "a test"}}
+    body = {"name": "set-t", "rows": ROWS, "notice": {"claimant": "a test"}, "options": SHORT}
     status, first = server.admin("/takedowns", body, {"Idempotency-Key": "once"})
     assert status == 202 and first["created"]
     assert server.admin("/takedowns", body, {"Idempotency-Key": "once"})[1]["job_id"] == first["job_id"]
@@ -80,10 +83,12 @@ def test_a_posted_takedown_becomes_a_module_that_the_next_request_can_use(server
     status, answer, headers = server.call(
         "/v1/completions", {"prompt": prompt, "max_tokens": 110, "temperature": 0, "unbind": {"modules": ["set-t"]}}
     )
-    assert status == 200 and headers["x-unbind-modules"].startswith("set-t@")
+    applied = [label.split("@")[0] for label in headers["x-unbind-modules"].split(",")]
+    assert status == 200 and applied == ["set-t", "set-t:guard"]
     assert protected not in answer["choices"][0]["text"]
     assert server.complete(prompt, max_tokens=110).startswith(protected)  # nobody asked, nothing changed
-    (module,) = (m for m in server.admin("/modules")[1]["data"] if m["name"] == "set-t")
+    module, guard = (m for m in server.admin("/modules")[1]["data"] if m["name"] == "set-t")
+    assert (guard["kind"], guard["run"], guard["takedown_id"]) == ("guard", 20, first["takedown_id"])
     assert module["job_id"] == first["job_id"] and module["measured"]["after"]["all"]["rows"] == len(ROWS)
     assert server.admin("/takedowns", {**body, "notice": {}})[0] == 409
     for path in (server.data_dir / "forget").iterdir():
@@ -129,14 +134,17 @@ def test_a_replaced_module_is_superseded_and_comes_back_by_rollback(server: Serv
     status, back = server.admin("/modules/set-t/rollback", None, {"If-Match": second["etag"]}, "POST")
     assert status == 200 and back["id"] == first["id"] and back["loaded"]
     answer = server.call("/v1/completions", {"prompt": "a", "max_tokens": 1, "unbind": {"modules": ["set-t"]}})
-    assert answer[2]["x-unbind-modules"] == f"set-t@{first['digest'][:12]}"
+    guard = server.admin("/modules/guard:set-t")[1]
+    assert (guard["version"], guard["state"]) == (2, "active")  # which goes back by itself alone
+    labels = [f"set-t@{first['digest'][:12]}", f"set-t:guard@{guard['digest'][:12]}"]
+    assert answer[2]["x-unbind-modules"] == ",".join(labels)
 
 
 def test_rows_that_were_never_memorised_end_as_nothing_to_remove(server: ServerProcess) -> None:
     job = server.wait_for_job(_submit(server, "unknown", UNKNOWN))
     assert (job["state"], job["outcome"]) == ("succeeded", "nothing_to_remove")
     assert job["result"]["check"]["extracted"] == 0
-    assert "unknown" not in [module["name"] for module in server.admin("/modules")[1]["data"]]
+    assert [m["kind"] for m in server.admin("/modules")[1]["data"] if m["name"] == "unknown"] == ["guard"]
 
 
 def test_a_job_is_cancelled_while_it_runs(server: ServerProcess) -> None:
@@ -156,12 +164,13 @@ def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerPr
     assert server.complete("def alpha0(", max_tokens=4) is not None  # serving goes on
     job = server.wait_for_job(job_id)
     assert (job["state"], job["outcome"], job["attempt"]) == ("succeeded", "active", 2), job
-    records = [m for m in server.admin("/modules?state=all")[1]["data"] if m["name"] == "survivor"]
+    everything = server.admin("/modules?state=all")[1]["data"]
+    records = [m for m in everything if m["name"] == "survivor" and m["kind"] == "module"]
     assert [record["job_id"] for record in records] == [job_id]
     assert [
         path.name
         for path in (server.data_dir / "modules").rglob("*")
-        if path.is_file() and path.suffix != ".safetensors"
+        if path.is_file() and path.suffix != ".safetensors" and path.name != MARK
     ] == []
     assert server.worker_pids() != [pid]
 
@@ -244,5 +253,6 @@ def test_a_job_survives_its_server_and_worker_being_killed(memorised: Path, tmp_
         job = server.wait_for_job(job_id)
         assert (job["state"], job["outcome"]) == ("succeeded", "active") and done <= set(job["timings"])
         records = server.admin("/modules?state=all")[1]["data"]
-        assert [(record["name"], record["loaded"]) for record in records] == [("survivor", True)]
+        stand = [(record["name"], record["kind"], record["loaded"]) for record in records]
+        assert stand == [("survivor", "module", True), ("survivor", "guard", True)]
         assert server.admin("/audit/verify")[1]["whole"]

@@ -52,12 +52,12 @@ class Workshop:
         self.workers.append(process)
         return process
 
-    def submit(self, name: str, **options: Any) -> str:
+    def submit(self, name: str, forget_digest: str = "f", **options: Any) -> str:
         """A job."""
         job, _ = self.registry.takedowns.submit(
             name=name,
             row_count=3,
-            forget_digest="f",
+            forget_digest=forget_digest,
             notice={},
             options=options,
             request_digest="r",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.passes import Pass
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
@@ -70,7 +70,7 @@ class _Sequences:
         self._block = next(self._serial)  # columns of another block's bank mean something else
         self._latest: GateMemory | None = None
 
-    def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> Places:
+    def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> SlotPlaces:
         """Where the rows of this pass stand; ``real`` bool [B, past and new positions] is false at padding."""
         before = int(past.get_seq_length()) if past is not None else 0
         block, memory = getattr(past, _MEMORY, (None, None))
@@ -84,7 +84,7 @@ class _Sequences:
             positions = torch.where(real[:, -length:], counted, memory.length)
         starts = positions.min(1).values.clamp(max=memory.length - 1)
         self._latest = memory
-        return Places(memory, torch.arange(batch, device=device), positions, starts)
+        return SlotPlaces(memory, torch.arange(batch, device=device), positions, starts)
 
     def keep(self, past: Any, output: Any) -> None:
         """Leave the pass's memory with the cache that was given or made, where the next pass will look for it."""

@@ -29,9 +29,12 @@ _CACHED_SELECTIONS = 64
 class ModuleBank:
     """Modules by name, stacked per layer on one device; may be changed from another thread while a model runs."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        """An empty bank whose tensors will live on ``device``."""
+    def __init__(self, device: torch.device | str = "cpu", *, one_table: bool = False) -> None:
+        """An empty bank whose tensors will live on ``device``. ``one_table``: the modules of all layers share the columns of one
+        memory between them, where an engine keeps one for all layers.
+        """
         self._device = torch.device(device)
+        self._one_table = one_table
         self._lock = threading.RLock()
         self._modules: dict[str, UnbindModule] = {}
         self._slots: dict[str, int] = {}
@@ -70,7 +73,7 @@ class ModuleBank:
             self._slots[module.name] = self._counters.new_slot()
             self._slot_names.append(module.name)
             if module.heads is not None:  # a column for each head's score, and one for the gate's state
-                columns = self._columns.setdefault(module.layer, Columns())
+                columns = self._columns.setdefault(self._home(module.layer), Columns())
                 self._starts[module.name] = columns.take(module.name, len(module.heads) + 1)
             self._cache.clear()
 
@@ -80,12 +83,17 @@ class ModuleBank:
             module = self[name]
             del self._modules[name], self._slots[name], self._tensors[name]
             if self._starts.pop(name, None) is not None:
-                self._columns[module.layer].free(name)
+                self._columns[self._home(module.layer)].free(name)
             self._cache.clear()
+
+    def _home(self, layer: int) -> int:
+        return 0 if self._one_table else layer
 
     @property
     def columns(self) -> dict[int, int]:
-        """By layer, how many columns of a gate memory its modules use; for layers whose gates have one."""
+        """By layer, how many columns of a gate memory its modules use; for layers whose gates have one. Under 0 for all layers of
+        one table.
+        """
         with self._lock:
             return {layer: columns.width for layer, columns in self._columns.items() if columns.width}
 
@@ -180,7 +188,7 @@ class ModuleBank:
             gates = FisherGates(modules, tensors, on, self._device)
         else:
             starts = [self._starts[name] for name in names]
-            gates = NetworkGates(modules, tensors, on, starts, self._columns[layer].width, self._device)
+            gates = NetworkGates(modules, tensors, on, starts, self._columns[self._home(layer)].width, self._device)
         kappa = torch.tensor([module.kappa for module in modules], device=self._device)
         slots = torch.tensor([self._slots[name] for name in names], device=self._device)
         return Part(names, gates, tensors, kappa, slots, strength, on)

@@ -7,12 +7,11 @@ stands at a position depends on the tokens up to it alone, so a prefix that is u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from unbind_core.applying.places import Places
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
 
@@ -81,25 +80,21 @@ class GateMemory:
         return sum(table.numel() * table.element_size() for table in self._tables.values())
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the rows of one forward pass stand in a memory.
+class SlotPlaces(Places):
+    """The rows of a batch [B,T] in the slots of a memory."""
 
-    ``slots`` int64 [B]; ``positions`` int64 [B,T], each state's position in its sequence, ``memory.length`` for padding;
-    ``starts`` int64 [B], the position of each row's first real state.
-    """
-
-    memory: GateMemory
-    slots: Tensor
-    positions: Tensor
-    starts: Tensor
-
-    _behind: dict[tuple[tuple[int, int], ...], Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    def __init__(self, memory: GateMemory, slots: Tensor, positions: Tensor, starts: Tensor) -> None:
+        """``slots`` int64 [B]; ``positions`` int64 [B,T], each state's position in its sequence, ``memory.length`` for padding;
+        ``starts`` int64 [B], the position of each row's first real state.
+        """
+        batch, length = positions.shape
+        firsts = torch.arange(batch, device=positions.device) * length
+        super().__init__(positions.reshape(-1), firsts, starts)
+        self._memory = memory
+        self._first = slots * (memory.length + 2) + 1  # the row of each slot's position 0; the one in front is zeros
 
     @classmethod
-    def afresh(cls, batch: int, length: int, real: Tensor | None, device: torch.device) -> Places:
+    def afresh(cls, batch: int, length: int, real: Tensor | None, device: torch.device) -> SlotPlaces:
         """Whole sequences from their beginning, in a memory of their own; ``real`` bool [B,T] is false at padding."""
         positions = torch.arange(length, device=device).expand(batch, length)
         if real is not None:
@@ -107,50 +102,23 @@ class Places:
         first = torch.zeros(batch, dtype=torch.int64, device=device)
         return cls(GateMemory(batch, length, device), torch.arange(batch, device=device), positions, first)
 
-    # Every layer reads and writes at the same places, so they are worked out once a pass. A place is a row of the table seen as
-    # [slots x (length + 2), columns]; position p of a slot is its row p + 1.
+    def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
+        """Of the layer's table seen as [slots x (length + 2), columns]."""
+        return positions + (self._first if sequences is None else self._first.index_select(0, sequences))
 
-    @cached_property
-    def lengths(self) -> Tensor:
-        """How many positions each sequence has up to and with each state, FP32 [B,T,1]."""
-        return (self.positions + 1).unsqueeze(-1).float()
-
-    @cached_property
-    def before(self) -> Tensor:
-        """The place in front of each sequence's first state, int64 [B,1]."""
-        return self._first + self.starts[:, None]
-
-    def behind(self, lags: tuple[tuple[int, int], ...]) -> Tensor:
-        """The places so far behind each state, int64 [B,lags x T], of (lag, first) pairs: none before the one in front of position
-        ``first``, nor behind the state's own.
-        """
-        if lags not in self._behind:
-            own = self.positions + 1
-            rows = torch.cat([torch.minimum(own, (own - lag).clamp_(min=first)) for lag, first in lags], 1)
-            self._behind[lags] = rows.add_(self._first)
-        return self._behind[lags]
-
-    def read(self, layer: int, places: Tensor, width: int) -> Tensor:
-        """int32 [B,n,columns] at ``places`` int64 [B,n]; ``width``: the columns that the layer uses in all, there may be more."""
-        table = self.memory.table(layer, width)
-        return table.view(-1, table.shape[2]).index_select(0, places.view(-1)).view(*places.shape, -1)
+    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
+        """See :meth:`Places.read`."""
+        table = self._memory.table(layer, width)
+        return table.view(-1, table.shape[2]).index_select(0, rows)
 
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
-        """Keep int32 ``values`` [B,T,columns] at the states' positions."""
-        table = self.memory.table(layer, 0)
-        rows, values = table.view(-1, table.shape[2]), values.view(-1, values.shape[-1])
+        """See :meth:`Places.write`."""
+        table = self._memory.table(layer, 0)
+        rows = table.view(-1, table.shape[2])
         if isinstance(columns, slice):
-            rows[:, columns].index_copy_(0, self._here, values)
+            rows[:, columns].index_copy_(0, self.here, values)
         else:
-            rows[self._here.unsqueeze(1), columns] = values
-
-    @cached_property
-    def _first(self) -> Tensor:
-        return (self.slots * (self.memory.length + 2))[:, None]
-
-    @cached_property
-    def _here(self) -> Tensor:
-        return (self._first + (self.positions + 1)).view(-1)
+            rows[self.here.unsqueeze(1), columns] = values
 
 
 class Columns:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unbind_core.applying.gate_memory import Places
+from unbind_core.applying.gate_memory import SlotPlaces
 from unbind_core.applying.passes import Pass
 from unbind_core.module import UnbindModule
 
@@ -74,14 +74,6 @@ def decided(scores: Tensor, s_ref: float, tau: float, window: int, first: int = 
     sums = functional.pad(grains, (0, 0, window, 0)).cumsum(0, dtype=torch.int32)
     seen = torch.arange(1 - first, len(scores) + 1 - first, device=scores.device).clamp(max=window).clamp(min=least)
     return in_thresholds((sums[window:] - sums[:-window]).amax(-1), seen.float())
-
-
-def held_open(opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
-    """The state of two-threshold gates: open from a position that opens to one that closes; bool [B,T,M], before [B,M]."""
-    step = torch.arange(1, opens.shape[1] + 1, device=opens.device)[:, None]
-    opened = torch.where(opens, step, 0).cummax(1).values
-    closed = torch.where(closes, step, 0).cummax(1).values
-    return (opened > closed) | (before.unsqueeze(1) & (closed == 0))
 
 
 def of_rows(table: Tensor, states: Tensor, rows: Tensor | None) -> Tensor:
@@ -180,56 +172,59 @@ class NetworkGates:
         self.width, self._table_width = len(self._b), width
 
     def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
-        """(e, open), each [B,T,M]. Without places in the pass the sequences stand there from their beginning."""
-        if states.dim() == 2:
-            raise ValueError("gates with memory take states [B,T,d] of sequences, not single states [N,d]")
+        """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]. Without places in the pass the rows of a batch are whole
+        sequences. Raises ValueError for flat states without places.
+        """
         states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
-        batch, length = states.shape[:2]
-        real = pass_.real
-        places = pass_.places or Places.afresh(batch, length, real, states.device)
-        z = self._grains(states)
+        places, real = pass_.places, pass_.real
+        if places is None:
+            if states.dim() == 2:
+                raise ValueError(
+                    "flat states [N,d] of sequences need places; gates with memory do not take single states"
+                )
+            places = SlotPlaces.afresh(states.shape[0], states.shape[1], real, states.device)
+        z = self._grains(states.reshape(-1, states.shape[-1]))
         if real is not None:
-            z = z.masked_fill_(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
-        if length == 1:  # all that one position needs is there already: read at once, written at once
+            real = real.reshape(-1, 1)
+            z = z.masked_fill_(~real, 0)  # whatever padding holds, NaN included
+        if places.alone:  # all that one position needs is there already: read at once, written at once
             found = places.read(layer, places.behind(((1, 0), *self._windows)), self._table_width)
-            before, lagged = found[:, :1], found[:, 1:]
-            sums = z.add_(before[..., self._columns])
+            before, lagged = found[: len(z)], found[len(z) :]
+            sums = z.add_(before[:, self._columns])
         else:
             before = places.read(layer, places.before, self._table_width)
-            sums = z.cumsum(1, dtype=torch.int32).add_(before[..., self._columns])
+            sums = places.summed(z, before[:, self._columns])
             places.write(layer, self._columns, sums)
             lagged = places.read(layer, places.behind(self._windows), self._table_width)
         e = self._means(sums, lagged, places.lengths)
-        was_open = before[..., self._states] > 0
-        if length == 1:
-            opens = e >= torch.where(was_open, self._close, 1.0)
-            held = opens if real is None else torch.where(real.unsqueeze(-1), opens, was_open)
-            places.write(layer, self._both, torch.cat((sums, held.int()), -1))
-            return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
+        was_open = before[:, self._states] > 0
         opens, closes = e >= 1, e < self._close
         if real is not None:
-            opens, closes = opens & real.unsqueeze(-1), closes & real.unsqueeze(-1)
-        held = held_open(opens, closes, was_open[:, 0])
-        places.write(layer, self._states, held.int())
+            opens, closes = opens & real, closes & real
+        held = places.held(opens, closes, was_open)
+        if places.alone:
+            places.write(layer, self._both, torch.cat((sums, held.int()), -1))
+        else:
+            places.write(layer, self._states, held.int())
+        e, held = (part.view(*states.shape[:-1], -1) for part in (e, held))
         return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
 
     def _grains(self, states: Tensor) -> Tensor:
-        """z of all heads in grains of 1/1024, int32 [B,T,heads]: one product into all hidden units, then one for each module."""
-        batch, length, d = states.shape
-        hidden = functional.linear(states.reshape(-1, d).float(), self._w, self._b).relu_()
-        hidden = hidden.view(batch * length, -1, self._hidden).transpose(0, 1)
+        """z of all heads in grains of 1/1024, int32 [N,heads]: one product into all hidden units, then one for each module."""
+        hidden = functional.linear(states.float(), self._w, self._b).relu_()
+        hidden = hidden.view(len(states), -1, self._hidden).transpose(0, 1)
         scores = in_grains(torch.baddbmm(self._heads_b, hidden, self._heads))
-        scores = scores.transpose(0, 1).reshape(batch, length, -1)
+        scores = scores.transpose(0, 1).reshape(len(states), -1)
         return scores if self._real is None else scores.index_select(-1, self._real)
 
     def _means(self, sums: Tensor, lagged: Tensor, lengths: Tensor) -> Tensor:
-        """e [B,T,M] from the sums of grains up to each state, and those up to where each window begins, [B,windows x T,width]."""
-        length = sums.shape[1]
-        fronts = [lagged[:, i * length : (i + 1) * length, columns] for i, columns in enumerate(self._by_window)]
+        """e [N,M] from the sums of grains up to each state, and those up to where each window begins, [windows x N,width]."""
+        count = len(sums)
+        fronts = [lagged[i * count : (i + 1) * count, columns] for i, columns in enumerate(self._by_window)]
         sums = sums - (fronts[0] if len(fronts) == 1 else torch.cat(fronts, -1))
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)
-        most = sums.view(*sums.shape[:2], -1, self._most).amax(-1)
+        most = sums.view(count, -1, self._most).amax(-1)
         counted = torch.minimum(lengths - self._first, self._window)
         return in_thresholds(most, torch.maximum(counted, self._least)).masked_fill_(counted <= 0, 0.0)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unbind_core.applying.gate_memory import Places
+from unbind_core.applying.places import Places
 
 Record = list[tuple[tuple[str, ...], Tensor]]
 
@@ -17,7 +17,8 @@ class Pass:
 
     ``rows``: int64 [B] or [N], the selection's row of each; None where batch row i uses row i, or where the selection has a
     single row for all. ``places``: where the rows stand in a memory of gates; None where they are whole sequences from position
-    0, or where no gate has a memory. ``phase``: "prefill" or "decode", under which gates are counted. ``real``: bool [B,T] or
+    0, or where no gate has a memory. ``phase``: "prefill" or "decode", under which gates are counted; ``decoding``: bool [B,T] or
+    [N], where a pass of phase "prefill" decodes, None where it does nowhere. ``real``: bool [B,T] or
     [N], false at padding; None where all positions are real. ``counts``: as ``real``, for the positions that enter the counts;
     None where all do that are real. ``record``: gets the activations behind open gates, 0 behind closed ones: (names, FP32
     [...,M]) for each kind of detector at each layer. ``opened``: gets where a gate that acts is open (one that is only measured,
@@ -31,6 +32,7 @@ class Pass:
     counts: Tensor | None = None
     record: Record | None = None
     opened: list[Tensor] | None = None
+    decoding: Tensor | None = None
 
 
 WHOLE = Pass()  # whole sequences from position 0, all of them real

@@ -62,7 +62,7 @@ class Part:
         self.width = gates.width + self._corrections.width  # products of a state with a vector of its size
 
     def __call__(self, edited: Tensor, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Count]:
-        """``edited`` with this part's corrections, which are read off ``states`` alone; and what its gates did."""
+        """``edited`` [...,d] with this part's corrections, which are read off ``states`` alone; and what its gates did."""
         a, gate = self._gates(layer, states, pass_)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
@@ -80,7 +80,12 @@ class Part:
         if counts is not None:
             asked, gate = asked & counts.unsqueeze(-1), gate & counts.unsqueeze(-1)
         count = Count(gate, asked, pass_.rows is None and counts is None)
-        self.tally.add(PHASES.index(pass_.phase), count)
+        if pass_.decoding is None:
+            self.tally.add(PHASES.index(pass_.phase), count)
+            return count
+        decoding = pass_.decoding.unsqueeze(-1)
+        for phase, here in (("prefill", ~decoding), ("decode", decoding)):
+            self.tally.add(PHASES.index(phase), Count(gate & here, asked & here, False))
         return count
 
 
@@ -95,18 +100,19 @@ class Selection:
         self.rows = rows
         self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
 
-    def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE) -> Edit:
+    def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE, to: Tensor | None = None) -> Edit:
         """The edited states of one layer (Section 4.3, eq. (10)), same shape and dtype; the input stays as it is, and is given back
         where nothing is added.
 
-        ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. In FP32 throughout; all modules of the layer read the same
-        unmodified states. Raises UnbindError where the batch has other rows than the selection.
+        ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. ``to``: what the corrections are added to and what is given
+        back, where an engine keeps a state as a sum of parts; None for the states themselves. In FP32 throughout; all modules of
+        the layer read the same unmodified states. Raises UnbindError where the batch has other rows than the selection.
         """
         if pass_.rows is None and self.rows not in (1, states.shape[0]):
             raise UnbindError(
                 f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
             )
-        edited, counts = states, []
+        edited, counts = states if to is None else to, []
         with threads_for(states.device, states.numel() * self._width[layer]):
             for part in self._parts[layer]:
                 edited, count = part(edited, layer, states, pass_)

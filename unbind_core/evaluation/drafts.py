@@ -17,16 +17,18 @@ from torch import Tensor, nn
 
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import edit_of
-from unbind_core.architecture import decoder_layers
+from unbind_core.architecture import decoder_layers, unwrap
+from unbind_core.evaluation.kept import rows_of
 from unbind_core.evaluation.replay import Replay, changed_by
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.running.recording import frozen, recording
-from unbind_core.running.upper_layers import logits_above
+from unbind_core.running.recording import recording
+from unbind_core.running.vocabulary import logits_in_parts
 from unbind_core.windows import MAX_WINDOW, Batch, Window, batches
 
 BATCH_TOKENS = 2048
+MOST_KEPT = 2 << 30  # bytes of paths' states beside those of the rows; a call that needs more takes its rows in groups
 STAGE = "forget rows: greedy"
 Path = tuple[int, ...]  # token ids of a prompt and what follows it
 
@@ -49,6 +51,7 @@ class Drafts:
         """``layer`` is the modules', ``pad`` and ``end`` are token ids; ``replay`` has kept the states of some paths already."""
         self.model, self.pad, self.end = model, pad, end
         self.layer = len(decoder_layers(model)) - 1 if layer is None else layer
+        self._given = 0  # batches that ``replay`` holds anyway
         self._batches: list[_PathStates] = []
         self._paths: set[Path] = set()
         # what was decoded after a draft was turned away from: the draft for the next time
@@ -56,9 +59,10 @@ class Drafts:
         self._latest: tuple[UnbindModule | None, dict[Path, list[int]]] = None, {}
         for one in replay.batches if replay is not None else ():
             last = max(one.states)
-            logits = logits_above(model, one.batch.ids, one.batch.attention_mask, last, one.states[last])
-            self._batches.append(_PathStates(one.batch, one.states[self.layer], logits.argmax(-1)))
+            following = self._most_likely(one.batch, last, one.states[last])
+            self._batches.append(_PathStates(one.batch, one.states[self.layer], following))
             self._paths |= {window.ids for window in one.batch.windows}
+        self._given = len(self._batches)
 
     def complete(
         self,
@@ -71,6 +75,26 @@ class Drafts:
         """Up to ``count`` new token ids after each prompt, without the end token: what
         :func:`unbind_core.running.generation.complete` gives under the module, but for the last bits of half-precision states.
         """
+        config, itemsize = unwrap(self.model).config, next(self.model.parameters()).dtype.itemsize
+        a_token = config.get_text_config().hidden_size * itemsize  # type: ignore[union-attr, operator]
+        group, room, found = 0, 0, list[list[int]]()
+        for i, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
+            size = (len(prompt) + max(len(target), count)) * int(a_token)
+            room += size
+            if room > MOST_KEPT and i > group:
+                found += self._complete(module, prompts[group:i], targets[group:i], count, progress)
+                group, room = i, size
+        return found + self._complete(module, prompts[group:], targets[group:], count, progress)
+
+    def _complete(
+        self,
+        module: UnbindModule | None,
+        prompts: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        count: int,
+        progress: ProgressCallback,
+    ) -> list[list[int]]:
+        self._let_go()
         found: list[list[int]] = [[] for _ in prompts]
         drafts = {i: (*prompt, *target) for i, (prompt, target) in enumerate(zip(prompts, targets, strict=True))}
         paths = {i: path[: max(MAX_WINDOW, len(prompts[i]) + 1)] for i, path in drafts.items()}
@@ -111,10 +135,23 @@ class Drafts:
         device = next(self.model.parameters()).device
         every = list(batches(windows, self.pad, tokens=BATCH_TOKENS, device=device))
         for batch in counted(every, len(every), STAGE, progress):
-            with torch.no_grad(), frozen(self.model), recording(self.model, [self.layer]) as states:
-                logits = self.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            self._batches.append(_PathStates(batch, states[self.layer], logits.argmax(-1)))
+            with recording(self.model, [self.layer]) as states:
+                following = self._most_likely(batch)
+            self._batches.append(_PathStates(batch, states[self.layer], following))
         self._paths |= paths
+
+    def _let_go(self) -> None:
+        """Drop the states of paths where they are too many; those of a path that is asked again are computed again."""
+        kept = self._batches[self._given :]
+        if sum(one.states.numel() * one.states.element_size() for one in kept) > MOST_KEPT:
+            self._paths -= {window.ids for one in kept for window in one.batch.windows}
+            del self._batches[self._given :]
+
+    def _most_likely(self, batch: Batch, layer: int | None = None, states: Tensor | None = None) -> Tensor:
+        """The most likely token after each position, int64 [B,T], where ``layer`` puts out ``states``."""
+        every = torch.ones_like(batch.ids, dtype=torch.bool)
+        parts = logits_in_parts(self.model, batch.ids, batch.attention_mask, every, layer, states)
+        return torch.cat([part.argmax(-1) for part in parts]).view_as(batch.ids)
 
     def _following(
         self, module: UnbindModule | None, wanted: set[Path], progress: ProgressCallback
@@ -134,8 +171,8 @@ class Drafts:
             if selection is not None:
                 edit, changed = changed_by(selection, self.layer, kept.batch, kept.states)
                 if bool((rows := changed.any(-1)).any()):
-                    ids, mask, following = kept.batch.ids[rows], kept.batch.attention_mask[rows], following.clone()
-                    following[rows] = logits_above(self.model, ids, mask, self.layer, edit.states[rows]).argmax(-1)
+                    following = following.clone()
+                    following[rows] = self._most_likely(rows_of(kept.batch, rows), self.layer, edit.states[rows])
             found |= {path: tokens[: len(path)] for path, tokens in zip(paths, following.tolist(), strict=True)}
         return found
 

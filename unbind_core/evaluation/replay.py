@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unbind_core.applying.passes import Pass
 from unbind_core.applying.selection import Edit, Selection
-from unbind_core.architecture import decoder_layers
-from unbind_core.files import write_whole
+from unbind_core.architecture import decoder_layers, unwrap
+from unbind_core.evaluation.kept import BatchStates, kept_states, rows_of
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.running.capture import target_nll
-from unbind_core.running.recording import frozen, recording
-from unbind_core.running.upper_layers import logits_above
+from unbind_core.running.capture import capture_nll
+from unbind_core.running.likelihood import divergences, nll_of
+from unbind_core.running.vocabulary import logits_in_parts
 from unbind_core.windows import Batch, Window, batches, make_batch
 
 SCREEN_TOKENS = 1024
@@ -60,19 +59,6 @@ class RowOutcome:
     positions: int = 0
 
 
-@dataclass
-class BatchStates:
-    """One batch with its unedited states at every layer [B,T,d] and the NLL of its targets [N]."""
-
-    batch: Batch
-    states: dict[int, Tensor]
-    nll: Tensor
-    rows: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rows = self.batch.window_index()
-
-
 class Replay:
     """The windows of one role, with the states from which any edit at any layer can be tried."""
 
@@ -88,17 +74,15 @@ class Replay:
         stage: str = "states",
         progress: ProgressCallback = silent,
     ) -> None:
-        """``cache`` is a file to keep the states in, named for what they depend on."""
+        """``cache`` is a file to keep the states in, named for what they depend on; where they are many there are more files."""
         self.model, self.pad = model, pad
         self.last = len(decoder_layers(model)) - 1
         self.layers = sorted({*layers, self.last})
         self.device = next(model.parameters()).device
         each = list(batches(windows, pad, tokens=tokens, device=self.device))
-        self.batches = (_load(cache, each, self.layers) if cache and each else None) or [
-            self._keep(batch) for batch in counted(each, len(each), stage, progress)
-        ]
-        if cache and not cache.exists():
-            _save(cache, self.batches)
+        self.batches = kept_states(
+            each, self.layers, lambda batch: self.bytes_of(batch.ids.numel()), self._capture, cache, stage, progress
+        )
         random.Random(0).shuffle(self.batches)  # so that the first few say something of all lengths
         self._sum_up()
 
@@ -111,14 +95,18 @@ class Replay:
         other = copy.copy(self)
         for cached in ("_screen", "_screen_logits"):  # of all rows
             other.__dict__.pop(cached, None)
-        other.batches = [part for kept in self.batches if (part := _without(kept, rows)) is not None]
+        other.batches = [part for kept in self.batches if (part := kept.without(rows)) is not None]
         other._sum_up()
         return other
 
-    def _keep(self, batch: Batch) -> BatchStates:
-        with torch.no_grad(), frozen(self.model), recording(self.model, self.layers) as states:
-            logits = self.model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return BatchStates(batch, states, target_nll(logits, batch))
+    def _capture(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
+        return capture_nll(self.model, batch, self.layers)
+
+    def bytes_of(self, positions: int) -> int:
+        """Of the states of so many positions at all layers."""
+        config = unwrap(self.model).config.get_text_config()  # type: ignore[union-attr, operator]
+        itemsize = next(self.model.parameters()).dtype.itemsize
+        return int(positions * config.hidden_size * itemsize * len(self.layers))
 
     def touched(self, kept: BatchStates, selection: Selection, layer: int) -> tuple[Edit, Tensor]:
         """The edit of a batch at ``layer``, and which of its real positions it changed (bool [B,T])."""
@@ -130,8 +118,8 @@ class Replay:
         edit, changed = self.touched(kept, selection, layer)
         if not bool(changed.any()):
             return 0.0
-        logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, layer, edit.states)
-        return float(_kls(self._screen_logits, logits[kept.batch.predictors]).sum()) / len(kept.nll)
+        pairs = zip(self._screen_logits, self._logits(kept.batch, layer, edit.states), strict=True)
+        return sum(float(divergences(original, edited).sum()) for original, edited in pairs) / len(kept.nll)
 
     @cached_property
     def _screen(self) -> BatchStates:
@@ -140,13 +128,16 @@ class Replay:
         mean = sum(len(window.ids) for window in order) / len(order)
         step = max(1, round(len(order) * mean / SCREEN_TOKENS))
         batch = make_batch(order[min(step // 2, len(order) - 1) :: step], self.pad, self.device)
-        return self._keep(batch)
+        return BatchStates(batch, *self._capture(batch))
 
     @cached_property
-    def _screen_logits(self) -> Tensor:
-        kept = self._screen
-        logits = logits_above(self.model, kept.batch.ids, kept.batch.attention_mask, self.last, kept.states[self.last])
-        return logits[kept.batch.predictors]
+    def _screen_logits(self) -> list[Tensor]:
+        """Of one small batch, in the parts in which an edit's are compared with them."""
+        return list(self._logits(self._screen.batch, self.last, self._screen.states[self.last]))
+
+    def _logits(self, batch: Batch, layer: int, states: Tensor) -> Iterator[Tensor]:
+        """Logits of a batch's predictor positions with the output of ``layer`` as given."""
+        return logits_in_parts(self.model, batch.ids, batch.attention_mask, batch.predictors, layer, states)
 
     def run(
         self,
@@ -165,17 +156,16 @@ class Replay:
             rows = changed.any(-1)
             nll, kls = kept.nll, torch.zeros_like(kept.nll)
             if bool(rows.any()):
-                part = _rows_of(kept.batch, rows)
-                logits = logits_above(self.model, part.ids, part.attention_mask, layer, edit.states[rows])
+                part = rows_of(kept.batch, rows)
+                edited = self._logits(part, layer, edit.states[rows])
+                original = (
+                    self._logits(part, self.last, kept.states[self.last][rows]) if kl_budget is not None else None
+                )
+                moved, apart = _compared(part, edited, original)
                 mine = rows[kept.rows]
-                nll = kept.nll.masked_scatter(mine, target_nll(logits, part))
-                if kl_budget is not None:
-                    original = logits_above(
-                        self.model, part.ids, part.attention_mask, self.last, kept.states[self.last][rows]
-                    )
-                    kls = kls.masked_scatter(
-                        mine, _kls(original[part.predictors], logits[part.predictors]).to(kls.dtype)
-                    )
+                nll = kept.nll.masked_scatter(mine, moved)
+                if apart is not None:
+                    kls = kls.masked_scatter(mine, apart.to(kls.dtype))
                     outcome.kl += float(kls.double().sum())
             evaluated, opened = edit.totals()
             outcome.evaluated, outcome.open_gates = outcome.evaluated + evaluated, outcome.open_gates + opened
@@ -197,47 +187,17 @@ def changed_by(selection: Selection, layer: int, batch: Batch, states: Tensor) -
     return edit, (edit.states != states).any(-1) & real
 
 
-def _save(file: Path, kept: Sequence[BatchStates]) -> None:
-    """Write the states of all batches, whole or not at all."""
-    tensors = {f"{i}.{layer}": states.cpu() for i, one in enumerate(kept) for layer, states in one.states.items()}
-    tensors |= {f"{i}.nll": one.nll.cpu() for i, one in enumerate(kept)}
-    write_whole(file, lambda temporary: save_file(tensors, temporary))
-
-
-def _load(file: Path, each: Sequence[Batch], layers: Sequence[int]) -> list[BatchStates] | None:
-    """What :func:`_save` wrote for these batches; None where there is no such file or it is damaged."""
-    try:
-        with safe_open(file, framework="pt", device=str(each[0].ids.device)) as content:
-            return [
-                BatchStates(batch, {n: content.get_tensor(f"{i}.{n}") for n in layers}, content.get_tensor(f"{i}.nll"))
-                for i, batch in enumerate(each)
-            ]
-    except (OSError, SafetensorError):
-        return None
-
-
-def _without(kept: BatchStates, rows: Collection[int]) -> BatchStates | None:
-    """A batch without the windows of some rows; None where nothing is left of it."""
-    stay = torch.tensor([window.row not in rows for window in kept.batch.windows], device=kept.nll.device)
-    if bool(stay.all()):
-        return kept
-    if not bool(stay.any()):
-        return None
-    states = {layer: part[stay] for layer, part in kept.states.items()}
-    return BatchStates(_rows_of(kept.batch, stay), states, kept.nll[stay[kept.rows]])
-
-
-def _rows_of(batch: Batch, rows: Tensor) -> Batch:
-    """The sub-batch of the rows that are true in ``rows`` (bool [B])."""
-    chosen = tuple(window for window, wanted in zip(batch.windows, rows.tolist(), strict=True) if wanted)
-    return Batch(chosen, batch.ids[rows], batch.attention_mask[rows], batch.predictors[rows])
-
-
-def _kls(original: Tensor, edited: Tensor) -> Tensor:
-    """KL(original || edited) of each row, natural log, FP32 softmax: logits [N,V] -> [N]."""
-    p = torch.log_softmax(original.float(), -1)
-    q = torch.log_softmax(edited.float(), -1)
-    return nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+def _compared(
+    batch: Batch, edited: Iterable[Tensor], original: Iterable[Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
+    """NLL [N] of a batch's targets under an edit and, with the ``original`` logits, the divergences [N]; both in equal parts."""
+    nll, kls, following = [], [], batch.next_tokens()
+    for part, before in zip(edited, itertools.repeat(None) if original is None else original, strict=False):
+        nll.append(nll_of(part, following[: len(part)]))
+        following = following[len(part) :]
+        if before is not None:
+            kls.append(divergences(before, part))
+    return torch.cat(nll), torch.cat(kls) if kls else None
 
 
 def _by_row(rows: dict[int, RowOutcome], kept: BatchStates, changed: Tensor, nll: Tensor, kls: Tensor) -> None:

@@ -28,7 +28,7 @@ from unbind_core.evaluation.scores import (
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest, spread
-from unbind_core.running.capture import target_nll
+from unbind_core.running.capture import capture_nll
 from unbind_core.running.generation import Editing
 from unbind_core.running.recording import frozen
 from unbind_core.windows import Window, batches
@@ -50,8 +50,7 @@ def perplexity(
     every = list(batches(windows, pad, device=device))
     with torch.no_grad(), frozen(model), editing():
         for batch in counted(every, len(every), "retain perplexity", progress):
-            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            nll = target_nll(logits, batch)
+            _, nll = capture_nll(model, batch, [])
             total, count = total + float(nll.double().sum()), count + len(nll)
     return math.exp(total / max(count, 1))
 

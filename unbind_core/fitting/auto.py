@@ -22,16 +22,13 @@ from unbind_core.fitting.network import BATCH, Network
 from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.screening import EARLY, Screening
-from unbind_core.fitting.separation import FIRST, Separation, least
+from unbind_core.fitting.separation import FIRST, Separation, least, opens_within
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import spread
 
-CLOSING = (
-    0.5,
-    0.9,
-    1.0,
-)  # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
+# tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
+CLOSING = (0.5, 0.9, 1.0)
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
 MOST_ASKED = 6  # gates within the budgets that all rows are asked about: where those miss, the correction does
 PROBED_ROWS = 8  # say whether all rows are worth asking
@@ -113,7 +110,7 @@ class _Auto:
         """Modules of one network for each window and pair of thresholds, those that open earliest and stay open first."""
         width = network_width(len(self.every))
         steps = self._steps(network_steps(len(self.every)))
-        network, splits = self.screening.detector(width, steps, network_batch(len(self.every)))
+        network, splits, ours = self.screening.detector(width, steps, network_batch(len(self.every)))
         ways = sorted(
             (
                 (number + dear, number, -split.margin, split, threshold, closing)
@@ -124,7 +121,7 @@ class _Auto:
             key=lambda way: way[:3],
         )
         for *_, split, threshold, closing in ways:
-            opens = told(self.screening.opens_within(network, split, threshold))
+            opens = told(opens_within(ours, split, threshold))
             level = Level(width, steps, threshold, closing, split.to_json(), opens)
             self.levels.append(level)
             yield level, self.module(network, split, threshold, closing)
@@ -150,18 +147,24 @@ class _Auto:
             **self.correction.tensors(),
         )
 
-    def tried(self, level: Level, module: UnbindModule) -> Level:
-        """The level with what its gate costs, and, where that is within the budgets, what it leaves of the rows."""
-        level.cost = self.judge.cost(module)
-        if level.cost.within(self.context.options.limits):
-            probed = spread(self.every, PROBED_ROWS)
-            level.remainder = self.judge.remainder(module, probed)
-            if len(probed) == len(self.every) or level.remainder.spans == 0:
-                level.remainder = self.judge.remainder(module, self.every, thorough=True)
+    def tries(self, level: Level, module: UnbindModule) -> None:
+        """Enter what the level's gate costs, and, where that is within the budgets, what it leaves of the rows."""
+        with self.clock.stage("gates"):
+            level.cost = self.judge.cost(module)
+            if level.cost.within(self.context.options.limits):
+                level.remainder = self._left(module)
+        if level.remainder is not None:
             reached = self.judge.aim.reached(level.remainder)
             level.verdict = Verdict.CHOSEN if reached else Verdict.MISSES
         self.context.progress(Progress("gates", len(self.levels), len(self.levels), str(level.verdict)))
-        return level
+
+    def _left(self, module: UnbindModule) -> Remainder:
+        """What the module leaves: of some rows, where those give long spans back already, else of all, asked thoroughly."""
+        if len(self.every) > PROBED_ROWS:
+            probed = self.judge.remainder(module, spread(self.every, PROBED_ROWS))
+            if probed.spans:
+                return probed
+        return self.judge.remainder(module, self.every, thorough=True)
 
 
 def told(opens: Sequence[int | None]) -> dict[str, float | None]:
@@ -203,7 +206,7 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
     last: UnbindModule | None = None
     asked = 0
     for level, module in run.gates():
-        run.tried(level, module)
+        run.tries(level, module)
         last = module
         if level.verdict is Verdict.CHOSEN:
             return _finish(run, module, level, Outcome.CALIBRATED)
@@ -214,7 +217,9 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
             break
     if best is not None:
         _, level, module = best
-        level.remainder, level.verdict = run.judge.remainder(module, run.every, thorough=True), Verdict.BEST
+        if level.remainder is not None and level.remainder.rows < len(run.every):
+            level.remainder = run.judge.remainder(module, run.every, thorough=True)
+        level.verdict = Verdict.BEST
         return _finish(run, module, level, Outcome.SHORT)
     assert last is not None  # a network has ways to use it
     return _finish(run, replace(last, kappa=0.0), run.levels[-1], Outcome.INEFFECTIVE)
@@ -232,22 +237,22 @@ def _finish(run: _Auto, module: UnbindModule, level: Level, outcome: Outcome) ->
         "divergence": run.correction.divergence,
         "on_retained": run.correction.on_retained,
     }
-    reached = level.to_json() | {"layer": module.layer, "correction": correction, "aim": asdict(run.judge.aim)}
-    measured = {
-        **{key: value for key, value in reached.items() if key != "verdict"},
-        "positions": positions,
-        **run.screening.contradicting,
-    }
+    levels = [one.to_json() for one in run.levels]
+    chosen = levels[run.levels.index(level)]
+    reached = {**chosen, "layer": module.layer, "correction": correction, "aim": asdict(run.judge.aim)}
+    measured = {**reached, "positions": positions, **run.screening.contradicting}
+    del measured["verdict"]  # of this fit, and no figure
     report = FitReport(
         outcome=outcome,
         selected=None if outcome is Outcome.INEFFECTIVE else reached,
         scan=[],
-        layers=[],
+        layers=[{"layer": module.layer}],
         positions=positions,
         seconds=run.clock.seconds,
+        memory=run.clock.memory,
         exactness=run.context.exactness,
         gate="network",
-        levels=[one.to_json() for one in run.levels],
+        levels=levels,
         retain_rows_left_out=run.screening.left_out,
     )
     return replace(module, measured=measured), report

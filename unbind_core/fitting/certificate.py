@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from unbind_core.applying.bank import edit_of
-from unbind_core.evaluation.completions import retain_completions
-from unbind_core.evaluation.replay import retain_replay
+from unbind_core.evaluation.completions import RetainCompletions, retain_completions
+from unbind_core.evaluation.replay import Replay, retain_replay
 from unbind_core.fitting.bounds import LEVEL, mean_bound, share_bound
 from unbind_core.fitting.context import Context
 from unbind_core.module import UnbindModule
@@ -31,22 +32,11 @@ def certify(context: Context, module: UnbindModule, left_out: Sequence[int]) -> 
     if not rows:
         return None
 
-    def tell(at: Progress) -> None:
-        context.progress(replace(at, stage="certificate"))
-
-    shared: dict[str, Any] = {
-        "cache": context.cache,
-        "fingerprint": context.identity.fingerprint,
-        "progress": tell,
-    }
+    tell = partial(_tell, context)
     with context.clock.stage("certificate"):
-        windows = context.retain_windows(rows)
-        replay = retain_replay(context.model, windows, [module.layer], pad=context.pad, **shared)
+        replay, completions = certificate_states(context, rows, module.layer)
         bank, selection = edit_of(module, replay.device)
         found = replay.run(selection, module.layer, kl_budget=float("inf"), progress=tell).rows.values()
-        completions = retain_completions(
-            context.model, context.tokenizer, context.retain, rows, [module.layer], **shared
-        )
         drops = completions.drops(bank, selection, module.layer, tell)
     costs = {
         "open_rate": [row.changed / row.positions for row in found],
@@ -65,6 +55,22 @@ def certify(context: Context, module: UnbindModule, left_out: Sequence[int]) -> 
         name for name in costs if name in certificate and (name != "open_rate" or context.options.gate == "auto")
     ]
     return {**certificate, "over": [name for name in binding if certificate[name]["observed"] > limits[name]]}
+
+
+def certificate_states(context: Context, rows: Sequence[int], layer: int) -> tuple[Replay, RetainCompletions]:
+    """What certifies a module of ``layer`` on retain rows, before any edit; from the cache where it is known."""
+    shared: dict[str, Any] = {
+        "cache": context.cache,
+        "fingerprint": context.identity.fingerprint,
+        "progress": partial(_tell, context),
+    }
+    windows = context.retain_windows(rows)
+    replay = retain_replay(context.model, windows, [layer], pad=context.pad, **shared)
+    return replay, retain_completions(context.model, context.tokenizer, context.retain, rows, [layer], **shared)
+
+
+def _tell(context: Context, at: Progress) -> None:
+    context.progress(replace(at, stage="certificate"))
 
 
 def _within(cost: float, cap: float) -> float:

@@ -19,6 +19,7 @@ from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
 from unbind_core.errors import FittingError
 from unbind_core.fitting.reference import Reference, last_logits
+from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.capture import capture_states
 from unbind_core.running.device import SHARED_PASS, threads_for
@@ -33,7 +34,6 @@ EXCESS, RETAIN = 2.0, 0.3  # weights of the two terms beside the divergence
 MARGIN = 0.3  # nats by which a row's own next token is to be less likely than under the reference
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
 MOST_POSITIONS = 120_000  # that are kept for training
-FIRST_POSITION = 4  # of a row: before it there is nothing to say whose it is
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,25 @@ class Correction:
         return {name: getattr(self, name).detach().float().cpu().contiguous() for name in ("u", "a", "c")}
 
 
-Sequences = Sequence[tuple[Window, Tensor]]  # windows with the states [T,d] of the edited layer
+@dataclass(frozen=True)
+class Met:
+    """A window in which a row is met: positions ``at``, int64 [n], of the row's part, and the edited layer's ``states`` [n,d]."""
+
+    window: Window
+    at: Tensor
+    states: Tensor
+
+
+def met_part(window: Window, states: Tensor, step: int = 1, first: int = 0) -> Met:
+    """Of a window's states [T,d] those that say whose they are and precede a token; each ``step``-th of them from ``first`` on."""
+    begin, end = window.start + FIRST + first, len(window.ids) - 1
+    part = states[begin:-1:step]
+    return Met(window, torch.arange(min(begin, end), end, step), part if step == 1 else part.clone())
 
 
 def examples(
     model: nn.Module,
-    sequences: Sequences,
+    met: Sequence[Met],
     reference: Reference,
     *,
     pad: int,
@@ -79,37 +92,37 @@ def examples(
     most: int = MOST_POSITIONS,
     progress: ProgressCallback = silent,
 ) -> Examples:
-    """From the rows' part of windows, ``start`` + FIRST_POSITION on; of more than ``most`` positions so many are drawn.
+    """From the rows' parts of windows; of more than ``most`` positions so many are drawn.
 
-    The first ``own`` of the sequences are the rows as they are, and count OWN times.
+    The first ``own`` of the windows are the rows as they are, and count OWN times.
     """
-    lengths = [max(0, len(window.ids) - 1 - window.start - FIRST_POSITION) for window, _ in sequences]
-    share = min(1.0, most / max(1, sum(lengths)))
-    drawn = [(torch.rand(length, generator=generator) < share).nonzero()[:, 0] for length in lengths]
-    at = [window.start + FIRST_POSITION + places for (window, _), places in zip(sequences, drawn, strict=True)]
-    if reference.model is None:
-        theirs = [states for _, states in sequences]
-    else:
-        theirs = _last_states(reference.source(model), [window for window, _ in sequences], pad, progress)
-    device, repeated = sequences[0][1].device, [*range(own)] * (OWN - 1) + [*range(len(sequences))]
+    share = min(1.0, most / max(1, sum(len(one.at) for one in met)))
+    drawn = [(torch.rand(len(one.at), generator=generator) < share).nonzero()[:, 0] for one in met]
+    device, repeated = met[0].states.device, [*range(own)] * (OWN - 1) + [*range(len(met))]
+    ours = [one.states[places.to(device)].to(torch.bfloat16) for one, places in zip(met, drawn, strict=True)]
+    theirs = ours
+    if reference.model is not None:
+        at = [one.at[places] for one, places in zip(met, drawn, strict=True)]
+        theirs = _last_states(reference.source(model), [one.window for one in met], at, pad, progress)
 
-    def chosen(of: Sequence[Tensor]) -> Tensor:
-        return torch.cat([of[i][at[i].to(device)].to(torch.bfloat16) for i in repeated])
+    def repeat(of: Sequence[Tensor]) -> Tensor:
+        return torch.cat([of[i] for i in repeated])
 
-    following = torch.cat([torch.tensor(sequences[i][0].ids)[at[i] + 1] for i in repeated])
-    return Examples(chosen([states for _, states in sequences]), chosen(theirs), following.to(device))
+    following = [torch.tensor(one.window.ids)[one.at[places] + 1] for one, places in zip(met, drawn, strict=True)]
+    return Examples(repeat(ours), repeat(theirs), repeat(following).to(device))
 
 
-def _last_states(model: nn.Module, windows: Sequence[Window], pad: int, progress: ProgressCallback) -> list[Tensor]:
-    """States [T,d] of each window at the last decoder layer, in the order of ``windows``."""
+def _last_states(
+    model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
+) -> list[Tensor]:
+    """bfloat16 states [n,d] at some positions of each window at the last decoder layer, in the order of ``windows``."""
     last, device = len(decoder_layers(model)) - 1, next(model.parameters()).device
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))  # as batches come
-    every, found = list(batches(windows, pad, device=device)), []
+    order = iter(sorted(range(len(windows)), key=lambda i: -len(windows[i].ids)))  # as batches come
+    every, found = list(batches(windows, pad, device=device)), dict[int, Tensor]()
     for batch in counted(every, len(every), "reference", progress):
-        states = capture_states(model, batch, [last], roughly=True)[last]
-        found += [own[: len(window.ids)] for window, own in zip(batch.windows, states, strict=True)]
-    placed = dict(zip(order, found, strict=True))
-    return [placed[i] for i in range(len(windows))]
+        for one, number in zip(capture_states(model, batch, [last], roughly=True)[last], order, strict=False):
+            found[number] = one[at[number].to(device)].to(torch.bfloat16)
+    return [found[i] for i in range(len(windows))]
 
 
 def learn(
@@ -136,7 +149,8 @@ def learn(
     u, a, c = (tensor.to(device).requires_grad_(True) for tensor in begun)
     optimizer = torch.optim.Adam([{"params": [u, c], "lr": RATE * size * d**-0.5}, {"params": [a], "lr": RATE / size}])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    logits, one = last_logits(model), torch.ones(BATCH + BATCH // 2, device=device)
+    logits, said = last_logits(model), reference.log_probabilities(model)
+    one = torch.ones(BATCH + BATCH // 2, device=device)
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
         ours, theirs = (
@@ -144,7 +158,7 @@ def learn(
             for count, number in ((len(found.states), BATCH), (len(retained), BATCH // 2))
         )
         following = found.following[ours]
-        wanted = reference.log_probabilities(model, found.theirs[ours].float(), following)
+        wanted = said(found.theirs[ours].float(), following)
         plain = retained[theirs].float()
         both = torch.cat((found.states[ours].float(), plain))
         got, after = log_softmax(logits(corrected(both, one, u, a, c)), -1).split((BATCH, BATCH // 2))

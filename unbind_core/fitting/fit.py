@@ -20,7 +20,7 @@ from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
-from unbind_core.fitting.certificate import certify
+from unbind_core.fitting.certificate import certificate_states, certify
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome, possible_layers
 from unbind_core.fitting.paper import fit_paper
@@ -138,19 +138,20 @@ def prepare_retained(
 
 def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
     retained(context)
-    certificate = [context.retain[i] for i in context.parts.retain_certificate]
-    for stage, rows in (("certificate completions", certificate), ("held-out completions", held_out)):
-        with context.clock.stage(stage):
-            prompts, _ = retain_prompts(context.tokenizer, rows, range(len(rows)))
-            if prompts:
-                unedited_completions(
-                    context.model,
-                    context.tokenizer,
-                    prompts,
-                    cache=context.cache,
-                    fingerprint=context.identity.fingerprint,
-                    progress=context.progress,
-                )
+    with context.clock.stage("certificate"):
+        if rows := context.parts.retain_certificate:
+            certificate_states(context, rows, context.layers[0])
+    with context.clock.stage("held-out completions"):
+        prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)))
+        if prompts:
+            unedited_completions(
+                context.model,
+                context.tokenizer,
+                prompts,
+                cache=context.cache,
+                fingerprint=context.identity.fingerprint,
+                progress=context.progress,
+            )
 
 
 def _context(
@@ -193,7 +194,7 @@ def _context(
         options=options,
         progress=progress,
         cache=cache,
-        clock=Clock(),
+        clock=Clock(next(model.parameters()).device),
         exactness=0.0,
     )
 

@@ -1,6 +1,6 @@
 """What a candidate module does: how much of the rows it makes the model forget, and what it costs on retain rows.
 
-The measures of ``gate="auto"`` (``auto.py`` chooses by them); all of them on rows that the fit was context.
+The measures of ``gate="auto"`` (``auto.py`` chooses by them), all of them on rows of the fit itself.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
+
+from torch import nn
 
 from unbind_core.applying.attach import attach
-from unbind_core.applying.bank import edit_of
+from unbind_core.applying.bank import ModuleBank, edit_of
 from unbind_core.evaluation.completions import RetainCompletions
 from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
@@ -47,8 +50,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Remainder:
-    """What comes back of the rows: F-BLEU by form, rows with long spans, mean recovery, the share of empty answers."""
+    """What comes back of so many ``rows``: F-BLEU by form, rows with long spans, mean recovery, the share of empty answers."""
 
+    rows: int
     f_bleu: dict[str, float]
     spans: int
     recovery: float
@@ -81,57 +85,69 @@ class Judge:
         self, context: Context, retain: Replay, completions: RetainCompletions, forget: Replay, reference: Reference
     ) -> None:
         """``forget``: the states of the rows to forget at the layer that is edited."""
-        self.context, self.retain, self.completions, self.target = context, retain, completions, context.options.target
-        self.forget = forget
-        self._drafts: dict[int, Drafts] = {}
-        self.before = context.before or self._scores(range(len(context.forget)), None, attempts=0)
+        self.context, self.retain, self.completions = context, retain, completions
+        self.drafts = Drafts(
+            context.model, context.layers[0], pad=context.pad, end=context.tokenizer.eos_token_id, replay=forget
+        )
         self.aim = self._aim(reference)
 
     def _aim(self, reference: Reference) -> Aim:
         """Of ``silent``: shares of what came before. Of ``rewrite``: what the reference says, and a little more; where the model is
         its own reference, shares again.
         """
-        target, policy = self.target, self.context.options.policy
-        before = _summed(self.before, self.context.forms)
-        if policy == "silent":
-            cut = {form: (1 - target.f_bleu_cut) * value for form, value in before.f_bleu.items()}
-            return Aim(cut, target.recovery, 1.0)
+        target, every = self.context.options.target, range(len(self.context.forget))
+        if self.context.options.policy == "silent":
+            before = self._before()
+            return Aim(_share(before, 1 - target.f_bleu_cut), target.recovery, 1.0)
         if reference.model is None:
-            cut = {form: (1 - target.alone_cut) * value for form, value in before.f_bleu.items()}
-            return Aim(cut, target.alone_recovery, before.empty + target.above_empty)
-        said, often = (self._said(reference, attempts) for attempts in (0, self._often(len(self.context.forget))))
+            before = self._before()
+            return Aim(_share(before, 1 - target.alone_cut), target.alone_recovery, before.empty + target.above_empty)
+        said, often = (
+            self._asked(reference.source(self.context.model), every, attempts, stage="reference")
+            for attempts in (0, thoroughly(len(every)))
+        )
         return Aim(
             {form: value + target.above_f_bleu for form, value in said.f_bleu.items()},
             max(target.recovery, said.recovery, often.recovery) + target.above_recovery,
             said.empty + target.above_empty,
         )
 
-    def _said(self, reference: Reference, attempts: int) -> Remainder:
-        """What the reference gives back of all rows, asked as often as a module is."""
+    def _before(self) -> Remainder:
+        """What the unedited model gives back of all rows, asked greedily."""
+        if self.context.before is not None:
+            return _summed(self.context.before, self.context.forms)
+        return self._given(None, range(len(self.context.forget)), attempts=0)
+
+    def remainder(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
+        """What comes back under the module: by greedy completions of these rows' own prompts, plain and fill-in-the-middle; where
+        little enough is left there, by all the ways to ask that a fit may look at (``CHOSEN_BY``), and where ``thorough``
+        by some rows' sampled ones.
+        """
+        found = self._given(module, rows, attempts=0)
+        for attempts in (1, thoroughly(len(rows))) if thorough else (1,):
+            if not self.aim.reached(found):
+                break
+            more = self._given(module, rows, attempts)
+            found = replace(found, spans=max(found.spans, more.spans), recovery=max(found.recovery, more.recovery))
+        return found
+
+    def _given(self, module: UnbindModule | None, rows: Sequence[int], attempts: int) -> Remainder:
+        """What the model gives back under the module, or under none; greedily by way of drafts."""
+        context = self.context
+        bank = edit_of(module, self.retain.device)[0] if module is not None else ModuleBank()
+        return self._asked(
+            context.model,
+            rows,
+            attempts,
+            editing=lambda: attach(context.model, bank),
+            greedily=partial(self.drafts.complete, module, progress=context.progress),
+        )
+
+    def _asked(self, model: nn.Module, rows: Sequence[int], attempts: int, **more: Any) -> Remainder:
+        """What ``model`` gives back of these rows, by the ways that a fit may look at."""
         context = self.context
         scores = forget_scores(
-            reference.source(context.model),
-            context.tokenizer,
-            context.forget,
-            forms=context.forms,
-            ways=CHOSEN_BY,
-            attempts=attempts,
-            sampled=spread(range(len(context.forget)), SAMPLED_ROWS),
-            new_tokens=NEW_TOKENS,
-            progress=context.progress,
-            stage="reference",
-        )
-        return _summed(scores, context.forms)
-
-    def _often(self, rows: int) -> int:
-        """How many times each way is asked in a thorough trial: few rows more often."""
-        return min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // rows))
-
-    def _scores(self, rows: Sequence[int], module: UnbindModule | None, attempts: int) -> list[RowScore]:
-        context = self.context
-        asked = partial(
-            forget_scores,
-            context.model,
+            model,
             context.tokenizer,
             [context.forget[i] for i in rows],
             forms=context.forms,
@@ -140,33 +156,9 @@ class Judge:
             sampled=spread(range(len(rows)), SAMPLED_ROWS),
             new_tokens=NEW_TOKENS,
             progress=context.progress,
+            **more,
         )
-        layer = module.layer if module is not None else context.identity.num_layers - 1
-        if layer not in self._drafts:
-            self._drafts[layer] = Drafts(
-                context.model, layer, pad=context.pad, end=context.tokenizer.eos_token_id, replay=self.forget
-            )
-        greedily = partial(self._drafts[layer].complete, module, progress=context.progress)
-        if module is None:
-            return asked(greedily=greedily)
-        bank, _ = edit_of(module, self.retain.device)
-        return asked(editing=lambda: attach(context.model, bank), greedily=greedily)
-
-    def remainder(self, module: UnbindModule, rows: Sequence[int], *, thorough: bool = False) -> Remainder:
-        """Completions under the module against those before it: greedy ones of these rows' own prompts, plain and
-        fill-in-the-middle; where nothing is left there, of all the ways to ask that a fit
-        may look at (``CHOSEN_BY``), and where ``thorough`` some rows' sampled ones.
-        """
-        found = self._remainder(module, rows, attempts=0)
-        for attempts in (1, self._often(len(rows))) if thorough else (1,):
-            if not self.aim.reached(found):
-                break
-            more = self._remainder(module, rows, attempts)
-            found = replace(found, spans=max(found.spans, more.spans), recovery=max(found.recovery, more.recovery))
-        return found
-
-    def _remainder(self, module: UnbindModule, rows: Sequence[int], attempts: int) -> Remainder:
-        return _summed(self._scores(rows, module, attempts), self.context.forms)
+        return _summed(scores, context.forms)
 
     def cost(self, module: UnbindModule) -> Cost:
         """What the module does to the retain-calibration rows."""
@@ -189,10 +181,21 @@ class Judge:
         )
 
 
+def thoroughly(rows: int) -> int:
+    """How many times each way is asked in a thorough trial: few rows more often."""
+    return min(MOST_ATTEMPTS, 1 + max(1, SAMPLED_ROWS // rows))
+
+
+def _share(before: Remainder, share: float) -> dict[str, float]:
+    """So much of the F-BLEU by form."""
+    return {form: share * value for form, value in before.f_bleu.items()}
+
+
 def _summed(scores: Sequence[RowScore], forms: Sequence[str]) -> Remainder:
     """What came back of the rows together."""
     count = len(scores)
     return Remainder(
+        count,
         {form: sum(score.bleu[form] for score in scores) / count for form in forms},
         sum(score.span >= EXTRACTED_SPAN for score in scores),
         sum(score.recovery for score in scores) / count,

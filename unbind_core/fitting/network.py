@@ -19,7 +19,6 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 
 BATCH = 2048
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
-FIRST_POSITION = 4  # of a row: before it there is too little to say whose it is
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from unbind_core.errors import DataError
 from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY
 from unbind_core.fitting.calibration import NORM_STRENGTHS, PAPER_QUANTILES, PAPER_STRENGTHS, QUANTILES, Budgets
 from unbind_core.fitting.directions import RIDGE
+from unbind_core.running.device import forget_peak, peak_bytes
 from unbind_core.windows import MAX_WINDOW
 
 # "auto" is held to the likelihood budgets of the paper with cautious estimates, where the paper holds means to them.
@@ -136,11 +139,12 @@ class FitReport:
 
     ``outcome``: "calibrated"; "short" where the module stays within the budgets but misses the target; "ineffective" where
     nothing above strength 0 met the budgets. ``gate``: the kind that was chosen. ``levels``: what each kind that was
-    tried reached, and why it was or was not taken. ``scan``: every candidate of the paper's gate. ``retain_rows_left_out``:
-    the retain rows (numbered as in the module's partitions) that repeat forget rows so far that neither detector nor
-    thresholds may go by them. ``certificate``: what the module costs retain rows that chose nothing, with upper bounds
-    (``certificate.py``); None where there are no such rows. ``ways``: by which ways to ask forgetting was chosen, and which only
-    reports look at; every figure of forgetting in here is of the first kind.
+    tried reached, and why it was or was not taken. ``layers``: those that were considered, with what the paper's gate found
+    there, and ``scan``: every candidate of it. ``retain_rows_left_out``: the retain rows (numbered as in the module's
+    partitions) that repeat forget rows so far that neither detector nor thresholds may go by them. ``certificate``: what
+    the module costs retain rows that chose nothing, with upper bounds (``certificate.py``); None where there are no such
+    rows. ``ways``: by which ways to ask forgetting was chosen, and which only reports look at; every figure of
+    forgetting in here is of the first kind. ``memory``: the most there was at a time in each stage, bytes.
     """
 
     outcome: Outcome
@@ -149,6 +153,7 @@ class FitReport:
     layers: list[dict[str, Any]]
     positions: dict[str, int]
     seconds: dict[str, float]
+    memory: dict[str, int]
     exactness: float
     gate: str = "paper"
     levels: list[dict[str, Any]] = field(default_factory=list)
@@ -164,16 +169,20 @@ class FitReport:
 
 
 class Clock:
-    """Seconds spent per stage."""
+    """Seconds spent per stage, and the most memory there was in it, bytes: of tensors on the device, or of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
+        self.memory: dict[str, int] = {}
+        self._device = device
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time inside to stage ``name``."""
+        """Add the time inside to stage ``name``. Stages do not stand within each other."""
         begun = time.monotonic()
+        forget_peak(self._device)
         try:
             yield
         finally:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - begun, 3)
+            self.memory[name] = max(self.memory.get(name, 0), peak_bytes(self._device))

@@ -26,6 +26,7 @@ from unbind_core.fitting.search import Candidate, search
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted
 from unbind_core.running.capture import capture
+from unbind_core.running.shape import Shape
 from unbind_core.windows import Window, batches
 
 
@@ -47,7 +48,7 @@ def forget_statistics(
     device = next(model.parameters()).device
     moments: dict[int, Moments] = {}
     cross: dict[int, CrossMoments] = {}
-    every = list(batches(windows, pad, device=device))
+    every = list(batches(windows, pad, tokens=Shape.of(model).gradient_tokens, device=device))
     for batch in counted(every, len(every), "forget states and gradients", progress):
         one = capture(model, batch, layers)
         for layer, states in one.states.items():
@@ -68,7 +69,8 @@ def _layer_fits(
     layers = sorted(forget)
     states: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     gradients: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    for batch in batches(calibration, pad, device=next(model.parameters()).device):
+    device = next(model.parameters()).device
+    for batch in batches(calibration, pad, tokens=Shape.of(model).gradient_tokens, device=device):
         one = capture(model, batch, layers)
         for layer in layers:
             states[layer].append(one.states[layer])
@@ -179,6 +181,7 @@ def fit_paper(context: Context) -> tuple[UnbindModule, FitReport]:
             "retain_calibration": retain.count,
         },
         seconds=clock.seconds,
+        memory=clock.memory,
         exactness=context.exactness,
     )
     return as_module(chosen, {**chosen.to_json(), "positions": report.positions}), report

@@ -6,6 +6,7 @@ adapter, where the adapter has memorised the rows; the model itself, less the me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,18 +53,22 @@ class Reference:
             )
         return self.model
 
-    def log_probabilities(self, fitted: nn.Module, states: Tensor, following: Tensor) -> Tensor:
-        """FP32 [N,V] from the source's last decoder states [N,d]; ``following`` int64 [N]: the rows' own next tokens."""
-        source = self.source(fitted)
-        with torch.no_grad():
-            found = log_softmax(last_logits(source)(states), -1)
-            if self.model is None:
-                memorised = found.gather(1, following[:, None]) > log_of(MEMORISED)
-                found = log_softmax(
-                    found.scatter(1, following[:, None], found.gather(1, following[:, None]).where(~memorised, _GONE)),
-                    -1,
-                )
-        return found
+    def log_probabilities(self, fitted: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        """What gives FP32 [N,V] of the source's last decoder states [N,d] and the rows' own next tokens, int64 [N].
+
+        Raises DataError as :meth:`source` does.
+        """
+        logits, alone = last_logits(self.source(fitted)), self.model is None
+
+        def said(states: Tensor, following: Tensor) -> Tensor:
+            with torch.no_grad():
+                found, own = log_softmax(logits(states), -1), following[:, None]
+                if alone:
+                    known = found.gather(1, own)
+                    found = log_softmax(found.scatter(1, own, known.where(known <= math.log(MEMORISED), _GONE)), -1)
+            return found
+
+        return said
 
     def to_json(self) -> dict[str, str | None]:
         """As modules record it."""
@@ -84,11 +89,6 @@ def load_reference(
         loaded = load_model(model, dtype=dtype, device=device)
         return Reference(Kind.BASE, loaded.model, loaded.identity)
     return Reference()
-
-
-def log_of(share: float) -> float:
-    """Natural logarithm as a plain number."""
-    return float(torch.tensor(share).log())
 
 
 def last_logits(model: nn.Module) -> Callable[[Tensor], Tensor]:

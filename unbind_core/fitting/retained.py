@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,6 @@ from unbind_core.files import write_whole
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.moments import Moments, load_moments, save_moments
 from unbind_core.progress import Progress, ProgressCallback, counted, silent
-from unbind_core.rows import spread
 from unbind_core.running.capture import capture_states
 from unbind_core.running.device import bfloat16_is_fast
 from unbind_core.windows import Window, batches
@@ -63,50 +63,47 @@ def retain_moments(
 def retain_states(
     model: nn.Module,
     windows: Sequence[Window],
-    layers: Sequence[int],
+    layer: int,
     *,
     pad: int,
     limit_bytes: int,
     cache: Path | None = None,
     fingerprint: str = "",
     progress: ProgressCallback = silent,
-) -> tuple[dict[int, Tensor], Tensor]:
-    """A sample of retain states of every layer, bfloat16 [N,d] on the model's device, kept in ``cache`` if given, in files that
+) -> tuple[Tensor, Tensor]:
+    """A sample of retain states of a layer, bfloat16 [N,d] on the model's device, kept in ``cache`` if given, in files that
     are written one after another, so that work that is ended can be gone on with; and which row each is of, int64 [N].
 
-    Every k-th predictor position of all windows, k the smallest for which the layers together stay within ``limit_bytes``.
+    Every k-th predictor position of all windows, k the smallest for which they stay within ``limit_bytes``.
     """
     parameter = next(model.parameters())
-    size = sum(window.target_count for window in windows) * len(layers) * _width(model) * 2
+    size = sum(window.target_count for window in windows) * _width(model) * 2
     step = max(1, -(-size // limit_bytes))
     roughly = bfloat16_is_fast(parameter.device)  # they are kept in bfloat16 anyway
-    key = cache_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], layers, step, roughly)
+    key = cache_key(fingerprint, parameter.dtype, [(w.ids, w.first_target) for w in windows], [layer], step, roughly)
     every = list(batches(windows, pad, device=parameter.device))
     rows = [torch.tensor([w.row for w in one.windows])[one.window_index().cpu()][::step] for one in every]
-    shape = sum(map(len, rows)), _width(model)
-    joined = {layer: torch.empty(shape, dtype=torch.bfloat16, device=parameter.device) for layer in layers}
+    joined = torch.empty((sum(map(len, rows)), _width(model)), dtype=torch.bfloat16, device=parameter.device)
     size, filled = max(1, -(-len(every) // STATE_FILES)), 0
     for first in range(0, len(every), size):
         file = cache and cache / f"states-{key}-{first}.safetensors"
-        part = _known_states(file, layers, parameter.device) if file else None
+        part = _known_states(file, layer, parameter.device) if file else None
         if part is None:
-            found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+            found: list[Tensor] = []
             for done, batch in enumerate(every[first : first + size], start=first + 1):
-                for layer, states in capture_states(model, batch, layers, roughly=roughly).items():
-                    found[layer].append(states[batch.predictors][::step].to(torch.bfloat16))
+                states = capture_states(model, batch, [layer], roughly=roughly)[layer]
+                found.append(states[batch.predictors][::step].to(torch.bfloat16))
                 progress(Progress("retain states", done, len(every)))
-            part = {layer: torch.cat(states) for layer, states in found.items()}
+            part = torch.cat(found)
             if file:
-                _write_states(file, part)
-        count = len(part[layers[0]])
-        for layer, states in part.items():
-            joined[layer][filled : filled + count] = states
-        filled += count
+                _write_states(file, layer, part)
+        joined[filled : filled + len(part)] = part
+        filled += len(part)
     return joined, torch.cat(rows)
 
 
-def _write_states(file: Path, part: dict[int, Tensor]) -> None:
-    tensors = {str(layer): states.cpu() for layer, states in part.items()}
+def _write_states(file: Path, layer: int, part: Tensor) -> None:
+    tensors = {str(layer): part.cpu()}
     write_whole(file, lambda temporary: save_file(tensors, temporary))
 
 
@@ -114,26 +111,22 @@ def _width(model: nn.Module) -> int:
     return int(unwrap(model).config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
 
 
-def _known_states(file: Path, layers: Sequence[int], device: torch.device) -> dict[int, Tensor] | None:
+def _known_states(file: Path, layer: int, device: torch.device) -> Tensor | None:
     """What a file of states holds; None where there is none or it is damaged."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as opened:
-            return {layer: opened.get_tensor(str(layer)) for layer in layers}
+            return cast(Tensor, opened.get_tensor(str(layer)))
     except (OSError, SafetensorError):
         return None
 
 
-MOST_LAYERS = 8  # a deep model's upper layers are much alike
-
-
 @dataclass(frozen=True)
 class Retained:
-    """What ``gate="auto"`` needs of the retain rows alone: the layers that are tried, a sample of the states there with the row
-    that each is of, the calibration windows with theirs, and the unedited completions.
+    """What ``gate="auto"`` needs of the retain rows alone: a sample of the states at the layer that is edited, bfloat16 [N,d], with
+    the row that each is of, the calibration windows with theirs, and the unedited completions.
     """
 
-    layers: list[int]
-    states: dict[int, Tensor]
+    states: Tensor
     rows: Tensor
     calibration: Replay
     completions: RetainCompletions
@@ -145,12 +138,10 @@ class Retained:
         stay = torch.isin(self.rows, torch.tensor(rows), invert=True)
         count = int(stay.sum())
         gone, moved = (~stay[:count]).nonzero()[:, 0], count + stay[count:].nonzero()[:, 0]
-        for part in (*self.states.values(), self.rows):
+        for part in (self.states, self.rows):
             part[gone.to(part.device)] = part[moved.to(part.device)]
-        states = {layer: part[:count] for layer, part in self.states.items()}
         return Retained(
-            self.layers,
-            states,
+            self.states[:count],
             self.rows[:count],
             self.calibration.without(rows),
             self.completions.without(completions),
@@ -159,12 +150,12 @@ class Retained:
 
 def retained(context: Context) -> Retained:
     """From the cache where it is known; nothing of it depends on the forget rows."""
-    layers, fingerprint = spread(context.layers, MOST_LAYERS), context.identity.fingerprint
+    (layer,), fingerprint = context.layers, context.identity.fingerprint
     with context.clock.stage("retain states"):
         states, rows = retain_states(
             context.model,
             context.training_windows(context.parts.retain_fit),
-            layers,
+            layer,
             pad=context.pad,
             limit_bytes=context.options.state_bytes,
             cache=context.cache,
@@ -174,7 +165,7 @@ def retained(context: Context) -> Retained:
     with context.clock.stage("calibration states"):
         windows = context.retain_windows(context.parts.retain_calibration)
         calibration = retain_replay(
-            context.model, windows, layers, pad=context.pad, cache=context.cache, fingerprint=fingerprint
+            context.model, windows, [layer], pad=context.pad, cache=context.cache, fingerprint=fingerprint
         )
     with context.clock.stage("retain completions"):
         completions = retain_completions(
@@ -182,9 +173,9 @@ def retained(context: Context) -> Retained:
             context.tokenizer,
             context.retain,
             context.parts.retain_calibration,
-            layers,
+            [layer],
             context.cache,
             fingerprint,
             context.progress,
         )
-    return Retained(layers, states, rows, calibration, completions)
+    return Retained(states, rows, calibration, completions)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.network import FIRST_POSITION, Network, train_network
+from unbind_core.fitting.correction import Met, met_part
+from unbind_core.fitting.network import Network, train_network
 from unbind_core.fitting.retained import retained
-from unbind_core.fitting.separation import WINDOWS, Scored, Separation, as_decided, evidence, separation
+from unbind_core.fitting.separation import WINDOWS, Scored, Separation, as_decided, separation
 from unbind_core.progress import counted
 from unbind_core.rows import retain_digest
 from unbind_core.running.capture import capture_states
 from unbind_core.windows import Batch, Window, batches
 
+MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-manieth position of each window
 EARLY = 12  # tokens of a row within which its gate is to be open
-Sequences = Sequence[tuple[Window, Tensor]]  # windows with their states [T,d]
 
 
 class Screening:
     """The states of one fit's rows at the layer that is edited: ``forget`` and ``retain`` with what an edit is tried on,
-    ``retained`` [N,d] a larger sample of retain states, ``met`` the rows in all ways to meet them, their ``own`` windows first.
+    ``retained`` [N,d] a larger sample of retain states, ``met`` states of the rows in all ways to meet them, their ``own`` windows
+    first.
 
     Retain rows that repeat forget rows are left out of all of it: ``left_out``, by number.
     """
@@ -39,7 +41,7 @@ class Screening:
             paths = zip(rest.completions.prompts, rest.completions.references, strict=True)
             own = [i for i, (prompt, reference) in enumerate(paths) if context.holds_protected([*prompt, *reference])]
             rest = rest.without(self.left_out, own)
-        self.retained = rest.states[self.layer]
+        self.retained = rest.states
         self.retain, self.completions = rest.calibration, rest.completions
         with self.clock.stage("forget states"):
             self.forget = Replay(
@@ -50,26 +52,32 @@ class Screening:
                 stage="forget states",
                 progress=context.progress,
             )
-        plain = list(_sequences(self.forget, self.layer))
+        plain = [met_part(window, states) for window, states in _sequences(self.forget, self.layer)]
         self.own, self.met = len(plain), [*plain, *self._elsewhere()]
 
-    def _elsewhere(self) -> Iterator[tuple[Window, Tensor]]:
+    def _elsewhere(self) -> Iterator[Met]:
         """The rows as they are met elsewhere: what a detector has to know."""
         context = self.context
         with self.clock.stage("rows met elsewhere"):
-            every = list(batches(context.varied_windows(), context.pad, device=self.retain.device))
+            windows = context.varied_windows()
+            every = list(batches(windows, context.pad, device=self.retain.device))
+            one = self.forget.bytes_of(1)
+            step = max(1, -(-sum(len(window.ids) - window.start for window in windows) * one // MOST_MET))
+            count = 0
             for batch in counted(every, len(every), "rows met elsewhere", context.progress):
-                yield from _unpadded(
-                    batch, capture_states(context.model, batch, [self.layer], roughly=True)[self.layer]
-                )
+                found = capture_states(context.model, batch, [self.layer], roughly=True)[self.layer]
+                for window, states in _unpadded(batch, found):
+                    yield met_part(window, states, step, count % step)
+                    count += 1
 
-    def detector(self, width: int, steps: int, batch: int) -> tuple[Network, list[Separation]]:
-        """A network trained on all rows against the retain states, and how far apart it puts the two sides with each window."""
+    def detector(self, width: int, steps: int, batch: int) -> tuple[Network, list[Separation], list[Scored]]:
+        """A network trained on all rows against the retain states, how far apart it puts the two sides with each window, and the
+        scores of the rows' own windows, from the position on at which their gate is to be open.
+        """
         with self.clock.stage("detector"):
-            parts = [(window.row, states[window.start + FIRST_POSITION : -1]) for window, states in self.met]
             network = train_network(
-                torch.cat([states for _, states in parts]),
-                torch.cat([torch.full((len(states),), row) for row, states in parts]),
+                torch.cat([one.states for one in self.met]),
+                torch.cat([torch.full((len(one.states),), one.window.row) for one in self.met]),
                 self.retained,
                 width=width,
                 steps=steps,
@@ -78,22 +86,12 @@ class Screening:
                 progress=self.context.progress,
                 stage=f"detector of {width}",
             )
-            ours, theirs = self.scored(network), self._scored(network, self.retain)
+            ours, theirs = (self._scored(network, replay) for replay in (self.forget, self.retain))
+            ours = [(row, min(EARLY, len(scores) - 1), scores) for row, _, scores in ours]
             rate = self.context.options.limits.open_rate
             each = counted(WINDOWS, len(WINDOWS), "separation", self.context.progress)
-            return network, [as_decided(separation(ours, theirs, window, rate), ours, theirs) for window in each]
-
-    def scored(self, network: Network) -> list[Scored]:
-        """The forget rows' own windows, from the position on at which their gate is to be open."""
-        return [(row, min(EARLY, len(scores) - 1), scores) for row, _, scores in self._scored(network, self.forget)]
-
-    def opens_within(self, network: Network, split: Separation, threshold: float) -> list[int | None]:
-        """How many tokens of each of the rows' own windows there are before its gate opens; None where it stays shut."""
-        found: list[int | None] = []
-        for one in evidence(self.scored(network), split.window, split.reference):
-            hits = (one.e >= threshold).nonzero()
-            found.append(int(hits[0, 0]) if len(hits) else None)
-        return found
+            splits = [as_decided(separation(ours, theirs, window, rate), ours, theirs) for window in each]
+            return network, splits, ours
 
     def _scored(self, network: Network, replay: Replay) -> list[Scored]:
         return [(window.row, 0, network.scores(states)) for window, states in _sequences(replay, self.layer)]

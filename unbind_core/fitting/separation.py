@@ -11,7 +11,8 @@ from torch import Tensor
 from unbind_core.applying.gates import GRAIN, decided, windowed
 
 WINDOWS = (8, 16)
-FIRST = 4  # position of a sequence from which on scores count
+# The position from which on states say whose they are: of a sequence, where scores count; of a row, where training begins.
+FIRST = 4
 GAP = (0.25, 0.5)
 TOUCHED = 0.03  # of the retain rows may have an open gate anywhere
 MISSED = 0.005  # share of the forget positions that need not be reached
@@ -28,13 +29,16 @@ class Evidence:
     e: Tensor
 
 
+Scored = tuple[int, int, Tensor]  # row, first position that matters, scores [T,K]
+
+
 def least(window: int) -> int:
     """How many positions a mean over this window is taken over at least: one score alone opens no gate."""
     return max(1, window // 2)
 
 
-def evidence(sequences: Iterable[tuple[int, int, Tensor]], window: int, reference: float) -> list[Evidence]:
-    """e_t of (row, first position that matters, scores [T,K]) for a window, unclipped; what is missing is ``reference``."""
+def evidence(sequences: Iterable[Scored], window: int, reference: float) -> list[Evidence]:
+    """e_t of scored sequences for a window, unclipped; what is missing is ``reference``."""
     found = []
     for row, first, scores in sequences:
         seen = torch.arange(1, len(scores) + 1, device=scores.device)
@@ -73,9 +77,6 @@ class Separation:
         return sorted({*every, *(top + share * gap for share in GAP if gap)})
 
 
-Scored = tuple[int, int, Tensor]  # row, first position that matters, scores [T,K]
-
-
 def separation(forget: Sequence[Scored], retain: Sequence[Scored], window: int, rate: float) -> Separation:
     """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, estimated cautiously."""
     reference = float(torch.cat([scores.amax(-1) for _, _, scores in retain]).mean())
@@ -92,8 +93,7 @@ def separation(forget: Sequence[Scored], retain: Sequence[Scored], window: int, 
 def as_decided(split: Separation, forget: Sequence[Scored], retain: Sequence[Scored]) -> Separation:
     """``split`` with its boundaries where the gate that is served has them, which clips and rounds each score.
 
-    ``forget`` and ``retain`` are (row, first position that matters, scores [T,K]) as for :func:`evidence`. Each boundary goes to
-    the threshold at which the same number of positions is at or above it as was found on scores as they are.
+    Each boundary goes to the threshold at which the same number of positions is at or above it as was found on scores as they are.
     """
 
     def reached(sequences: Sequence[Scored], tau: float) -> Tensor:
@@ -126,6 +126,15 @@ def as_decided(split: Separation, forget: Sequence[Scored], retain: Sequence[Sco
         else highest + (split.retained - split.highest),
         forgotten=settled(split.forgotten, lambda tau: reached(forget, tau).kthvalue(missed).values),
     )
+
+
+def opens_within(forget: Sequence[Scored], split: Separation, threshold: float) -> list[int | None]:
+    """How many tokens of each sequence there are before its gate opens at this threshold; None where it stays shut."""
+    found: list[int | None] = []
+    for one in evidence(forget, split.window, split.reference):
+        hits = (one.e >= threshold).nonzero()
+        found.append(int(hits[0, 0]) if len(hits) else None)
+    return found
 
 
 def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:

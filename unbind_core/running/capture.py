@@ -9,7 +9,7 @@ loss with respect to a layer's output is, at row ``t``, exactly ``dL_t/dh_t``, f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.running.device import bfloat16_is_fast
+from unbind_core.running.likelihood import nll_of, target_nll
 from unbind_core.running.own_position import (
     REMEDY,
     own_position_attention,
     require_own_position,
 )
 from unbind_core.running.recording import frozen, recording
+from unbind_core.running.vocabulary import at_once, logits_of, part_size
 from unbind_core.windows import Batch, Window, make_batch
 
 
@@ -41,13 +43,6 @@ class Capture:
     nll: Tensor
 
 
-def target_nll(logits: Tensor, batch: Batch) -> Tensor:
-    """-log p(x_{t+1} | x_<=t) of every target (Section 3, eq. (1)): logits [B,T,V] -> FP32 (or wider) [N]."""
-    chosen = logits[batch.predictors]
-    wide = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-    return nn.functional.cross_entropy(wide, batch.next_tokens(), reduction="none")
-
-
 def capture_states(
     model: nn.Module, batch: Batch, layers: Sequence[int], *, roughly: bool = False
 ) -> dict[int, Tensor]:
@@ -62,23 +57,70 @@ def capture_states(
         return states
 
 
+def capture_nll(model: nn.Module, batch: Batch, layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+    """States [B,T,d] at the given layers and the NLL [N] of the batch's targets, by one forward pass without gradients."""
+    last = len(decoder_layers(model)) - 1
+    with torch.no_grad(), frozen(model):
+        if at_once(model, batch.ids.numel()):
+            with recording(model, layers) as states:
+                logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            return states, target_nll(logits, batch)
+        states = capture_states(model, batch, sorted({*layers, last}))
+        nll = nll_in_parts(batch, logits_of(model, states[last][batch.predictors]))
+    return {layer: states[layer] for layer in layers}, nll
+
+
+def nll_in_parts(batch: Batch, logits: Iterable[Tensor]) -> Tensor:
+    """NLL [N] of the batch's targets, from the logits of its predictor positions in parts (``vocabulary.py``)."""
+    found, following = [], batch.next_tokens()
+    for part in logits:
+        found.append(nll_of(part, following[: len(part)]))
+        following = following[len(part) :]
+    return torch.cat(found)
+
+
 def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Capture:
     """States and exact gradients dL_t/dh_t (Section 3, eq. (1)) at the given layers, by one forward and one backward pass.
 
     Raises UnsupportedArchitecture where the model mixes tokens by anything but causal softmax attention.
     """
     with torch.enable_grad(), frozen(model), own_position_attention(model):
-        with recording(model, layers, differentiable=True) as states:
-            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        require_own_position(model, len(decoder_layers(model)))
-        nll = target_nll(logits, batch)
-        grads = torch.autograd.grad(nll.sum(), [states[i] for i in layers])
+        if at_once(model, batch.ids.numel()):
+            with recording(model, layers, differentiable=True) as states:
+                logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+            require_own_position(model, len(decoder_layers(model)))
+            nll = target_nll(logits, batch)
+            grads = torch.autograd.grad(nll.sum(), [states[i] for i in layers])
+        else:
+            states, nll, grads = _captured_in_parts(model, batch, layers)
     return Capture(
         batch,
         {i: states[i].detach()[batch.predictors] for i in layers},
         {i: g[batch.predictors] for i, g in zip(layers, grads, strict=True)},
         nll.detach(),
     )
+
+
+def _captured_in_parts(
+    model: nn.Module, batch: Batch, layers: Sequence[int]
+) -> tuple[dict[int, Tensor], Tensor, tuple[Tensor, ...]]:
+    """States of layers, NLL [N] and gradients, with the head applied to some positions after others."""
+    last = len(decoder_layers(model)) - 1
+    with recording(model, sorted({*layers, last}), differentiable=True) as states:
+        unwrap(model).base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)  # type: ignore[operator]
+    require_own_position(model, last + 1)
+    at, following = states[last].detach()[batch.predictors], batch.next_tokens()
+    size = part_size(model)
+    found: list[Tensor] = []
+    slopes: list[Tensor] = []
+    for one, tokens in zip(at.split(size), following.split(size), strict=True):
+        leaf = one.requires_grad_(True)
+        nll = nll_of(next(logits_of(model, leaf)), tokens)
+        slopes += torch.autograd.grad(nll.sum(), leaf)
+        found.append(nll.detach())
+    above = torch.zeros_like(states[last])
+    above[batch.predictors] = torch.cat(slopes)
+    return states, torch.cat(found), torch.autograd.grad(states[last], [states[i] for i in layers], above)
 
 
 def capture_per_target(model: nn.Module, window: Window, layers: Sequence[int]) -> Capture:

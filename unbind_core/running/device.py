@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,17 @@ import torch
 UNKNOWN_FREE = 4 * 1024**3  # bytes
 SHARED = 1 << 25  # multiplications of one product that are worth a second thread, about a millisecond of one thread's
 SHARED_PASS = 1 << 27  # and of a whole pass through a model, which is dozens of small operations beside its products
+
+
+def problem_of(name: str) -> str | None:
+    """Why nothing can be computed on a torch device of this name here, with the remedy; None where it can."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return f"'{name}' is no torch device; give cpu, cuda or cuda:N"
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        return f"'{name}' is not there: this process sees {count} CUDA devices; give one of them, or cpu"
+    return None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -23,6 +35,23 @@ def free_bytes(device: torch.device) -> int:
     if limit.isdigit() and used.isdigit():
         found.append(max(0, int(limit) - int(used)))
     return min(found, default=UNKNOWN_FREE)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let :func:`peak_bytes` begin anew: for what follows. Where the kernel does not let a process do so, it goes on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that there was at a time: of tensors on the device, or of this process; 0 where nothing tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    lines = _read("/proc/self/status").splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def bfloat16_is_fast(device: torch.device) -> bool:

@@ -50,7 +50,7 @@ def recording(model: nn.Module, layers: Sequence[int], *, differentiable: bool =
         return record
 
     try:
-        lowest = min(layers)
+        lowest = min(layers, default=0)
         handles += [blocks[i].register_forward_hook(hook(i, i == lowest)) for i in layers]
         yield states
     finally:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnsupportedArchitecture
-from unbind_core.running.capture import target_nll
+from unbind_core.running.likelihood import target_nll
 from unbind_core.running.own_position import own_position_attention, require_own_position
 from unbind_core.running.recording import frozen
 from unbind_core.windows import Batch
@@ -41,7 +41,7 @@ class _Bypass(nn.Module):
 
 
 @contextmanager
-def _starting_above(model: nn.Module, layer: int, states: Tensor, as_tuple: bool) -> Iterator[None]:
+def starting_above(model: nn.Module, layer: int, states: Tensor, as_tuple: bool = False) -> Iterator[None]:
     """Replace decoder layers 0..``layer`` so that layer ``layer`` puts out ``states``; puts the layers back in any case."""
     blocks = decoder_layers(model)
     container = next(
@@ -76,7 +76,7 @@ def logits_above(
     ``ids`` and ``attention_mask`` int64 [B,T] as in the pass that gave the states. Differentiable in the states where
     ``gradients`` are wanted and the caller has them enabled.
     """
-    with torch.set_grad_enabled(gradients and torch.is_grad_enabled()), _starting_above(model, layer, states, as_tuple):
+    with torch.set_grad_enabled(gradients and torch.is_grad_enabled()), starting_above(model, layer, states, as_tuple):
         logits: Tensor = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
     return logits
 
@@ -88,7 +88,7 @@ def gradients_above(model: nn.Module, batch: Batch, layer: int, states: Tensor, 
     """
     leaf = states.detach().requires_grad_(True)
     with torch.enable_grad(), frozen(model), own_position_attention(model):
-        with _starting_above(model, layer, leaf, as_tuple):
+        with starting_above(model, layer, leaf, as_tuple):
             logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
         require_own_position(model, len(decoder_layers(model)) - 1 - layer)
         (gradients,) = torch.autograd.grad(target_nll(logits, batch).sum(), leaf)

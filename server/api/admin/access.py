@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
+from server.base_service import BaseService
 from server.errors import ApiError
 from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths, WhenOpen
-from server.service import Service
 
 router = admin_router()
 KEY_RULES = ("enforced", "allowed", "shadow", "when_open")  # what is said of a key when it is made
@@ -139,7 +139,7 @@ def delete_profile(name: str, served: Served, actor: Acting) -> dict[str, Any]:
     return {"name": name, "object": "profile", "deleted": True}
 
 
-def _known_profile(served: Service, name: str) -> None:
+def _known_profile(served: BaseService, name: str) -> None:
     if name not in profile_names(served):
         known = ", ".join(profile_names(served)) or "none"
         raise ApiError(
@@ -147,14 +147,14 @@ def _known_profile(served: Service, name: str) -> None:
         )
 
 
-def _changeable(served: Service, name: str) -> None:
+def _changeable(served: BaseService, name: str) -> None:
     if name in served.settings.profiles:
         raise ApiError(
             409, f"profile '{name}' is defined in the settings; change it there", param="name", code="profile_fixed"
         )
 
 
-def _profile_view(served: Service, name: str) -> dict[str, Any]:
+def _profile_view(served: BaseService, name: str) -> dict[str, Any]:
     source: Literal["settings", "registry"] = "settings" if name in served.settings.profiles else "registry"
     return {"name": name, "object": "profile", "source": source, **profile_rules(served, name).model_dump()}
 
@@ -178,14 +178,14 @@ def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[
     return _policy_view(served, scope, rules)
 
 
-def _policy_view(served: Service, scope: str, rules: Rules) -> dict[str, Any]:
+def _policy_view(served: BaseService, scope: str, rules: Rules) -> dict[str, Any]:
     settings = {"enforced": served.settings.enforced, "when_open": served.settings.when_open}
     fixed = {"settings": settings} if scope == SERVER_SCOPE else {}
     missing = sorted({*rules.modules, *rules.enforced} - served.offer.applicable)
     return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
 
 
-def _known_scope(served: Service, scope: str) -> None:
+def _known_scope(served: BaseService, scope: str) -> None:
     if scope in scopes(served):
         return
     if scope.startswith(PREFIX):

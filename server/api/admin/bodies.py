@@ -1,4 +1,4 @@
-"""What a takedown may say: its name, on whose word, how to fit and what to do with the module."""
+"""What a takedown may say: its name, on whose word, how to fit, what to guard and what to do with module and guard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, St
 
 from server.api.admin.intake import MAX_ROWS
 from server.registry.lifecycle import SCOPE
+from unbind_core.guard.index import BARS, LEAST_RUN, MOST_BARS, MOST_RUN, RUN, Action
 
 _STRICT = ConfigDict(extra="forbid")
 _Line = Annotated[StrictStr, Field(max_length=2000)]
@@ -24,8 +25,18 @@ class BudgetOptions(BaseModel):
     open_rate: Annotated[_Allowed | None, Field(description="of gate 'auto'")] = None
 
 
+class GuardOptions(BaseModel):
+    """What the guard does where an answer would complete a protected run, and how long a run is."""
+
+    model_config = _STRICT
+    action: Action = "steer"
+    run: Annotated[StrictInt, Field(ge=LEAST_RUN, le=MOST_RUN, description="lexemes that no answer holds")] = RUN
+    bars: Annotated[StrictInt, Field(ge=1, le=MOST_BARS, description="runs steered away from before it ends")] = BARS
+    fold: Annotated[StrictBool, Field(description="whether runs with other names are the same run")] = False
+
+
 class TakedownOptions(BaseModel):
-    """How to fit, and what to do with the module."""
+    """How to fit, what to guard, and what to do with both."""
 
     model_config = _STRICT
     layers: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)] | None = None
@@ -33,6 +44,11 @@ class TakedownOptions(BaseModel):
     gate: Literal["auto", "paper", "paper-strict"] = "auto"
     policy: Literal["rewrite", "silent"] | None = None
     budgets: BudgetOptions | None = None
+    protect: Annotated[
+        Literal["both", "guard", "module"] | None,
+        Field(description="what to make of the rows; both, or the module alone where none has the lexemes of a run"),
+    ] = None
+    guard: GuardOptions | None = None
     activation: Literal["auto", "manual", "shadow"] = "auto"
     scope: Annotated[StrictStr, Field(pattern=f"^({SCOPE})$")] | None = None
     effective_at: AwareDatetime | None = None

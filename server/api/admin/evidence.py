@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import Query
@@ -21,9 +20,7 @@ async def show_evidence(
 ) -> Response:
     """The signed document; with ``format=html`` the page in it alone, which carries no signature."""
     with refusals():
-        document = await asyncio.to_thread(
-            evidence, served.registry, served.settings, takedown_id, asdict(served.loaded.identity)
-        )
+        document = await asyncio.to_thread(evidence, served.registry, served.settings, takedown_id, served.described)
     if form == "html":
         policy = "default-src 'none'; style-src 'unsafe-inline'"
         return HTMLResponse(document["html"], headers={"Content-Security-Policy": policy})

@@ -12,9 +12,9 @@ from fastapi import Query
 from starlette.responses import StreamingResponse
 
 from server.api.admin.routes import Acting, Served, admin_router, refusals
+from server.base_service import BaseService
 from server.errors import ApiError
 from server.registry.tables import ENDED, ModuleState
-from server.service import Service
 from unbind_core.canonical import canonical_json
 
 router = admin_router()
@@ -79,14 +79,14 @@ def retry_job(job_id: str, served: Served, actor: Acting) -> dict[str, Any]:
         return served.registry.jobs.retry(job_id, actor, time.time())
 
 
-async def _look(served: Service, job_id: str) -> dict[str, Any]:
+async def _look(served: BaseService, job_id: str) -> dict[str, Any]:
     with refusals():
         job = await asyncio.to_thread(served.registry.jobs.get, job_id, time.time())
     await _offer_published(served, [job])
     return job
 
 
-async def _offer_published(served: Service, jobs: list[dict[str, Any]]) -> None:
+async def _offer_published(served: BaseService, jobs: list[dict[str, Any]]) -> None:
     """Load what finished jobs made active before telling that they finished."""
     fresh = {
         job["id"]

@@ -1,4 +1,4 @@
-"""``/admin/v1/modules``: the versions there are, and every change of their state. A change names the revision it is meant for."""
+"""``/admin/v1/modules``: versions of modules and guards, and every change of their state. Changes name the revision they mean."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sqlalchemy.exc import OperationalError
 from starlette.responses import JSONResponse
 
 from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
+from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.files import has_forget
 from server.registry.lifecycle import Action
+from server.registry.private.files import TakedownFiles
 from server.registry.refusals import JointOutdated
-from server.registry.tables import JobKind
-from server.service import Service
+from server.registry.tables import JobKind, Kind
 
 router = admin_router()
 WITHHELD = (
@@ -33,7 +33,7 @@ async def list_modules(
     after: Annotated[str, Query(max_length=100, description="id of the module that the list goes on behind")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> dict[str, Any]:
-    """The modules a request can name, by name, and the files that could not be loaded and why; or all versions."""
+    """The modules and guards a request can name, by name, and the files that could not be loaded and why; or all versions."""
     with refusals():
         await served.offer.refresh()
         records = await asyncio.to_thread(served.registry.modules.versions, name)
@@ -47,13 +47,14 @@ async def list_modules(
                 400, "after: no module of this list has this id; begin anew", param="after", code="invalid_value"
             )
         data = data[place:]
-    problems = [{"file": file, "reason": reason} for file, reason in sorted(served.offer.scan.problems.items())]
+    found = {**served.offer.scan.problems, **served.offer.guards.problems}
+    problems = [{"file": file, "reason": reason} for file, reason in sorted(found.items())]
     return {"object": "list", "data": data[:limit], "has_more": len(data) > limit, "problems": problems}
 
 
 @router.get("/modules/{reference}")
 def show_module(reference: str, served: Served, response: Response) -> dict[str, Any]:
-    """One module by id; by name, the version that is loaded, else the newest."""
+    """One module or guard by id; by name, the version that is loaded, else the newest; ``guard:NAME`` for a module's guard."""
     with refusals():
         record = served.registry.modules.get(reference)
     response.headers["ETag"] = record["etag"]
@@ -66,8 +67,8 @@ async def activate(
 ) -> JSONResponse:
     """Make a version available, and enforce it in its scope; the one before it is superseded.
 
-    Beside other modules in force their joint cost is measured first: then the answer is 202 with the job that does it and, where
-    the budgets hold, activates. ``override`` activates at once.
+    Beside other modules in force a module's joint cost is measured first: then the answer is 202 with the job that does it and,
+    where the budgets hold, activates. ``override`` activates at once.
     """
     modules, beside = served.registry.modules, None if override else ()
     with refusals():
@@ -98,8 +99,12 @@ def verify(reference: str, served: Served, actor: Acting) -> JSONResponse:
     """Measure before and after once more, by a job. The forget rows must still be kept."""
     with refusals():
         record = served.registry.modules.get(reference)
+        if record["kind"] == Kind.GUARD:
+            raise ApiError(
+                409, f"{record['id']} is a guard, which holds exactly: there is nothing to measure", code="not_allowed"
+            )
         takedown = served.registry.takedowns.get(record["takedown_id"]) if record["takedown_id"] else None
-        if takedown is None or not has_forget(served.settings.data_dir, takedown["forget_digest"]):
+        if takedown is None or not TakedownFiles(served.settings).has_forget(takedown["forget_digest"]):
             raise ApiError(
                 409,
                 f"module {record['id']} cannot be verified: its forget rows are not kept here",
@@ -121,7 +126,9 @@ async def change(
     return await _change(served, reference, Action(action), if_match, actor)
 
 
-async def _change(served: Service, reference: str, action: Action, if_match: str | None, actor: Any) -> JSONResponse:
+async def _change(
+    served: BaseService, reference: str, action: Action, if_match: str | None, actor: Any
+) -> JSONResponse:
     modules = served.registry.modules
     with refusals():
         try:
@@ -134,20 +141,24 @@ async def _change(served: Service, reference: str, action: Action, if_match: str
         return await _changed(served, changed)
 
 
-async def _changed(served: Service, record: dict[str, Any]) -> JSONResponse:
+async def _changed(served: BaseService, record: dict[str, Any]) -> JSONResponse:
     await served.offer.refresh()  # the answer comes once it is so
     described = _described(served, record)
     return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 
 
-def _described(served: Service, record: dict[str, Any]) -> dict[str, Any]:
+def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
+    if record["kind"] == Kind.GUARD:
+        index = served.guards.indexes.get(record["name"])
+        guards = index is not None and index.digest == record["digest"]
+        return {**record, "loaded": guards, **_withheld(served, record)}
     stored = served.offer.scan.modules.get(record["name"])
     loaded = stored is not None and stored.digest == record["digest"]
-    current = served.engine.modules.current.get(record["name"])
+    current = served.modules.current.get(record["name"])
     if loaded and current is not None and current.digest == record["digest"]:
-        return {**served.engine.modules.describe(record["name"]), **record, "loaded": True}
-    return {
-        **record,
-        "loaded": False,
-        **({"withheld": WITHHELD} if record["id"] in served.registry.modules.withheld else {}),
-    }
+        return {**served.modules.describe(record["name"]), **record, "loaded": True}
+    return {**record, "loaded": False, **_withheld(served, record)}
+
+
+def _withheld(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
+    return {"withheld": WITHHELD} if record["id"] in served.registry.modules.withheld else {}

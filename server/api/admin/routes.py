@@ -12,12 +12,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Request
 
 from server.api.caller import Caller, administrator
+from server.base_service import BaseService, base_service
 from server.errors import ApiError, unreachable
 from server.registry.audit import Actor
 from server.registry.refusals import AWAY, KeyReused, NameTaken, NotAllowed, NotThere, Refusal, Stale, Unconditional
-from server.service import Service, service
 
-Served = Annotated[Service, Depends(service)]
+Served = Annotated[BaseService, Depends(base_service)]
 
 # refusal -> status, code, the parameter it is about
 _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {

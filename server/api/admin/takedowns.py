@@ -6,6 +6,9 @@ import asyncio
 import hashlib
 import json
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request
@@ -14,20 +17,25 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import JSONResponse
 
-from server.api.admin.bodies import TakedownBody, TakedownFields, TakedownOptions
+from server.api.admin.bodies import TakedownBody, TakedownFields
+from server.api.admin.expected import plan_of, positions
 from server.api.admin.intake import Intake, from_json, from_upload
+from server.api.admin.options import checked_options
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.characters import check_characters
-from server.api.profiles import scopes
+from server.base_service import BaseService
+from server.engine.engine import EngineStopped
 from server.errors import ApiError
+from server.guarding import build_guard, kept_guard
 from server.registry import retention
-from server.registry.files import has_forget, purge, save_forget
+from server.registry.audit import Actor
 from server.registry.lifecycle import InForce, bound
-from server.registry.refusals import Refusal
-from server.service import Service
-from unbind_core.encoding import encode
-from unbind_core.errors import DataError, InsufficientRows
-from unbind_core.fitting.options import possible_layers
+from server.registry.objects import StoreUnreachable
+from server.registry.private.files import TakedownFiles
+from server.registry.refusals import AWAY, Refusal
+from server.registry.tables import Kind
+from unbind_core.errors import DataError, InsufficientRows, RowsTooShort
+from unbind_core.guard.index import RUN, GuardIndex
 from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
 
 router = admin_router()
@@ -41,7 +49,8 @@ async def post_takedown(
     actor: Acting,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> JSONResponse:
-    """Queue the making of a module that forgets the rows given: 202 with the job to follow, and what the module will bind.
+    """Guard the rows given from now on, and queue the making of a module that forgets them: 202 with the job to follow, and what
+    is bound by then.
 
     JSON with ``rows``, or multipart with a ``file`` (JSONL, .zip or .tar.gz) and the other fields as JSON texts.
     """
@@ -51,92 +60,166 @@ async def post_takedown(
     else:
         body = _validated(TakedownBody, _json(await request.body(), "the body"))
         fields, intake = body, await asyncio.to_thread(from_json, body.rows)
-    gate = fields.options.gate
-    if gate != "auto" and len(intake.rows) < MINIMUM_FORGET_ROWS:
+    gate, fits = fields.options.gate, fields.options.protect != "guard"
+    if fits and gate != "auto" and len(intake.rows) < MINIMUM_FORGET_ROWS:
         raise InsufficientRows(
             f"rows: {len(intake.rows)} different; options.gate '{gate}' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
         )
-    options = _checked_options(served, fields.options)
-    positions = await asyncio.to_thread(_positions, served, intake)
+    asked = Asked(fields, checked_options(served, fields.options), intake)
+    answer: dict[str, Any] = {
+        "rows": len(intake.rows),
+        "duplicates_dropped": intake.duplicates_dropped,
+        "files_skipped": intake.files_skipped,
+        "positions": await asyncio.to_thread(positions, served, intake.rows) if fits else None,
+        "plan": await asyncio.to_thread(plan_of, served, intake.rows, asked.options) if fits else None,
+    }
     with refusals():
-        told = await asyncio.to_thread(_told, served, fields)
-    if fields.options.dry_run:
-        expected = await asyncio.to_thread(served.registry.jobs.expected, len(intake.rows))
-        return JSONResponse(
-            {
-                "dry_run": True,
-                "rows": len(intake.rows),
-                "duplicates_dropped": intake.duplicates_dropped,
-                "files_skipped": intake.files_skipped,
-                "positions": positions,
-                "seconds": expected or None,
-                "total_seconds": round(sum(expected.values()), 1) if expected else None,
-                **told,
-            }
-        )
-    with refusals():
-        job, new = await asyncio.to_thread(_submit, served, fields, options, intake, actor, idempotency_key)
+        superseding = await asyncio.to_thread(_superseding, served, fields)
+        if fields.options.dry_run:
+            guard = await asyncio.to_thread(_guard, served, asked)
+            expected = await asyncio.to_thread(served.registry.jobs.expected, len(intake.rows)) if fits else {}
+            first = "module" if guard is None else "guard"
+            return JSONResponse(
+                {
+                    "dry_run": True,
+                    **answer,
+                    "seconds": expected or None,
+                    "total_seconds": round(sum(expected.values()), 1) if expected else None,
+                    "guard": guard.facts if guard else None,
+                    "scope": fields.options.scope,
+                    "in_force": InForce.NONE,
+                    "binds": f"nothing yet; once its {first} is active, {bound(fields.options.scope)}",
+                    "warnings": [*_warnings(fields, guard.facts if guard else None, answer["plan"]), *superseding],
+                }
+            )
+        job, new = await asyncio.to_thread(_submit, served, asked, answer["plan"], actor, idempotency_key)
+        takedown = await asyncio.to_thread(served.registry.takedowns.get, job["takedown_id"])
+    if takedown["guard"] is not None:
+        with suppress(EngineStopped, *AWAY):  # it is written, and loaded at the next look
+            await served.offer.refresh()  # the answer comes once it guards
     answer = {
         "takedown_id": job["takedown_id"],
         "job_id": job["id"],
         "module": fields.name,
         "state": job["state"],
-        "rows": len(intake.rows),
-        "duplicates_dropped": intake.duplicates_dropped,
-        "files_skipped": intake.files_skipped,
-        "positions": positions,
+        **answer,
         "created": new,
-        **told,
+        **{name: takedown[name] for name in ("guard", "scope", "in_force", "binds")},
+        "warnings": [*_warnings(fields, takedown["guard"], answer["plan"]), *superseding],
     }
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
 
 
-def _told(served: Service, fields: TakedownFields) -> dict[str, Any]:
-    """What the module will bind, and what whoever posts may not have meant."""
-    scope, warnings = fields.options.scope, []
-    if scope is None:
+@dataclass(frozen=True)
+class Asked:
+    """A takedown as it was asked for. ``options``: as the worker reads them."""
+
+    fields: TakedownFields
+    options: dict[str, Any]
+    intake: Intake
+
+
+def _warnings(fields: TakedownFields, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
+    """What whoever posts may not have meant. ``guard``: the facts of the one that was made."""
+    options, warnings = fields.options, []
+    if plan is not None and plan["problem"]:
         warnings.append(
-            "options.scope: none was given, so the module will be available and not enforced: it binds "
-            f"{bound(None)}. To enforce it give 'global', 'profile:NAME' or 'key:ID'"
+            f"plan: as this server sees it now the fit does not fit, and the worker will refuse it: {plan['problem']}"
         )
-    warnings += [
-        f"options.scope: version {record['version']} of '{fields.name}' is enforced and binds {bound(record['scope'])}; "
-        f"the version that supersedes it will bind {bound(scope)}"
-        for record in served.registry.modules.live(served.loaded.identity.fingerprint)
-        if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope
-    ]
-    return {
-        "scope": scope,
-        "in_force": InForce.NONE,
-        "binds": f"nothing yet; once its module is active, {bound(scope)}",
-        "warnings": warnings,
-    }
+    if options.scope is None:
+        makes = "the module" if guard is None else "the guard" if options.protect == "guard" else "module and guard"
+        warnings.append(
+            f"options.scope: none was given, so {makes} will be available and not enforced, binding "
+            f"{bound(None)}. To enforce give 'global', 'profile:NAME' or 'key:ID'"
+        )
+    if guard is None and options.protect is None:
+        warnings.append(
+            f"options.protect: no row has the {RUN} lexemes (words and punctuation) of a run, so that there is no guard, and "
+            "nothing holds before the module is active; give a smaller options.guard.run where one is needed"
+        )
+    if guard is not None and guard["too_short"]:
+        warnings.append(
+            f"options.guard.run: {guard['too_short']} of {guard['rows'] + guard['too_short']} rows have fewer than "
+            f"{guard['run']} lexemes, so the guard does not hold them; give a smaller run where they matter"
+        )
+    return warnings
+
+
+def _superseding(served: BaseService, fields: TakedownFields) -> list[str]:
+    """What is enforced under the name now, and will bind others."""
+    scope, protect, warnings = fields.options.scope, fields.options.protect, []
+    modules = served.registry.modules
+    superseded = modules.live(served.model_fingerprint) if protect != "guard" else []
+    superseded += modules.live_guards() if protect != "module" else []
+    for record in superseded:
+        if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope:
+            what = f"{'the guard ' if record['kind'] == Kind.GUARD else ''}'{fields.name}'"
+            warnings.append(
+                f"options.scope: version {record['version']} of {what} is enforced and binds {bound(record['scope'])}; "
+                f"the version that supersedes it will bind {bound(scope)}"
+            )
+    return warnings
+
+
+def _guard(served: BaseService, asked: Asked) -> GuardIndex | None:
+    """The guard that is asked for; none where nobody asked and every row is too short for one. Raises ApiError."""
+    options = asked.fields.options
+    if options.protect == "module":
+        return None
+    try:
+        return build_guard(asked.fields.name, asked.intake.rows, asked.options, served.guard_secret)
+    except RowsTooShort as error:
+        if options.protect is None and options.guard is None:
+            return None
+        raise ApiError(400, str(error), param="options.guard.run", code="bad_rows") from None
+    except DataError as error:
+        raise ApiError(400, str(error), param=str(error).partition(":")[0], code="bad_rows") from None
 
 
 def _submit(
-    served: Service, fields: TakedownFields, options: dict[str, Any], intake: Intake, actor: Any, key: str | None
+    served: BaseService, asked: Asked, plan: Mapping[str, Any] | None, actor: Actor, key: str | None
 ) -> tuple[dict[str, Any], bool]:
-    data_dir, digest = served.settings.data_dir, forget_digest(intake.rows)
-    kept_before = has_forget(data_dir, digest)
-    save_forget(data_dir, intake.rows)
+    """Guard and rows into their files, then the records of both in one transaction; what is refused leaves no rows."""
+    takedowns, files, fields, options = (
+        served.registry.takedowns,
+        TakedownFiles(served.settings),
+        asked.fields,
+        asked.options,
+    )
+    rows = asked.intake.rows
+    digest, fingerprint = forget_digest(rows), served.model_fingerprint
     # Not the canonical form: digests that are kept already, for keys that may still be used again, were written so.
     given = {"name": fields.name, "rows": digest, "notice": fields.notice.model_dump(), "options": options}
+    request_digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    same = takedowns.known(fields.name, fingerprint, fields.options.replace, key, request_digest, time.time())
+    if same is not None:
+        return same, False
+    index = _guard(served, asked)
     try:
-        return served.registry.takedowns.submit(
+        guard = kept_guard(index, options, served.objects, fields.notice.reference) if index is not None else None
+        kept_before = files.has_forget(digest)
+        files.save_forget(rows)
+    except StoreUnreachable as error:
+        raise ApiError(503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"}) from None
+    try:
+        return takedowns.submit(
             name=fields.name,
-            row_count=len(intake.rows),
+            row_count=len(rows),
             forget_digest=digest,
             notice=fields.notice.model_dump(exclude_none=True),
             options=options,
-            request_digest=hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest(),
+            request_digest=request_digest,
             idempotency_key=key,
-            fingerprint=served.loaded.identity.fingerprint,
+            fingerprint=fingerprint,
             actor=actor,
             now=time.time(),
+            guard=guard,
+            plan=plan,
+            module=fields.options.protect != "guard",
         )
     except Refusal:
         if not kept_before:
-            purge(data_dir, digest, ())  # nothing refers to the rows
+            files.purge(digest, ())  # nothing refers to the rows
         raise
 
 
@@ -149,14 +232,14 @@ def list_takedowns(served: Served, limit: Annotated[int, Query(ge=1, le=1000)] =
 
 @router.get("/takedowns/{takedown_id}")
 def show_takedown(takedown_id: str, served: Served) -> dict[str, Any]:
-    """One takedown with its jobs and modules, without its rows."""
+    """One takedown with its jobs, modules and guard, without its rows."""
     with refusals():
         return served.registry.takedowns.get(takedown_id)
 
 
 @router.post("/takedowns/{takedown_id}/purge")
 def purge_takedown(takedown_id: str, served: Served, actor: Acting) -> dict[str, Any]:
-    """Delete the rows and what was left of them; record, digest and module stay."""
+    """Delete the rows and what was left of them; record, digest, module and guard stay."""
     with refusals():
         return retention.purge(served.registry, served.settings, takedown_id, actor)
 
@@ -192,57 +275,3 @@ def _validated(kind: type[T], value: Any) -> T:
     except ValidationError as error:
         found = [{**item, "loc": ("body", *item["loc"])} for item in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
-
-
-def _checked_options(served: Service, options: TakedownOptions) -> dict[str, Any]:
-    """The options as the worker reads them: plain values, times as seconds."""
-    count = served.loaded.identity.num_layers
-    if any(layer >= count for layer in options.layers or []):
-        raise ApiError(400, f"options.layers: the model has layers 0 to {count - 1}", param="options.layers")
-    possible = possible_layers(options.gate, count)
-    if not set(options.layers or []) <= set(possible):
-        stands = f"gate '{options.gate}' stands at {', '.join(map(str, possible))} of {count} layers; leave layers out"
-        raise ApiError(400, f"options.layers: {stands}", param="options.layers")
-    if options.policy == "rewrite" and options.gate != "auto":
-        raise ApiError(
-            400, f"options.policy: gate '{options.gate}' knows silent alone; use gate 'auto'", param="options.policy"
-        )
-    if options.gate == "paper-strict" and options.budgets is not None:
-        raise ApiError(
-            400,
-            "options.budgets: gate 'paper-strict' holds the paper's own; leave them out, or use gate 'paper'",
-            param="options.budgets",
-        )
-    if options.scope is not None and options.scope not in scopes(served):
-        raise ApiError(
-            400,
-            f"options.scope: '{options.scope}' does not exist; make the key or the profile first",
-            param="options.scope",
-        )
-    plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True, exclude_none=True)
-    for field in ("effective_at", "expires_at"):
-        if (at := getattr(options, field)) is not None:
-            plain[field] = at.timestamp()
-    if options.effective_at is not None and options.activation != "auto":
-        raise ApiError(
-            400,
-            "options.effective_at: goes with activation 'auto'; otherwise activate when it is due",
-            param="options.effective_at",
-        )
-    if plain.get("expires_at", float("inf")) <= max(time.time(), plain.get("effective_at", 0.0)):
-        raise ApiError(400, "options.expires_at: lies before the module would be active", param="options.expires_at")
-    return plain
-
-
-def _positions(served: Service, intake: Intake) -> int:
-    """Continuation tokens over all rows. Raises DataError for a row whose prompt no request could bring."""
-    tokenizer = served.loaded.tokenizer
-    limit = int(getattr(served.loaded.model.config, "max_position_embeddings", None) or 2**31)
-    total = 0
-    for number, row in enumerate(intake.rows):
-        if len(row.prompt) > limit and (length := len(encode(tokenizer, row.prompt))) >= limit:
-            raise DataError(
-                f"row {number + 1}: its prompt has {length} tokens, and the model's context {limit}; shorten the prompt"
-            )
-        total += len(encode(tokenizer, row.continuation))
-    return total

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -17,6 +17,7 @@ from server.errors import ApiError, error_body, response
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+T = TypeVar("T")
 
 
 def event_bytes(event: Any) -> bytes:
@@ -26,16 +27,24 @@ def event_bytes(event: Any) -> bytes:
 
 async def whole(request: Request, generation: Generation, shape: Callable[[list[Result]], Any]) -> Response:
     """The answer as JSON."""
-    work = asyncio.create_task(generation.whole())
-    gone = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        results = await unless_gone(request, generation.whole())
+        if results is None:
             return Response(status_code=499)
-        return JSONResponse(shape(work.result()), headers=generation.headers)
+        return JSONResponse(shape(results), headers=generation.headers)
     finally:
         generation.cancel()
-        for task in (work, gone):
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """What ``work`` gives; None, and it is ended, where the client goes away before."""
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, gone):
             task.cancel()
             with suppress(asyncio.CancelledError, ApiError):
                 await task

@@ -12,14 +12,14 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from server.api.caller import Caller, charge_answers, charge_tokens, inference
-from server.api.inference.bodies.generation import GenerationBody
+from server.api.inference.bodies.generation import GenerationBody, UnbindOptions
 from server.api.inference.generation import Generation
 from server.api.inference.prompts import Prompt
 from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
-from server.engine.pinned import PinnedSet
+from server.base_service import BaseService
 from server.errors import ApiError
-from server.policy import HEADER, pin, requested, resolve, standing, when_open
+from server.policy import HEADER, Assigned, assign, requested, resolve, standing, when_open
 from server.registry.access import SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
 from server.service import Service, service
@@ -36,41 +36,58 @@ class Call:
     def submit(self, body: GenerationBody, prompts: Sequence[Prompt], *, echo: bool = False) -> Generation:
         """Everything that can refuse, then the requests in the engine's queue."""
         options = body.unbind
-        report = options is not None and options.report
-        if report and not self.caller.may("report"):
-            raise ApiError(
-                403,
-                "unbind.report: this key does not have the scope 'report'",
-                param="unbind.report",
-                code="missing_scope",
-            )
+        refuse_report(options, self.caller)
         charge_answers(self.served, self.caller, len(prompts) * body.n)
-        pinned, opening = self.modules(body.model, options.modules if options else None)
+        assigned, opening = self.modules(body.model, options.modules if options else None)
         charge = partial(charge_tokens, self.served, self.caller)
-        generation = Generation(self.served, prompts, pinned, charge, when_open=opening, report=report, echo=echo)
+        generation = Generation(
+            self.served,
+            prompts,
+            assigned,
+            charge,
+            when_open=opening,
+            report=options is not None and options.report,
+            told=self.caller.may("report"),
+            route=getattr(self.request.scope.get("route"), "path", "unknown"),
+            echo=echo,
+        )
         generation.submit(body)
         return generation
 
-    def modules(self, model: str | None, named: list[str] | dict[str, float] | None) -> tuple[PinnedSet, WhenOpen]:
-        """The modules of this call, from every source at once, and what holds where their gates are open.
+    def modules(self, model: str | None, named: list[str] | dict[str, float] | None) -> tuple[Assigned, WhenOpen]:
+        """The modules and guards of this call, from every source at once, and what holds where their gates are open.
 
         Raises ApiError, UnknownModule.
         """
         served = self.served
         chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
-        rules, scan = served.access.current, served.offer.scan
-        key, own, fixed = self.caller.key, NO_RULES, []
-        holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen if name)]
-        if key is not None:
-            own = rules.of(f"key:{key.id}")
-            fixed = [profile_rules(served, key.profile)] if key.profile else []
-            holding += [f"key:{key.id}", *([PREFIX + key.profile] if key.profile else [])]
-        scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE), own, *fixed]
-        profiles = [profile_rules(served, name, asked=True) for name in chosen if name]
+        scan, guards = served.offer.scan, served.offer.guards
+        scopes, profiles, holding = rules_of(served, self.caller, [name for name in chosen if name])
         asked = requested(named, self.request.headers.getlist(HEADER))
-        effective = resolve(asked, [*scopes, standing(scan, holding)], profiles)
-        opening = when_open(served.settings.when_open, rules.of(SERVER_SCOPE), own, [*fixed, *profiles])
-        return pin(served.engine.modules, effective, scan.shadow, scan.absent), opening
+        effective = resolve(asked, [*scopes, standing(scan, guards, holding)], profiles)
+        opening = when_open(served.settings.when_open, scopes[1], scopes[2], [*scopes[3:], *profiles])
+        return assign(served.engine.modules, effective, scan, guards, holding), opening
+
+
+def rules_of(served: BaseService, caller: Caller, chosen: Sequence[str]) -> tuple[list[Rules], list[Rules], list[str]]:
+    """The rules that hold for a caller (of the settings, the server, the key, its profile), those of the profiles that a request
+    has ``chosen``, and the scopes of all of them. Raises ApiError where a profile is not there.
+    """
+    rules, key, own, fixed = served.access.current, caller.key, NO_RULES, []
+    holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen)]
+    if key is not None:
+        own = rules.of(f"key:{key.id}")
+        fixed = [profile_rules(served, key.profile)] if key.profile else []
+        holding += [f"key:{key.id}", *([PREFIX + key.profile] if key.profile else [])]
+    scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE), own, *fixed]
+    return scopes, [profile_rules(served, name, asked=True) for name in chosen], holding
+
+
+def refuse_report(options: UnbindOptions | None, caller: Caller) -> None:
+    """Raise ApiError 403 where a report is asked for with a key that may have none."""
+    if options is not None and options.report and not caller.may("report"):
+        text = "unbind.report: this key does not have the scope 'report'"
+        raise ApiError(403, text, param="unbind.report", code="missing_scope")
 
 
 async def _call(

@@ -16,10 +16,9 @@ from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.opening import refuse_asking
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
-from server.engine.pinned import PinnedSet
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
-from server.policy import HEADER, OFF, labels
+from server.policy import HEADER, OFF, Assigned, labels
 from server.rules import WhenOpen
 from server.service import Service
 
@@ -53,7 +52,13 @@ class Result:
 
 def ended_by(delta: Delta) -> str:
     """What ended an answer, by its last delta: a limit, what the request named, or the model itself."""
-    return "limit" if delta.finish_reason == "length" else "word" if delta.stop_reason is not None else "eos"
+    return (
+        "limit"
+        if delta.finish_reason in ("length", "content_filter")
+        else "word"
+        if delta.stop_reason is not None
+        else "eos"
+    )
 
 
 class Generation:
@@ -63,17 +68,21 @@ class Generation:
         self,
         served: Service,
         prompts: Sequence[Prompt],
-        pinned: PinnedSet,
+        assigned: Assigned,
         charge: Callable[[int], None],
         *,
         when_open: WhenOpen,
         report: bool = False,
+        told: bool = False,
+        route: str = "",
         echo: bool = False,
     ) -> None:
-        self.served, self.prompts, self.pinned = served, prompts, pinned
+        """``told``: whether the caller may hear which guard ended an answer; ``route``: where guards' doings are counted."""
+        self.served, self.prompts = served, prompts
+        self.pinned, self.guard_set, self._labels = assigned.modules, assigned.guards, assigned.labels
         self.choices: list[Choice] = []
         self.started = time.perf_counter()
-        self._report, self._echo = report, echo
+        self._report, self._told, self._route, self._echo = report, told, route, echo
         self._when_open = when_open
         self._charge = charge  # told of every token used
 
@@ -113,10 +122,17 @@ class Generation:
         if self._when_open == "refuse" and labels(self.pinned):
             refuse_asking(sampling)
         request = GenerationRequest(
-            tuple(prompt.ids), sampling, self.pinned, report=self._report, strips=self._when_open != "allow"
+            tuple(prompt.ids),
+            sampling,
+            self.pinned,
+            report=self._report,
+            strips=self._when_open != "allow",
+            guards=self.guard_set,
         )
         flight, deltas = self.served.engine.submit(request)
-        report = Report(self.pinned) if self._report else None
+        report = None
+        if self._report or (self._told and self.guard_set):
+            report = Report(self.pinned, full=self._report, about=self.served.offer.guards.about)
         self.choices.append(Choice(index, prompt, flight, deltas, report))
 
     def _tokens(self, wanted: int | None, prompt: int) -> int:
@@ -148,6 +164,8 @@ class Generation:
             self._charge(len(delta.tokens))
             if choice.report is not None:
                 choice.report.add(delta)
+            if delta.guarded is not None:
+                self.served.telemetry.guarded(self._route, delta.guarded)
             yield replace(delta, text=lead + delta.text) if lead else delta
             lead = ""
             if delta.finish_reason is not None:
@@ -229,11 +247,11 @@ class Generation:
         return {"usage": self.usage() if body.stream_options.continuous_usage_stats else None}
 
     def reported(self, choice: Choice) -> dict[str, Any]:
-        """The ``unbind`` part of a finished choice, where the request asked for a report."""
-        return {"unbind": choice.report.whole()} if choice.report else {}
+        """The ``unbind`` part of a finished choice, where there is something to tell."""
+        told = choice.report.whole() if choice.report else {}
+        return {"unbind": told} if told else {}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which modules this answer was made under."""
-        applied = labels(self.pinned)
-        return {HEADER: ",".join(applied)} if applied else {}
+        """Which modules and guards this answer was made under."""
+        return {HEADER: ",".join(self._labels)} if self._labels else {}

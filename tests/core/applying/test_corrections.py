@@ -15,7 +15,7 @@ from tests.core.applying.test_gates import by_hand
 from tests.core.conftest import bank_of, edit, lowrank, make_module, make_network_module, select
 from unbind_core.applying import corrections
 from unbind_core.applying.corrections import added, corrected
-from unbind_core.applying.gate_memory import GateMemory, Places
+from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
@@ -131,7 +131,7 @@ def test_a_sequence_cut_into_passes_is_edited_as_the_whole(cuts: list[int], more
     edges = [0, *sorted(cuts), LENGTH]
     for start, end in pairwise(edges):
         if start < end:
-            places = Places(memory, torch.tensor([1]), torch.arange(start, end)[None], torch.tensor([start]))
+            places = SlotPlaces(memory, torch.tensor([1]), torch.arange(start, end)[None], torch.tensor([start]))
             parts.append(edit(select(bank, wanted), LAYER, sequence[:, start:end], places=places))
     torch.testing.assert_close(torch.cat(parts, 1), edit(select(bank, wanted), LAYER, sequence), atol=1e-5, rtol=1e-5)
 

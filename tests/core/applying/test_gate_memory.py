@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.core.applying.test_gates import LAYER, LENGTH, MODEL, MODULES, D, in_steps, module, states
 from tests.core.conftest import bank_of, edit, make_network_module, select
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.gate_memory import Columns, GateMemory, Places
+from unbind_core.applying.gate_memory import Columns, GateMemory, SlotPlaces
 
 
-def places(memory: GateMemory, slots: list[int], positions: list[list[int]], starts: list[int]) -> Places:
-    return Places(memory, torch.tensor(slots), torch.tensor(positions), torch.tensor(starts))
+def places(memory: GateMemory, slots: list[int], positions: list[list[int]], starts: list[int]) -> SlotPlaces:
+    return SlotPlaces(memory, torch.tensor(slots), torch.tensor(positions), torch.tensor(starts))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 5)), max_size=30))
@@ -62,17 +62,17 @@ def test_what_was_written_is_read_by_position_and_zero_before_the_beginning() ->
     columns = torch.tensor([2, 0])
     memory.table(1, 5)
     values = torch.arange(1, 9).view(2, 2, 2).int()
-    places(memory, [2, 0], [[0, 1], [3, 6]], [0, 3]).write(1, columns, values)
+    places(memory, [2, 0], [[0, 1], [3, 6]], [0, 3]).write(1, columns, values.view(4, 2))
     later = places(memory, [2, 0], [[2], [4]], [2, 4])
     found = later.read(1, later.behind(((5, 0), (2, 0), (1, 0))), 4)
-    assert found[:, :, columns].tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
-    assert torch.equal(later.read(1, later.before, 4), found[:, 2:])
-    assert not bool(found[:, :, [1, 3]].any())  # the columns of others
+    assert found[:, columns].tolist() == [[0, 0], [0, 0], [1, 2], [0, 0], [3, 4], [5, 6]]
+    assert torch.equal(later.read(1, later.before, 4), found[4:])
+    assert not bool(found[:, [1, 3]].any())  # the columns of others
     assert not bool(later.read(2, later.behind(((1, 0), (2, 0))), 4).any())  # another layer
 
 
 def test_a_slice_of_columns_is_written_as_an_index_of_them_is() -> None:
-    values = torch.randint(-9, 9, (2, 3, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    values = torch.randint(-9, 9, (6, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     tables = []
     for columns in (slice(1, 3), torch.tensor([1, 2])):
         memory = GateMemory(3, 6)
@@ -89,17 +89,17 @@ def test_growth_keeps_what_is_there() -> None:
     memory.table(0, 2)
     kept = torch.arange(1, 13).view(2, 3, 2).int()
     everything = places(memory, [0, 1], [[0, 1, 2]] * 2, [0, 0])
-    everything.write(0, columns, kept)
-    places(memory, [0, 1], [[3]] * 2, [0, 0]).write(0, columns, torch.full((2, 1, 2), 9).int())  # padding
+    everything.write(0, columns, kept.view(6, 2))
+    places(memory, [0, 1], [[3]] * 2, [0, 0]).write(0, columns, torch.full((2, 2), 9).int())  # padding
     assert memory.table(0, 5).shape == (2, 5, 5)  # wider
     memory.lengthen(4)  # longer
     assert memory.length == 6 and memory.table(0, 2).shape == (2, 8, 5)
     memory.lengthen(2)
     assert memory.length == 6
     later = places(memory, [0, 1], [[4]] * 2, [4, 4])
-    after = later.read(0, later.behind(tuple((lag, 0) for lag in (4, 3, 2, 1))), 2)[..., columns]
-    assert torch.equal(after[:, :3], kept)
-    assert not bool(after[:, 3].any())  # what was the bin of padding is an empty position now
+    after = later.read(0, later.behind(tuple((lag, 0) for lag in (4, 3, 2, 1))), 2)[:, columns].view(4, 2, 2)
+    assert torch.equal(after[:3], kept.transpose(0, 1))
+    assert not bool(after[3].any())  # what was the bin of padding is an empty position now
     assert not bool(memory.table(0, 5)[:, :, 2:].any())
 
 
@@ -107,7 +107,7 @@ def test_rows_are_reordered_on_every_layer() -> None:
     memory = GateMemory(3, 2)
     for layer in (0, 4):
         memory.table(layer, 1)
-        values = torch.tensor([1, 2, 3]).view(3, 1, 1).int() + layer
+        values = torch.tensor([1, 2, 3]).view(3, 1).int() + layer
         places(memory, [0, 1, 2], [[0]] * 3, [0] * 3).write(layer, torch.tensor([0]), values)
     memory.reorder(torch.tensor([2, 2, 0]))
     for layer in (0, 4):
@@ -118,11 +118,12 @@ def test_padding_of_any_kind_leaves_no_trace_in_a_memory() -> None:
     sequences = list(states(2, 12))
     selection = select(bank_of(MODULES["a"]), {"a": 1.0})
     memory = GateMemory(2, 12)
-    places = Places(memory, torch.arange(2), torch.tensor([[12, 0, 12, 1], [0, 12, 12, 1]]), torch.zeros(2).long())
+    positions = torch.tensor([[12, 0, 12, 1], [0, 12, 12, 1]])
+    places = SlotPlaces(memory, torch.arange(2), positions, torch.zeros(2).long())
     broken = torch.full((2, 4, D), float("nan"))
     broken[0, [1, 3]], broken[1, [0, 3]] = sequences[0][:2], sequences[1][:2]
-    first = edit(selection, LAYER, broken, real=places.positions < 12, places=places)
-    rest = Places(memory, torch.arange(2), torch.arange(2, 12).expand(2, -1), torch.tensor([2, 2]))
+    first = edit(selection, LAYER, broken, real=positions < 12, places=places)
+    rest = SlotPlaces(memory, torch.arange(2), torch.arange(2, 12).expand(2, -1), torch.tensor([2, 2]))
     found = edit(selection, LAYER, torch.stack(sequences)[:, 2:], places=rest)
     whole = edit(selection, LAYER, torch.stack(sequences))
     assert torch.equal(found, whole[:, 2:])
@@ -137,7 +138,7 @@ def test_a_rewound_slot_knows_nothing_of_what_stood_behind() -> None:
 
     def run(sequence: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, len(sequence))[None]
-        places = Places(memory, torch.tensor([1]), positions, torch.tensor([start]))
+        places = SlotPlaces(memory, torch.tensor([1]), positions, torch.tensor([start]))
         return edit(selection, LAYER, sequence[None, start:], places=places)[0]
 
     run(first, 0)
@@ -166,7 +167,7 @@ def test_a_selection_in_use_is_not_disturbed_by_modules_that_come() -> None:
     half = in_steps(selection, [sequence[:20]], [[20]], False, memory, [0])[0]
     bank.add(MODULES["b"])
     in_steps(select(bank, {"b": 1.0}), [sequence], [[LENGTH]], False, memory, [1])  # grows the table
-    rest = Places(memory, torch.tensor([0]), torch.arange(20, LENGTH)[None], torch.tensor([20]))
+    rest = SlotPlaces(memory, torch.tensor([0]), torch.arange(20, LENGTH)[None], torch.tensor([20]))
     found = edit(selection, LAYER, sequence[None, 20:], places=rest)[0]
     assert torch.equal(torch.cat((half, found)), expected)
 
@@ -178,7 +179,7 @@ def test_a_memory_made_in_inference_mode_serves_outside_it_and_the_other_way(ins
     selection = select(bank_of(MODULES["a"]), {"a": 1.0})
     parts = []
     for start, stop in ((0, 9), (9, 20)):
-        places = Places(memory, torch.tensor([0]), torch.arange(start, stop)[None], torch.tensor([start]))
+        places = SlotPlaces(memory, torch.tensor([0]), torch.arange(start, stop)[None], torch.tensor([start]))
         with torch.inference_mode(inside == (start == 0)):
             parts.append(edit(selection, LAYER, sequence[None, start:stop], places=places)[0])
     assert torch.equal(torch.cat(parts), edit(selection, LAYER, sequence[None])[0])
@@ -187,7 +188,7 @@ def test_a_memory_made_in_inference_mode_serves_outside_it_and_the_other_way(ins
 def test_an_edit_can_be_differentiated_and_a_memory_holds_no_graph() -> None:
     memory = GateMemory(1, 8)
     sequence = states(1, 8).requires_grad_(True)
-    places = Places(memory, torch.tensor([0]), torch.arange(8)[None], torch.tensor([0]))
+    places = SlotPlaces(memory, torch.tensor([0]), torch.arange(8)[None], torch.tensor([0]))
     edit(select(bank_of(MODULES["a"]), {"a": 1.0}), LAYER, sequence, places=places).sum().backward()
     assert sequence.grad is not None and torch.equal(sequence.grad, torch.ones_like(sequence))
     assert not memory.table(LAYER, 0).requires_grad

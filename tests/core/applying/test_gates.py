@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.conftest import bank_of, edit, make_module, make_network_module, select
-from unbind_core.applying.gate_memory import GateMemory, Places
-from unbind_core.applying.gates import CLIP, GRAIN, held_open, windowed
+from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
+from unbind_core.applying.gates import CLIP, GRAIN, windowed
 from unbind_core.applying.selection import Selection
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
@@ -85,7 +85,7 @@ def in_steps(
         for i, (count, span) in enumerate(zip(counts, spans, strict=True)):
             batch[i, span] = sequences[i][starts[i] : starts[i] + count]
             positions[i, span] = torch.arange(starts[i], starts[i] + count)
-        places = Places(memory, torch.tensor(slots), positions, torch.tensor(starts))
+        places = SlotPlaces(memory, torch.tensor(slots), positions, torch.tensor(starts))
         real = positions < memory.length
         counted = None if bool(real.all()) else real
         edited = edit(selection, LAYER, batch, phase="prefill" if width > 1 else "decode", real=counted, places=places)
@@ -182,8 +182,9 @@ def test_two_thresholds_are_a_latch(steps: list[tuple[bool, bool]], before: bool
     for set_, reset in zip(opens, closes, strict=True):
         state = set_ or (state and not reset)
         expected.append(state)
-    columns = [torch.tensor(part).view(1, -1, 1) for part in (opens, closes)]
-    assert held_open(columns[0], columns[1], torch.tensor([[before]]))[0, :, 0].tolist() == expected
+    places = SlotPlaces.afresh(1, len(steps), None, torch.device("cpu"))
+    columns = [torch.tensor(part).unsqueeze(1) for part in (opens, closes)]
+    assert places.held(columns[0], columns[1], torch.tensor([[before]]))[:, 0].tolist() == expected
 
 
 @settings(deadline=None)
@@ -283,7 +284,7 @@ def test_counts_are_those_of_the_loop_by_phase() -> None:
 
 
 def test_single_states_are_refused_where_a_gate_has_a_memory() -> None:
-    with pytest.raises(ValueError, match=r"\[B,T,d\]"):
+    with pytest.raises(ValueError, match="need places"):
         edit(select(bank_of(module()), {"a": 1.0}), LAYER, states(5), rows=torch.zeros(5, dtype=torch.int64))
 
 

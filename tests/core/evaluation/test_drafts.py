@@ -113,3 +113,23 @@ def test_what_was_decoded_once_is_a_draft(tiny: LoadedModel, monkeypatch: pytest
     assert [known.complete(one, prompts, targets, COUNT) for one in (None, module)] == expected
     weaker = replace(module, kappa=0.0)
     assert known.complete(weaker, prompts, targets, COUNT) == expected[0]
+
+
+def test_paths_that_are_more_than_memory_should_hold_are_dropped_and_come_out_the_same(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, (prompts, targets) = opening_on_some(tiny, "network"), asked(tiny)
+
+    def bytes_kept(made: Drafts) -> int:
+        return sum(one.states.numel() * one.states.element_size() for one in made._batches)
+
+    def both(made: Drafts) -> list[list[list[int]]]:
+        return [made.complete(one, prompts, targets, COUNT) for one in (None, module, None)]
+
+    whole = Drafts(tiny.model, LAYER, pad=pad_id(tiny.tokenizer), end=None)
+    expected = both(whole)
+    most = bytes_kept(whole) // 4
+    monkeypatch.setattr(drafts, "MOST_KEPT", most)
+    made = Drafts(tiny.model, LAYER, pad=pad_id(tiny.tokenizer), end=None)
+    assert both(made) == expected
+    assert bytes_kept(made) <= 3 * most  # what is left over, and one group with its continuations

@@ -82,13 +82,13 @@ def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch
     options = FitOptions(target=Target(alone_cut=-9.0, alone_recovery=9.0))
     given = _context(tiny.model, tiny.tokenizer, [ROW], ROWS, (), "m", tiny.identity, options, silent, None)
     retain, forget = (
-        Replay(tiny.model, windows, [1], pad=pad_id(tiny.tokenizer))
+        Replay(tiny.model, windows, given.layers, pad=pad_id(tiny.tokenizer))
         for windows in (retain_windows(tiny.tokenizer, ROWS, [0]), given.forget_windows([0]))
     )
-    completions = retain_completions(tiny.model, tiny.tokenizer, ROWS, [0], [1], None, "", silent)
+    completions = retain_completions(tiny.model, tiny.tokenizer, ROWS, [0], given.layers, None, "", silent)
     one = judge.Judge(given, retain, completions, forget, Reference())
     monkeypatch.setattr(judge, "MOST_ATTEMPTS", 1)
-    one.remainder(make_module(tiny.identity, layer=1), [0], thorough=True)
+    one.remainder(make_module(tiny.identity, layer=given.layers[0]), [0], thorough=True)
     for prompt in asked(tiny, ways=REPORTED_BY):
         assert prompt not in seen
     for prompt in asked(tiny, ways=CHOSEN_BY):

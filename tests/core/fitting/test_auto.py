@@ -20,8 +20,10 @@ from unbind_core.architecture import decoder_layers
 from unbind_core.encoding import encode_prompt
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
 from unbind_core.evaluation.scores import forget_scores
+from unbind_core.fitting import auto
 from unbind_core.fitting.auto import told
 from unbind_core.fitting.calibration import Budgets
+from unbind_core.fitting.judge import Remainder
 from unbind_core.fitting.options import BUDGETS, Target
 from unbind_core.fitting.separation import cautious
 from unbind_core.progress import Progress
@@ -118,6 +120,7 @@ def test_every_gate_that_was_tried_says_what_became_of_it(fitted: tuple[UnbindMo
     assert all(level["verdict"] and level["opens"] for level in report.levels)
     assert report.gate == module.detector == "network"
     assert report.to_json()["levels"] == report.levels
+    assert report.layers == [{"layer": module.layer}]
 
 
 def test_what_a_gate_cannot_do_is_refused_by_name(loaded: LoadedModel) -> None:
@@ -203,9 +206,20 @@ def test_the_papers_gate_is_left_to_those_who_ask_for_it(loaded: LoadedModel, ca
 
 
 @pytest.mark.slow
-def test_a_target_out_of_reach_ends_as_short_with_the_best_there_is(loaded: LoadedModel, cache: Path) -> None:
+def test_a_target_out_of_reach_ends_as_short_with_the_best_there_is(
+    loaded: LoadedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[UnbindModule] = []
+
+    class Judge(auto.Judge):
+        def remainder(self, module: UnbindModule, *rest: Any, **more: Any) -> Remainder:
+            asked.append(module)
+            return super().remainder(module, *rest, **more)
+
+    monkeypatch.setattr(auto, "Judge", Judge)
     options = replace(QUICK, budgets=WIDE, target=Target(alone_cut=2.0))
     module, report = run(loaded, FORGET[:1], options, cache=cache)
+    assert len(asked) == len({id(each) for each in asked}) > 1  # no gate is asked about all rows twice
     assert report.outcome == "short" and module.kappa > 0
     (best,) = (level for level in report.levels if level["verdict"] == "chosen: the best within the budgets")
     assert all(report.selected[key] == best[key] for key in best)  # type: ignore[index]

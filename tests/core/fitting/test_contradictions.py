@@ -62,16 +62,13 @@ def test_states_without_rows_are_all_those_of_the_others(tiny: LoadedModel, outs
     calibration = Replay(tiny.model, retain_windows(tiny.tokenizer, ROWS, [0, 1]), [LAYER], pad=pad_id(tiny.tokenizer))
     completions = retain_completions(tiny.model, tiny.tokenizer, ROWS, [0, 1], [LAYER], None, "", silent)
     rows = torch.arange(10).repeat_interleave(torch.arange(3, 13))
-    states = {1: torch.randn(len(rows), 4), 2: torch.randn(len(rows), 4).bfloat16()}
-    before = {layer: part.clone() for layer, part in states.items()}
-    part = Retained([1, 2], states, rows.clone(), calibration, completions).without(outside, [])
+    states = torch.randn(len(rows), 4).bfloat16()
+    every = states.clone()
+    part = Retained(states, rows.clone(), calibration, completions).without(outside, [])
     stay = [i for i, row in enumerate(rows.tolist()) if row not in outside]
     assert sorted(part.rows.tolist()) == rows[stay].tolist()
-    for layer, every in before.items():
-        found = sorted((row, *line) for row, line in zip(part.rows.tolist(), part.states[layer].tolist(), strict=True))
-        assert found == sorted(
-            (row, *line) for row, line in zip(rows[stay].tolist(), every[stay].tolist(), strict=True)
-        )
+    found = sorted((row, *line) for row, line in zip(part.rows.tolist(), part.states.tolist(), strict=True))
+    assert found == sorted((row, *line) for row, line in zip(rows[stay].tolist(), every[stay].tolist(), strict=True))
 
 
 def test_a_replay_without_rows_is_that_of_the_others(tiny: LoadedModel) -> None:
@@ -110,13 +107,13 @@ def test_completions_without_rows_tell_of_the_others(tiny: LoadedModel) -> None:
 def test_every_kept_state_knows_its_row(tiny: LoadedModel) -> None:
     windows = retain_windows(tiny.tokenizer, ROWS, range(len(ROWS)))
     asked = {"pad": pad_id(tiny.tokenizer), "fingerprint": tiny.identity.fingerprint}
-    states, rows = retain_states(tiny.model, windows, [LAYER], limit_bytes=2**20, **asked)
-    assert len(states[LAYER]) == len(rows) and set(rows.tolist()) == set(range(len(ROWS)))
+    states, rows = retain_states(tiny.model, windows, LAYER, limit_bytes=2**20, **asked)
+    assert len(states) == len(rows) and set(rows.tolist()) == set(range(len(ROWS)))
     for row in (0, 7):
         own, numbers = retain_states(
-            tiny.model, [window for window in windows if window.row == row], [LAYER], limit_bytes=2**20, **asked
+            tiny.model, [window for window in windows if window.row == row], LAYER, limit_bytes=2**20, **asked
         )
         assert set(numbers.tolist()) == {row}
-        torch.testing.assert_close(states[LAYER][rows == row], own[LAYER], rtol=0.02, atol=0.02)
-    few, some = retain_states(tiny.model, windows, [LAYER], limit_bytes=len(rows) * 16, **asked)
-    assert len(few[LAYER]) == len(some) < len(rows)
+        torch.testing.assert_close(states[rows == row], own, rtol=0.02, atol=0.02)
+    few, some = retain_states(tiny.model, windows, LAYER, limit_bytes=len(rows) * 16, **asked)
+    assert len(few) == len(some) < len(rows)

@@ -17,7 +17,7 @@ from unbind_core import LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
 from unbind_core.errors import DataError
-from unbind_core.fitting.correction import OWN, Correction, Examples, examples, learn
+from unbind_core.fitting.correction import OWN, Correction, Examples, Met, examples, learn, met_part
 from unbind_core.fitting.reference import Kind, Reference, last_logits, load_reference
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
@@ -35,6 +35,10 @@ class World:
     fresh: Reference
     windows: list[tuple[Window, Tensor]]
     retained: Tensor
+
+    @property
+    def met(self) -> list[Met]:
+        return [met_part(window, states) for window, states in self.windows]
 
 
 def captured(loaded: LoadedModel, windows: list[Window]) -> list[tuple[Window, Tensor]]:
@@ -59,7 +63,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def learned(world: World, reference: Reference, **more: object) -> tuple[Examples, Correction]:
     generator = torch.Generator().manual_seed(0)
-    found = examples(world.loaded.model, world.windows, reference, pad=0, generator=generator)
+    found = examples(world.loaded.model, world.met, reference, pad=0, generator=generator)
     settings = {"rank": 24, "steps": 150, **more}
     return found, learn(world.loaded.model, found, world.retained, reference, generator=generator, **settings)  # type: ignore[arg-type]
 
@@ -78,7 +82,7 @@ def divergence(p: Tensor, q: Tensor) -> float:
 
 def test_the_edited_model_says_what_the_reference_says_and_not_the_row(world: World) -> None:
     found, correction = learned(world, world.fresh)
-    wanted = world.fresh.log_probabilities(world.loaded.model, found.theirs.float(), found.following)
+    wanted = world.fresh.log_probabilities(world.loaded.model)(found.theirs.float(), found.following)
     with torch.no_grad():
         before = log_softmax(last_logits(world.loaded.model)(found.states.float()), -1)
     after = edited(world, found.states, correction)
@@ -114,7 +118,7 @@ def test_a_silenced_answer_ends_and_without_its_end_goes_where_the_reference_goe
 def test_a_model_that_is_its_own_reference_loses_the_memorised_token(world: World) -> None:
     found, correction = learned(world, Reference())
     assert torch.equal(found.theirs, found.states)
-    wanted = Reference().log_probabilities(world.loaded.model, found.theirs.float(), found.following)
+    wanted = Reference().log_probabilities(world.loaded.model)(found.theirs.float(), found.following)
     assert float(wanted.gather(1, found.following[:, None]).exp().max()) <= 0.5
     torch.testing.assert_close(wanted.exp().sum(-1), torch.ones(len(wanted)))
     assert float(edited(world, found.states, correction).gather(1, found.following[:, None]).exp().mean()) < 0.3
@@ -134,15 +138,30 @@ def test_a_generator_gives_the_same_correction_and_leaves_the_model_as_it_was(wo
 
 def test_examples_are_the_rows_positions_with_what_follows_them(world: World) -> None:
     generator = torch.Generator().manual_seed(0)
-    found = examples(world.loaded.model, world.windows, Reference(), pad=0, generator=generator)
+    found = examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator)
     window, states = world.windows[0]
     count = len(window.ids) - 1 - 4
     assert torch.equal(found.states[:count], states[4:-1].to(torch.bfloat16))
     assert found.following[:count].tolist() == list(window.ids[5:])
-    twice = examples(world.loaded.model, world.windows, Reference(), pad=0, generator=generator, own=1)
+    twice = examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator, own=1)
     assert len(twice.states) == len(found.states) + (OWN - 1) * count
-    few = examples(world.loaded.model, world.windows, Reference(), pad=0, generator=generator, most=20)
+    few = examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator, most=20)
     assert 0 < len(few.states) < 60
+
+
+def test_of_a_window_every_so_manieth_position_is_kept_and_leads_to_the_same_reference(world: World) -> None:
+    generator, (window, states) = torch.Generator().manual_seed(0), world.windows[0]
+    whole, third = met_part(window, states), met_part(window, states, 3, 1)
+    assert third.at.tolist() == list(range(window.start + 4 + 1, len(window.ids) - 1, 3))
+    assert torch.equal(third.states, states[third.at])
+    assert third.states.untyped_storage().nbytes() < whole.states.untyped_storage().nbytes() / 2  # the rest is let go
+    every, some = (
+        examples(world.loaded.model, [one], world.fresh, pad=0, generator=generator) for one in (whole, third)
+    )
+    assert torch.equal(some.states, every.states[1::3]) and torch.equal(some.theirs, every.theirs[1::3])
+    assert torch.equal(some.following, every.following[1::3])
+    short = met_part(Window(window.ids[:3], 1, 0), states[:3], 3, 2)
+    assert len(short.at) == len(short.states) == 0
 
 
 def test_the_best_reference_there_is_comes_from_what_is_named(world: World, tmp_path: Path) -> None:

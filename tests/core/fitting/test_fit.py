@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.conftest import TinyCheckpoint
+from tests.core.conftest import TinyCheckpoint, make_module
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.scores import RowScore, extractable
 from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.calibration import Budgets
-from unbind_core.fitting.fit import prepare_retained
+from unbind_core.fitting.certificate import certify
+from unbind_core.fitting.fit import _context, prepare_retained
 from unbind_core.fitting.retained import retain_states
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
@@ -86,7 +87,7 @@ def test_retain_states_go_on_where_they_were_ended(loaded: LoadedModel, tmp_path
     long = [RetainRow(f"size_{i} = {i}\n" * 150) for i in range(24)]
     windows = retain_windows(loaded.tokenizer, long, range(len(long)))
     asked: dict[str, Any] = {"pad": 0, "limit_bytes": 2**20, "fingerprint": loaded.identity.fingerprint}
-    expected = retain_states(loaded.model, windows, [0, 1], **asked)
+    expected = retain_states(loaded.model, windows, 1, **asked)
     batches = count = 0
 
     def end(made: Progress) -> None:
@@ -96,7 +97,7 @@ def test_retain_states_go_on_where_they_were_ended(loaded: LoadedModel, tmp_path
             raise Cancelled("a job came")
 
     with pytest.raises(Cancelled):
-        retain_states(loaded.model, windows, [0, 1], cache=tmp_path, progress=end, **asked)
+        retain_states(loaded.model, windows, 1, cache=tmp_path, progress=end, **asked)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     assert 0 < len(before) < batches
 
@@ -104,11 +105,11 @@ def test_retain_states_go_on_where_they_were_ended(loaded: LoadedModel, tmp_path
         nonlocal count
         count += 1
 
-    found = retain_states(loaded.model, windows, [0, 1], cache=tmp_path, progress=tell, **asked)
+    found = retain_states(loaded.model, windows, 1, cache=tmp_path, progress=tell, **asked)
     assert 0 < count < batches
     assert all(file.stat().st_mtime_ns == written for file, written in before.items())
     assert torch.equal(found[1], expected[1])
-    assert all(torch.equal(found[0][layer], expected[0][layer]) for layer in (0, 1))
+    assert torch.equal(found[0], expected[0])
 
 
 def test_retain_statistics_come_from_the_cache_the_second_time(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -155,7 +156,13 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
             **asked,
         )
     assert "forget states" in seen and not {"retain states", "retain completions"} & set(seen)
-    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 6
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 8
+    seen.clear()
+    given = (loaded.model, loaded.tokenizer, FORGET, RETAIN[:16], RETAIN[16:], "m", loaded.identity, FitOptions())
+    context = _context(*given, lambda made: seen.append(made.stage), tmp_path)
+    module = make_module(loaded.identity, layer=context.layers[0], s_ref=1e9)  # its gate stays shut: nothing is decoded
+    assert certify(context, module, []) is not None and set(seen) == {"certificate"}
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files
     seen.clear()
     given = {"cache": tmp_path, "fingerprint": loaded.identity.fingerprint, "progress": callback}
     HeldOut(loaded.model, loaded.tokenizer, held_out, [1], **given)

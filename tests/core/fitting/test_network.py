@@ -14,7 +14,7 @@ from tests.core.conftest import LAYER, bank_of, edit, make_module, make_network_
 from unbind_core.applying.gates import GRAIN, decided
 from unbind_core.errors import Cancelled, FittingError
 from unbind_core.fitting.network import Network, train_network
-from unbind_core.fitting.separation import FIRST, Scored, as_decided, evidence, least, separation
+from unbind_core.fitting.separation import FIRST, Scored, as_decided, evidence, least, opens_within, separation
 from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 
@@ -133,6 +133,12 @@ def test_a_threshold_that_touches_more_than_a_few_rows_is_no_threshold() -> None
     spikes = [torch.cat((torch.full((99,), -1.0), torch.full((1,), 1.0 + i / 100))) for i in range(10)]
     rows = [(i, first, scores) for i, values in enumerate(spikes) for _, first, scores in side(values)]
     assert separation(side(torch.full((50,), 9.0)), rows, 1, 0.05).retained > 1.09
+
+
+def test_a_gate_opens_where_the_evidence_first_reaches_the_threshold_or_never() -> None:
+    rows = [*side(torch.linspace(-1, 1, 21)), *side(torch.linspace(-1, 0, 21))]
+    split = separation(rows, side(torch.full((50,), -2.0)), 1, 0.01)
+    assert opens_within(rows, split, 0.45) == [FIRST + 15, None]
 
 
 def test_positions_before_the_first_that_matters_do_not_count() -> None:

@@ -70,7 +70,7 @@ def test_inference_has_a_smaller_limit_of_its_body_than_uploads(checkpoint: Path
         assert (large.status, large.error["code"]) == (413, "body_too_large")
         assert "max_inference_bytes" in large.error["message"]
         rows = [{"prompt": "a", "continuation": "b" * 4000}]
-        options = {"dry_run": True}
+        options = {"dry_run": True, "protect": "module"}
         assert running.admin("/takedowns", {"name": "large", "rows": rows, "options": options}).status == 200
         too_large = running.admin("/takedowns", {"name": "large", "rows": rows * 30})
         assert too_large.status == 413 and "max_body_bytes" in too_large.error["message"]

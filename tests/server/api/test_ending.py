@@ -17,8 +17,8 @@ from fastapi.routing import APIRoute
 
 from server.api import health
 from server.api.inference import chat, completions, infill
+from server.engine.embedded.pace import LEAST, MOST, Pace
 from server.engine.letters import Letters
-from server.engine.pace import LEAST, MOST, Pace
 from server.engine.request import Delta
 from tests.server.api.test_limits import wait_until
 from tests.support.live import TIMEOUT, Live, live

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.engine import Engine, EngineStopped
+from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
 from server.engine.request import Delta, GenerationRequest, Sampling
-from server.engine.scheduler import PromptTooLong, QueueFull
 from tests.core.conftest import FAMILIES, save_checkpoint
 from tests.server.conftest import MakeModule
 from unbind_core.applying.attach import attach
@@ -22,7 +22,7 @@ from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import UnknownModule
 
 
-async def _collect(engine: Engine, request: GenerationRequest) -> list[Delta]:
+async def _collect(engine: EmbeddedEngine, request: GenerationRequest) -> list[Delta]:
     return [delta async for delta in engine.generate(request)]
 
 
@@ -45,7 +45,7 @@ def _plain(model: Any, prompt: Sequence[int], new: int) -> list[int]:
 
 
 def test_many_requests_with_different_modules_equal_plain_generate_one_by_one(
-    engine: Engine, loaded: LoadedModel, make_module: MakeModule
+    engine: EmbeddedEngine, loaded: LoadedModel, make_module: MakeModule
 ) -> None:
     sets: list[tuple[str, ...]] = [(), ("one",), ("two",), ("one", "two")]
     bank = ModuleBank()
@@ -77,7 +77,7 @@ def test_every_family_gives_what_plain_generate_gives(family: str, tmp_path: Pat
     loaded = load_model(save_checkpoint(family, tmp_path / family))
     prompts = _prompts(5, seed=3)
     expected = [_plain(loaded.model, prompt, 12) for prompt in prompts]
-    engine = Engine(loaded.model, loaded.tokenizer, max_slots=3, max_length=128, queue_limit=8, chunk_tokens=16)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=3, max_length=128, queue_limit=8, chunk_tokens=16)
     engine.start()
     try:
 
@@ -91,7 +91,7 @@ def test_every_family_gives_what_plain_generate_gives(family: str, tmp_path: Pat
         engine.close()
 
 
-def test_a_seed_gives_the_same_answer_alone_and_in_company(engine: Engine) -> None:
+def test_a_seed_gives_the_same_answer_alone_and_in_company(engine: EmbeddedEngine) -> None:
     prompts = _prompts(6, seed=5)
     seeded = GenerationRequest(prompts[0], Sampling(max_tokens=24, temperature=0.9, top_p=0.9, seed=11))
 
@@ -109,7 +109,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_company(engine: Engine) -> No
     assert _tokens(asyncio.run(_collect(engine, unseeded))) != _tokens(asyncio.run(_collect(engine, unseeded)))
 
 
-def test_a_stop_string_ends_the_answer_before_it(engine: Engine) -> None:
+def test_a_stop_string_ends_the_answer_before_it(engine: EmbeddedEngine) -> None:
     prompt = _prompts(1, seed=7)[0]
     full = "".join(d.text for d in asyncio.run(_collect(engine, GenerationRequest(prompt, Sampling(max_tokens=40)))))
     assert len(full) > 12
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_answer_before_it(engine: Engine) -> None:
     assert deltas[-1].finish_reason == "stop"
 
 
-def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
+def test_leaving_a_stream_frees_its_slot(engine: EmbeddedEngine) -> None:
     async def run() -> None:
         stream = engine.generate(GenerationRequest(_prompts(1)[0], Sampling(max_tokens=150, ignore_eos=True)))
         await anext(stream)
@@ -136,7 +136,7 @@ def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
     asyncio.run(run())
 
 
-def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
+def test_a_full_queue_refuses_and_recovers(engine: EmbeddedEngine) -> None:
     prompt = _prompts(1)[0]
 
     async def run() -> int:
@@ -154,13 +154,13 @@ def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
     assert 12 <= asyncio.run(run()) < 40  # 4 slots and 8 places
 
 
-def test_a_prompt_that_does_not_fit_is_told_by_how_much(engine: Engine) -> None:
+def test_a_prompt_that_does_not_fit_is_told_by_how_much(engine: EmbeddedEngine) -> None:
     with pytest.raises(PromptTooLong, match="by 44;"):
         asyncio.run(_collect(engine, GenerationRequest((7,) * 200, Sampling(max_tokens=100))))
 
 
 def test_a_running_request_keeps_its_module_when_the_name_gets_a_new_version(
-    engine: Engine, make_module: MakeModule
+    engine: EmbeddedEngine, make_module: MakeModule
 ) -> None:
     prompt = _prompts(1, seed=9)[0]
     sampling = Sampling(max_tokens=60, ignore_eos=True)
@@ -189,7 +189,7 @@ def test_a_running_request_keeps_its_module_when_the_name_gets_a_new_version(
     assert len(engine.modules.bank_names()) == 1  # the old version left with its last request
 
 
-def test_gates_are_counted_by_module_and_phase(engine: Engine) -> None:
+def test_gates_are_counted_by_module_and_phase(engine: EmbeddedEngine) -> None:
     prompt = _prompts(1)[0]
     request = GenerationRequest(prompt, Sampling(max_tokens=10, ignore_eos=True), engine.modules.pin(["one"]))
     asyncio.run(_collect(engine, request))
@@ -201,7 +201,7 @@ def test_gates_are_counted_by_module_and_phase(engine: Engine) -> None:
 
 
 def test_a_failing_step_fails_its_requests_and_the_engine_serves_on(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = GenerationRequest(_prompts(1)[0], Sampling(max_tokens=5))
     decode = engine.runner.decode
@@ -219,7 +219,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_serves_on(
 
 def test_closing_ends_streams_and_takes_the_hooks_off(checkpoint: Path) -> None:
     loaded = load_model(checkpoint)
-    engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=256)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=2, max_length=256)
     engine.start()
 
     async def run() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.engine import Engine
+from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.request import GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.core.conftest import lowrank
@@ -48,10 +48,10 @@ def expected(loaded: LoadedModel, modules: list[UnbindModule]) -> list[list[int]
 
 
 @pytest.fixture(params=[7, 64])
-def engine(request: pytest.FixtureRequest, checkpoint: Path, modules: list[UnbindModule]) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, checkpoint: Path, modules: list[UnbindModule]) -> Iterator[EmbeddedEngine]:
     """Four slots; prompts of up to 70 tokens in chunks of a few tokens, or in one or two."""
     fresh = load_model(checkpoint)
-    running = Engine(
+    running = EmbeddedEngine(
         fresh.model,
         fresh.tokenizer,
         max_slots=4,
@@ -66,7 +66,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path, modules: list[Unbin
     running.close()
 
 
-def _run(engine: Engine, numbers: list[int]) -> list[list[int]]:
+def _run(engine: EmbeddedEngine, numbers: list[int]) -> list[list[int]]:
     async def all_at_once() -> list[list[int]]:
         prompts = _prompts(10)
         requests = [
@@ -78,7 +78,7 @@ def _run(engine: Engine, numbers: list[int]) -> list[list[int]]:
 
 
 def test_requests_in_mixed_batches_and_chunks_equal_the_same_request_alone(
-    engine: Engine, loaded: LoadedModel, expected: list[list[int]]
+    engine: EmbeddedEngine, loaded: LoadedModel, expected: list[list[int]]
 ) -> None:
     assert _run(engine, list(range(10))) == expected  # ten requests share four slots, so every slot is used again
     assert _run(engine, [5]) == [expected[5]]
@@ -92,7 +92,7 @@ def test_requests_in_mixed_batches_and_chunks_equal_the_same_request_alone(
 
 
 def test_a_new_version_of_a_module_leaves_running_requests_their_gates(
-    engine: Engine, loaded: LoadedModel, modules: list[UnbindModule], expected: list[list[int]]
+    engine: EmbeddedEngine, loaded: LoadedModel, modules: list[UnbindModule], expected: list[list[int]]
 ) -> None:
     """The new one has other columns, in a table that grows while the old ones are in use."""
     other = remembering_module(loaded, "n", 0, seed=4, window=9, heads=5)
@@ -118,7 +118,7 @@ def test_a_new_version_of_a_module_leaves_running_requests_their_gates(
 
 
 def test_a_module_calibrated_in_other_numerics_is_not_loaded(
-    engine: Engine, modules: list[UnbindModule], make_module: MakeModule
+    engine: EmbeddedEngine, modules: list[UnbindModule], make_module: MakeModule
 ) -> None:
     other = make_module("other", calibrated={"dtype": "bfloat16", "quantisation": None})
     with pytest.raises(
@@ -132,7 +132,7 @@ def test_a_module_calibrated_in_other_numerics_is_not_loaded(
 
 
 def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(
-    engine: Engine, loaded: LoadedModel, modules: list[UnbindModule], monkeypatch: pytest.MonkeyPatch
+    engine: EmbeddedEngine, loaded: LoadedModel, modules: list[UnbindModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = engine.runner.gate_memory
     assert memory.bytes_allocated() == 4 * 130 * (4 + 2) * 4  # slots, positions between two more, columns, int32
@@ -146,7 +146,7 @@ def test_memory_is_there_for_what_is_loaded_before_it_can_be_named(
 
 
 def test_an_engine_without_such_modules_keeps_no_memory(loaded: LoadedModel, make_module: MakeModule) -> None:
-    engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=64)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=2, max_length=64)
     try:
         engine.modules.sync([(module, module.digest) for module in [make_module("linear")]])
         assert engine.runner.gate_memory.bytes_allocated() == 0
@@ -154,7 +154,7 @@ def test_an_engine_without_such_modules_keeps_no_memory(loaded: LoadedModel, mak
         engine.close()
 
 
-def test_a_failed_step_leaves_nothing_in_the_slot(engine: Engine, expected: list[list[int]]) -> None:
+def test_a_failed_step_leaves_nothing_in_the_slot(engine: EmbeddedEngine, expected: list[list[int]]) -> None:
     layer = engine.runner.model.model.layers[0]
     handle = layer.register_forward_pre_hook(lambda _module, args: (args[0] * float("nan"), *args[1:]))
     assert _run(engine, [1, 2, 3]) != [expected[i] for i in (1, 2, 3)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.engine import Engine
+from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
@@ -25,9 +25,11 @@ NEW = 6
 
 
 @pytest.fixture
-def engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[Engine]:
+def engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[EmbeddedEngine]:
     """Six prompts of 130 tokens go through it two at a time."""
-    running = Engine(loaded.model, loaded.tokenizer, max_slots=6, max_length=160, chunk_tokens=256, least_pass=8)
+    running = EmbeddedEngine(
+        loaded.model, loaded.tokenizer, max_slots=6, max_length=160, chunk_tokens=256, least_pass=8
+    )
     running.start()
     modules = [make_module("linear", layer=1), remembering_module(loaded, "network", 1, window=5)]
     running.sync_modules([(module, module.digest) for module in modules]).result(10)
@@ -35,7 +37,7 @@ def engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[Engine]:
     running.close()
 
 
-def _answers(engine: Engine, names: list[str]) -> list[list[Delta]]:
+def _answers(engine: EmbeddedEngine, names: list[str]) -> list[list[Delta]]:
     async def one(prompt: tuple[int, ...]) -> list[Delta]:
         request = GenerationRequest(prompt, Sampling(max_tokens=NEW, ignore_eos=True), engine.modules.pin(names))
         return [delta async for delta in engine.generate(request)]
@@ -46,7 +48,7 @@ def _answers(engine: Engine, names: list[str]) -> list[list[Delta]]:
     return asyncio.run(together())
 
 
-def _watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def _watched(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many passes run at the beginning of each prompt's pass, itself included."""
     running, seen, lock = 0, [], threading.Lock()
     prefill = engine.runner.prefill
@@ -72,7 +74,7 @@ def _watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("names", [[], ["linear", "network"]])
 def test_prompts_computed_side_by_side_are_answered_and_counted_as_alone(
-    engine: Engine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, names: list[str]
+    engine: EmbeddedEngine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     seen = _watched(engine, monkeypatch)
     answers = _answers(engine, names)
@@ -92,7 +94,7 @@ def test_prompts_computed_side_by_side_are_answered_and_counted_as_alone(
         assert counted[name]["prefill"][0] == sum(map(len, PROMPTS))
 
 
-def test_a_pass_that_fails_fails_nobody_beside_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_fails_nobody_beside_it(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     _watched(engine, monkeypatch)
     prefill = engine.runner.prefill
 
@@ -109,7 +111,7 @@ def test_a_pass_that_fails_fails_nobody_beside_it(engine: Engine, monkeypatch: p
     assert [delta.finish_reason for delta in ends].count("length") == len(PROMPTS) - sum(failed)
 
 
-def test_a_step_of_one_thread_is_nothing_to_another(engine: Engine) -> None:
+def test_a_step_of_one_thread_is_nothing_to_another(engine: EmbeddedEngine) -> None:
     bank = ModuleBank()
     bank.add(next(iter(engine.modules.pin(["linear"]).entries)).module)
     selection = bank.select([{"linear": 1.0}])

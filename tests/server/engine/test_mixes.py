@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from server.engine.engine import Engine, EngineStopped
-from server.engine.memory import DoesNotFit, plan_memory
+from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.memory import DoesNotFit, plan_memory
+from server.engine.engine import EngineStopped, QueueFull
 from server.engine.request import Delta, GenerationRequest, Sampling
-from server.engine.scheduler import QueueFull
 from tests.core.conftest import lowrank
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
@@ -22,7 +22,7 @@ from unbind_core.module import UnbindModule
 
 pytestmark = pytest.mark.usefixtures("two_lanes")
 NAMES = ("one", "two", "three", "four")
-MakeEngine = Callable[..., Engine]
+MakeEngine = Callable[..., EmbeddedEngine]
 
 
 def _modules(loaded: LoadedModel, make_module: MakeModule) -> list[UnbindModule]:
@@ -31,8 +31,8 @@ def _modules(loaded: LoadedModel, make_module: MakeModule) -> list[UnbindModule]
     return [make_module(name, layer=i % 3, seed=i, **(low if i % 2 else {})) for i, name in enumerate(NAMES)]
 
 
-def _start(loaded: LoadedModel, make_module: MakeModule, **options: Any) -> Engine:
-    engine = Engine(
+def _start(loaded: LoadedModel, make_module: MakeModule, **options: Any) -> EmbeddedEngine:
+    engine = EmbeddedEngine(
         loaded.model,
         loaded.tokenizer,
         **{"max_slots": 6, "max_length": 200, "chunk_tokens": 40, "least_pass": 8, **options},
@@ -43,7 +43,7 @@ def _start(loaded: LoadedModel, make_module: MakeModule, **options: Any) -> Engi
     return engine
 
 
-def _request(rng: random.Random, engine: Engine, prompts: Sequence[tuple[int, ...]]) -> GenerationRequest:
+def _request(rng: random.Random, engine: EmbeddedEngine, prompts: Sequence[tuple[int, ...]]) -> GenerationRequest:
     """Prompts begin alike now and then, so that prefixes are found; every sampling parameter takes part."""
     base = rng.choice(prompts)
     prompt = base[: rng.randrange(1, len(base))] + tuple(rng.randrange(6, 300) for _ in range(rng.randrange(1, 30)))
@@ -66,7 +66,9 @@ def _request(rng: random.Random, engine: Engine, prompts: Sequence[tuple[int, ..
     return GenerationRequest(prompt, sampling, engine.modules.pin(names))
 
 
-async def _answer(engine: Engine, request: GenerationRequest, delay: float = 0.0) -> tuple[list[int], list[float]]:
+async def _answer(
+    engine: EmbeddedEngine, request: GenerationRequest, delay: float = 0.0
+) -> tuple[list[int], list[float]]:
     await asyncio.sleep(delay)
     deltas = [delta async for delta in engine.generate(request)]
     assert deltas[-1].error is None
@@ -166,7 +168,7 @@ def test_nothing_is_left_behind_by_thousands(loaded: LoadedModel, make_module: M
     _soak(loaded, make_module, 2000, seed=1)
 
 
-def test_draining_lets_running_requests_end_and_admits_no_other(engine: Engine) -> None:
+def test_draining_lets_running_requests_end_and_admits_no_other(engine: EmbeddedEngine) -> None:
     request = GenerationRequest((9,) * 20, Sampling(max_tokens=60, ignore_eos=True))
 
     async def run() -> list[Delta]:
@@ -186,7 +188,7 @@ def test_draining_lets_running_requests_end_and_admits_no_other(engine: Engine) 
     assert deltas[-1].finish_reason == "length" and sum(len(delta.tokens) for delta in deltas) == 60
 
 
-def test_draining_gives_up_at_its_timeout(engine: Engine) -> None:
+def test_draining_gives_up_at_its_timeout(engine: EmbeddedEngine) -> None:
     async def run() -> str | None:
         stream = engine.generate(GenerationRequest((9,) * 20, Sampling(max_tokens=200, ignore_eos=True)))
         await anext(stream)
@@ -199,7 +201,7 @@ def test_draining_gives_up_at_its_timeout(engine: Engine) -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("can't allocate memory: you tried")])
 def test_out_of_memory_fails_what_it_concerns_and_says_what_to_do(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     forward = engine.runner.model.forward
 

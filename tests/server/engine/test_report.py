@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from server.engine.engine import Engine
+from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
 
 
-async def _deltas(engine: Engine, report: bool) -> list[Delta]:
+async def _deltas(engine: EmbeddedEngine, report: bool) -> list[Delta]:
     modules = engine.modules.pin({"one": 1.0, "two": 0.0})
     sampling = Sampling(max_tokens=12, ignore_eos=True)
     request = GenerationRequest(tuple(range(6, 30)), sampling, modules, report=report)
@@ -18,7 +18,7 @@ async def _deltas(engine: Engine, report: bool) -> list[Delta]:
 
 
 def test_a_report_has_an_activation_for_each_token_and_module(loaded: LoadedModel, make_module: MakeModule) -> None:
-    engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=64, chunk_tokens=10)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=2, max_length=64, chunk_tokens=10)
     engine.start()
     try:
         made = [make_module(name, layer=i, seed=i) for i, name in enumerate(("one", "two"))]

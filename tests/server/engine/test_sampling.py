@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.engine.engine import Engine
+from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.sampler import sample
+from server.engine.flights import uniform_source
 from server.engine.request import Delta, Flight, GenerationRequest, Sampling
-from server.engine.sampler import sample, uniform_source
 from unbind_core.architecture import LoadedModel
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
@@ -98,12 +99,12 @@ def test_one_request_does_not_see_the_parameters_of_another() -> None:
     assert mixed == expected
 
 
-async def _collect(engine: Engine, **options: Any) -> list[Delta]:
+async def _collect(engine: EmbeddedEngine, **options: Any) -> list[Delta]:
     request = GenerationRequest(PROMPT, Sampling(ignore_eos=True, **options))
     return [delta async for delta in engine.generate(request)]
 
 
-def test_logprobs_are_the_models_own(engine: Engine, loaded: LoadedModel) -> None:
+def test_logprobs_are_the_models_own(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
     deltas = asyncio.run(_collect(engine, max_tokens=5, logprobs=3, prompt_logprobs=2, temperature=0.7, seed=1))
     tokens = [token for delta in deltas for token in delta.tokens]
     scored = [entry for delta in deltas for entry in delta.logprobs]
@@ -120,14 +121,14 @@ def test_logprobs_are_the_models_own(engine: Engine, loaded: LoadedModel) -> Non
     assert {len(entry.top) for entry in scored} == {3}
 
 
-def test_a_prompt_can_be_scored_without_an_answer(engine: Engine) -> None:
+def test_a_prompt_can_be_scored_without_an_answer(engine: EmbeddedEngine) -> None:
     (only,) = asyncio.run(_collect(engine, max_tokens=0, prompt_logprobs=0))
     assert only.finish_reason == "length" and not only.tokens and len(only.prompt_logprobs) == len(PROMPT)
     (warm_up,) = asyncio.run(_collect(engine, max_tokens=0))
     assert warm_up.finish_reason == "length" and not warm_up.prompt_logprobs
 
 
-def test_warming_up_stays_out_of_what_gates_are_counted_and_changes_no_answer(engine: Engine) -> None:
+def test_warming_up_stays_out_of_what_gates_are_counted_and_changes_no_answer(engine: EmbeddedEngine) -> None:
     async def run() -> tuple[list[Delta], list[Delta]]:
         plain = GenerationRequest(PROMPT, Sampling(ignore_eos=True, max_tokens=6), engine.modules.pin({"one": 1.0}))
         warm = GenerationRequest(PROMPT, Sampling(max_tokens=0), engine.modules.pin({"one": 1.0}))
@@ -142,7 +143,7 @@ def test_warming_up_stays_out_of_what_gates_are_counted_and_changes_no_answer(en
     assert made[0] == made[1]
 
 
-def test_logprobs_of_some_do_not_change_the_answers_of_others(engine: Engine) -> None:
+def test_logprobs_of_some_do_not_change_the_answers_of_others(engine: EmbeddedEngine) -> None:
     async def run() -> list[list[Delta]]:
         return await asyncio.gather(
             _collect(engine, max_tokens=8),

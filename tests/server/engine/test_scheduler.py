@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from server.engine.embedded.scheduler import Scheduler, side_by_side
+from server.engine.engine import PromptTooLong, QueueFull
 from server.engine.request import Flight, GenerationRequest, Status
-from server.engine.scheduler import PromptTooLong, QueueFull, Scheduler, side_by_side
 
 
 def make_flight(tokens: Iterable[int]) -> Flight:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.engine.engine import Engine
+from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.scheduler import Scheduler, common_prefix
 from server.engine.request import Flight, GenerationRequest, Sampling
-from server.engine.scheduler import Scheduler, common_prefix
 from server.engine.text import TextStream
 from tests.server.conftest import MakeModule
 from tests.server.engine.test_scheduler import make_flight
@@ -22,7 +22,9 @@ from unbind_core.architecture import LoadedModel
 PROMPT = tuple(range(20, 90))
 
 
-def _run(engine: Engine, prompt: Sequence[int], names: Sequence[str], new: int = 6) -> tuple[Flight, list[Tensor]]:
+def _run(
+    engine: EmbeddedEngine, prompt: Sequence[int], names: Sequence[str], new: int = 6
+) -> tuple[Flight, list[Tensor]]:
     """One request through a stopped engine's own steps; the logits from which each token was chosen."""
     made: list[Tensor] = []
     runner: Any = engine.runner
@@ -42,18 +44,18 @@ def _run(engine: Engine, prompt: Sequence[int], names: Sequence[str], new: int =
     return flight, made[-new:]
 
 
-MakeEngine = Callable[[], Engine]
+MakeEngine = Callable[[], EmbeddedEngine]
 
 
 @pytest.fixture
 def cold_engine(loaded: LoadedModel, make_module: MakeModule) -> Iterator[MakeEngine]:
     """Engines that are stepped by hand, on one model."""
-    made: list[Engine] = []
+    made: list[EmbeddedEngine] = []
 
-    def make() -> Engine:
+    def make() -> EmbeddedEngine:
         while made:
             made.pop().close()
-        engine = Engine(loaded.model, loaded.tokenizer, max_slots=2, max_length=256, chunk_tokens=24)
+        engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=2, max_length=256, chunk_tokens=24)
         modules = [make_module("one"), make_module("two", layer=2, seed=1)]
         engine.modules.sync([(module, module.digest) for module in modules])
         made.append(engine)
@@ -165,7 +167,7 @@ def test_common_prefix_is_exact(length: int) -> None:
     assert common_prefix(one, one[:length]) == length
 
 
-def test_cached_tokens_are_known_to_the_caller(engine: Engine) -> None:
+def test_cached_tokens_are_known_to_the_caller(engine: EmbeddedEngine) -> None:
     async def run() -> int:
         for _ in range(2):
             flight, deltas = engine.submit(GenerationRequest(PROMPT, Sampling(max_tokens=0)))

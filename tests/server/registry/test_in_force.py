@@ -33,7 +33,8 @@ MODEL = {"name": "tiny", "fingerprint": "f" * 64}
 @pytest.mark.parametrize("state", ModuleState)
 @pytest.mark.parametrize("scope", ["", "global", "profile:team", "key:key_1"])
 def test_only_an_active_module_with_a_scope_is_enforced(state: ModuleState, scope: str) -> None:
-    found, said, word = in_force(state, scope), binds(state, scope), standing(state, scope)
+    found, said = in_force(state, scope), binds(state, scope)
+    word = standing({"in_force": found, "state": state, "scope": scope})
     if state != ModuleState.ACTIVE:
         assert found == InForce.NONE and said.startswith("nothing") and word == state
     elif scope:
@@ -76,7 +77,7 @@ def test_a_takedown_that_made_no_module_binds_nothing(registry: Registry) -> Non
     held = claim(registry)
     registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result={"outcome": "nothing_to_remove"})
     told = registry.takedowns.get(str(held.takedown_id))
-    assert (told["in_force"], told["binds"]) == ("none", "nothing: it has no module")
+    assert (told["in_force"], told["binds"]) == ("none", "nothing: it has neither module nor guard")
 
 
 def test_what_follows_from_a_record_is_not_in_the_digests_of_the_audit_trail(registry: Registry) -> None:
@@ -146,7 +147,7 @@ def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def test_a_post_without_a_scope_is_answered_with_a_warning(running: Live) -> None:
-    for options in ({"dry_run": True}, {}):
+    for options in ({"dry_run": True, "protect": "module"}, {"protect": "module"}):
         answer = running.admin("/takedowns", {"name": "open", "rows": ROWS, "options": options}).body
         assert (answer["in_force"], answer["scope"]) == ("none", None)
         assert answer["binds"] == (
@@ -159,7 +160,7 @@ def test_a_post_without_a_scope_is_answered_with_a_warning(running: Live) -> Non
 
 
 def test_a_post_with_a_scope_is_answered_without_one(running: Live) -> None:
-    body = {"name": "scoped", "rows": ROWS, "options": {"scope": "profile:team"}}
+    body = {"name": "scoped", "rows": ROWS, "options": {"scope": "profile:team", "protect": "module"}}
     answer = running.admin("/takedowns", body).body
     assert answer["warnings"] == [] and answer["scope"] == "profile:team"
     assert "once its module is active, every request under the profile 'team'" in answer["binds"]
@@ -167,14 +168,15 @@ def test_a_post_with_a_scope_is_answered_without_one(running: Live) -> None:
 
 def test_a_next_version_that_would_end_enforcement_is_warned_of(running: Live) -> None:
     registry, fingerprint = running.service.registry, running.service.loaded.identity.fingerprint
-    posted = running.admin("/takedowns", {"name": "bound", "rows": ROWS, "options": {"scope": "profile:team"}}).body
+    options: dict[str, Any] = {"scope": "profile:team", "protect": "module"}
+    posted = running.admin("/takedowns", {"name": "bound", "rows": ROWS, "options": options}).body
     while (held := claim(registry, now=9e9)).job_id != posted["job_id"]:
         registry.jobs.finish(held, JobState.FAILED, 9e9, error="not this one")
     made = made_by(held, fingerprint=fingerprint, scope="profile:team")
     registry.jobs.finish(held, JobState.SUCCEEDED, 9e9, result={}, module=made)
     listed = running.admin("/modules?state=all&name=bound").body["data"]
     assert [(module["in_force"], module["binds"][:13]) for module in listed] == [("enforced", "every request")]
-    options: dict[str, Any] = {"replace": True, "dry_run": True}
+    options = {"replace": True, "dry_run": True, "protect": "module"}
     again = {"name": "bound", "rows": ROWS, "options": options}
     _, loses = running.admin("/takedowns", again).body["warnings"]
     assert "version 1 of 'bound' is enforced and binds every request under the profile 'team'" in loses
@@ -196,7 +198,9 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_the_commands_tell_what_a_takedown_and_a_module_bind(running: Live, rows: Path) -> None:
-    done = run(running, "takedown", "submit", str(rows), "--name", "script")  # no terminal: nothing is asked
+    done = run(
+        running, "takedown", "submit", str(rows), "--name", "script", "--protect", "module"
+    )  # no terminal: nothing is asked
     assert "nothing yet; once its module is active, no request but those that name it" in done.stdout
     assert "warning: options.scope: none was given" in done.stderr
     takedown = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("takedown_id"))
@@ -215,7 +219,19 @@ def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeyp
             monkeypatch.setattr(sys, "stdin", screen)
             monkeypatch.setattr(sys, "stdout", screen)
             build()(
-                ["takedown", "submit", str(rows), "--name", "asked", "--url", running.url, "--key", ADMIN_KEY],
+                [
+                    "takedown",
+                    "submit",
+                    str(rows),
+                    "--name",
+                    "asked",
+                    "--guard-run",
+                    "8",
+                    "--url",
+                    running.url,
+                    "--key",
+                    ADMIN_KEY,
+                ],
                 standalone_mode=False,
             )
             told = ""
@@ -223,7 +239,7 @@ def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeyp
                 told += os.read(ours, 100_000).decode()
     finally:
         os.close(ours)
-    assert "Which requests must the module bind?" in told and "'everybody' is none of these" in told
+    assert "Which requests must it bind?" in told and "'everybody' is none of these" in told
     assert "every request under the profile 'team'" in told
     newest = running.admin("/takedowns?limit=1").body["data"][0]
-    assert (newest["name"], newest["options"]) == ("asked", {"scope": "profile:team"})
+    assert (newest["name"], newest["options"]) == ("asked", {"scope": "profile:team", "guard": {"run": 8}})

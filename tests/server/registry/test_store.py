@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from server.registry.audit import Actor
 from server.registry.database import open_database
@@ -308,3 +312,39 @@ def test_an_unreachable_store_is_reported_by_its_address() -> None:
     for address in ("nonsense://bucket", "http://127.0.0.1:9/modules"):
         with pytest.raises(StoreUnreachable, match=address.split(":", maxsplit=1)[0]):
             ObjectStore(address).put(b"x")
+
+
+class Slow(MemoryFileSystem):
+    """Gives a file when ``may`` is set."""
+
+    protocol = "slowly"
+    may = threading.Event()
+
+    def cat_file(self, path: str, *given: Any, **named: Any) -> bytes:
+        assert self.may.wait(30)
+        return bytes(super().cat_file(path, *given, **named))
+
+
+def test_a_store_that_is_slow_to_answer_holds_no_change_up(
+    tmp_path: Path, loaded: LoadedModel, make_module: MakeModule
+) -> None:
+    fsspec.register_implementation("slowly", Slow, clobber=True)
+    place = Place(tmp_path, loaded, f"slowly://{uuid.uuid4().hex}")
+    Slow.may.set()
+    modules = [make_module(f"m{number}", seed=number) for number in range(4)]
+    for module in modules:
+        new = NewModule(module.name, module.digest, module.model.fingerprint, "", Origin.TAKEDOWN)
+        place.registry.modules.adopt(replace(new, file=place.objects.put(module.to_bytes())), 1.0)
+        if module is modules[0]:
+            assert list(place.store.scan().modules) == ["m0"]
+            Slow.may.clear()
+    began = time.monotonic()
+    found = place.store.scan()
+    assert list(found.modules) == ["m0"] and set(found.absent) == {"m1", "m2", "m3"}
+    assert all("has not given" in reason for reason in found.problems.values())
+    place.registry.modules.act("m0", Action.SUSPEND, "*", ADMIN, 2.0)
+    assert place.store.scan().modules == {} and time.monotonic() - began < 10
+    Slow.may.set()
+    while place.store.scan().absent:
+        assert time.monotonic() - began < 30
+    assert set(place.store.scan().modules) == {"m1", "m2", "m3"}

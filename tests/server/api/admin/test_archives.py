@@ -226,7 +226,7 @@ def over_http(kind: str) -> bytes:
     return gzip.compress(GROUND[kind]) if kind in ("tar", "gnu", "sparse") else GROUND[kind]
 
 
-DRY = {"name": "some", "options": '{"dry_run": true}'}
+DRY = {"name": "some", "options": '{"dry_run": true, "protect": "module"}'}
 
 
 @pytest.mark.parametrize("kind", ["zip", "stored", "tar", "gnu", "tar.gz", "jsonl"])

@@ -1,0 +1,38 @@
+"""What a fit of rows that were posted comes to, before it is queued: positions to forget, and what it will take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.api.admin.options import fitted_model
+from server.base_service import BaseService
+from server.planning.planned import planned
+from unbind_core.encoding import encode
+from unbind_core.errors import DataError, UnbindError
+from unbind_core.rows import ForgetRow
+
+
+def positions(served: BaseService, rows: Sequence[ForgetRow]) -> int:
+    """Continuation tokens over all rows. Raises DataError for a row whose prompt no request could bring."""
+    loaded = fitted_model(served)
+    tokenizer = loaded.tokenizer
+    limit = int(getattr(loaded.model.config, "max_position_embeddings", None) or 2**31)
+    total = 0
+    for number, row in enumerate(rows):
+        if len(row.prompt) > limit and (length := len(encode(tokenizer, row.prompt))) >= limit:
+            raise DataError(
+                f"row {number + 1}: its prompt has {length} tokens, and the model's context {limit}; shorten the prompt"
+            )
+        total += len(encode(tokenizer, row.continuation))
+    return total
+
+
+def plan_of(served: BaseService, rows: Sequence[ForgetRow], options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the fit will take; None where the retain rows say nothing of it, which is for the worker to tell."""
+    loaded = fitted_model(served)
+    beside = bool(served.registry.modules.in_force())
+    try:
+        return planned(served.settings, loaded.model, loaded.tokenizer, rows, options, beside=beside).to_json()
+    except UnbindError:
+        return None

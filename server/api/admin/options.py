@@ -1,0 +1,84 @@
+"""The options of a takedown, checked against the model, the scopes there are and each other."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from server.api.admin.bodies import TakedownOptions
+from server.api.profiles import scopes
+from server.base_service import BaseService
+from server.errors import ApiError
+from unbind_core.architecture import LoadedModel
+from unbind_core.fitting.options import possible_layers
+
+_OF_FITS = {"layers", "seed", "gate", "policy", "budgets", "override"}
+
+
+def checked_options(served: BaseService, options: TakedownOptions) -> dict[str, Any]:
+    """The options as the worker reads them: plain values, times as seconds. Raises ApiError 400 naming the field."""
+    _check_guard(options)
+    if options.protect != "guard":
+        _check_fit(served, options)
+    if options.scope is not None and options.scope not in scopes(served):
+        raise ApiError(
+            400,
+            f"options.scope: '{options.scope}' does not exist; make the key or the profile first",
+            param="options.scope",
+        )
+    plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True, exclude_none=True)
+    for field in ("effective_at", "expires_at"):
+        if (at := getattr(options, field)) is not None:
+            plain[field] = at.timestamp()
+    if options.effective_at is not None and options.activation != "auto":
+        raise ApiError(
+            400,
+            "options.effective_at: goes with activation 'auto'; otherwise activate when it is due",
+            param="options.effective_at",
+        )
+    if plain.get("expires_at", float("inf")) <= max(time.time(), plain.get("effective_at", 0.0)):
+        raise ApiError(400, "options.expires_at: lies before the module would be active", param="options.expires_at")
+    return plain
+
+
+def _check_guard(options: TakedownOptions) -> None:
+    if options.protect == "module" and options.guard is not None:
+        raise _wrong("options.guard", "goes with protect 'both' or 'guard'; leave it out, or change options.protect")
+    if options.protect == "guard":
+        meant = options.model_dump(include=_OF_FITS, exclude_defaults=True, exclude_none=True)
+        if meant:
+            raise _wrong(
+                f"options.{min(meant)}", "says how a module is fitted; leave it out, or set options.protect to 'both'"
+            )
+
+
+def _check_fit(served: BaseService, options: TakedownOptions) -> None:
+    count = fitted_model(served).identity.num_layers
+    if any(layer >= count for layer in options.layers or []):
+        raise ApiError(400, f"options.layers: the model has layers 0 to {count - 1}", param="options.layers")
+    possible = possible_layers(options.gate, count)
+    if not set(options.layers or []) <= set(possible):
+        stands = f"gate '{options.gate}' stands at {', '.join(map(str, possible))} of {count} layers; leave layers out"
+        raise ApiError(400, f"options.layers: {stands}", param="options.layers")
+    if options.policy == "rewrite" and options.gate != "auto":
+        raise ApiError(
+            400, f"options.policy: gate '{options.gate}' knows silent alone; use gate 'auto'", param="options.policy"
+        )
+    if options.gate == "paper-strict" and options.budgets is not None:
+        raise ApiError(
+            400,
+            "options.budgets: gate 'paper-strict' holds the paper's own; leave them out, or use gate 'paper'",
+            param="options.budgets",
+        )
+
+
+def _wrong(field: str, message: str) -> ApiError:
+    return ApiError(400, f"{field}: {message}", param=field, code="invalid_value")
+
+
+def fitted_model(served: BaseService) -> LoadedModel:
+    """The model that modules are fitted for. Raises ApiError where there is none."""
+    if served.loaded is None:
+        text = "options.protect: this server has no model, so that no module can be fitted; give 'guard'"
+        raise ApiError(400, text, param="options.protect", code="no_model")
+    return served.loaded

@@ -1,0 +1,263 @@
+"""What one server process holds, whoever makes its answers: registry, keys, offer, telemetry, worker, and its clockwork.
+
+``Service`` adds a model and its engine, ``server/proxy`` another server. Routes that both have reach it through ``base_service``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+
+from server.engine.engine import EngineStopped
+from server.engine.modules import Counts, ModuleTable
+from server.guarding import guard_secret
+from server.guards import GuardStore
+from server.offer import Offer
+from server.outage import Outage
+from server.ratelimit import RateLimiter
+from server.registry import retention
+from server.registry.access import Access
+from server.registry.anchor import Anchor
+from server.registry.objects import ObjectStore
+from server.registry.refusals import AWAY
+from server.registry.registry import open_registry
+from server.registry.trail import Abandoned
+from server.settings import Settings
+from server.telemetry import Figures, Telemetry
+from server.worker.process import GRACE_SECONDS, Supervisor
+from unbind_core.architecture import LoadedModel
+from unbind_core.files import write_text
+from unbind_core.guard.book import GuardBook
+
+log = logging.getLogger("unbind.service")
+REFRESH_SECONDS = 1.0
+END_SECONDS = 2.0  # for looks that are under way when the server ends
+LOOKS = 5  # of so many in a row one must succeed, else what is looked at counts as away
+STORE_REFRESHES = 10  # the store is looked at so much less often: each look at a bucket is paid for
+TRAIL_PAUSE_SECONDS = 0.01  # after each page of the audit trail
+
+
+class BaseService(ABC):
+    """Built and torn down by the application's lifespan."""
+
+    offer: Offer
+    loaded: LoadedModel | None = None
+
+    def __init__(self, settings: Settings, refresh_seconds: float = REFRESH_SECONDS) -> None:
+        """``refresh_seconds``: between two looks at what other processes wrote."""
+        self.settings = settings
+        self._refresh_seconds = refresh_seconds
+        self.telemetry = Telemetry(lambda: replace(self._figures(), registry=self._database, store=self._stored))
+        self.registry = open_registry(settings)
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._anchors = [Anchor(settings.data_dir, "the data folder")]
+        if self.registry.engine.dialect.name == "sqlite":
+            file = Path(self.registry.engine.url.database or "")
+            self._anchors.append(Anchor(file, "the registry's database file"))
+        patience = LOOKS * max(refresh_seconds, REFRESH_SECONDS)
+        self._database = Outage("the registry's database", log, patience)
+        self._stored = Outage("the module store", log, patience * STORE_REFRESHES)
+        self.access = Access(self.registry.transactions)
+        self.limiter = RateLimiter()
+        self.admin_key = settings.admin_key or kept_admin_key(settings)
+        self.objects = ObjectStore(settings.published_store)
+        self.guard_secret = guard_secret(settings)
+        self.guard_store = GuardStore(self.objects, self.registry.modules, self.guard_secret)
+        self.supervisor = Supervisor(settings)
+        self.ready = False
+        self.created = int(time.time())
+        self.offered: set[str] = set()  # finished jobs after which the modules were looked at
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = asyncio.Event()
+
+    @property
+    @abstractmethod
+    def modules(self) -> ModuleTable:
+        """The modules that a request can name."""
+
+    @property
+    def guards(self) -> GuardBook:
+        """The guards that are loaded."""
+        return self.offer.guards.book
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What answers: a model's name, or where the other server is."""
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Whose modules are of use here; "" without a model."""
+        return self.loaded.identity.fingerprint if self.loaded is not None else ""
+
+    @property
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """What answers, as evidence says it."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether what makes the answers is there."""
+        return True
+
+    @abstractmethod
+    def _figures(self) -> Figures:
+        """What the metrics show of this moment."""
+
+    @abstractmethod
+    async def gate_counts(self) -> Counts:
+        """What the gates did, as new as can be had at once."""
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """Be able to answer."""
+
+    @abstractmethod
+    async def end_requests(self, seconds: float) -> None:
+        """Admit nothing more, give what runs ``seconds`` to end, and end what remains."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Put away what ``_open`` opened."""
+
+    async def start(self) -> None:
+        """Begin to serve: be able to answer, load the modules, start the worker."""
+        await self._open()
+        await self.offer.refresh()
+        await self._count_gates()
+        if self.settings.metrics_port is not None:
+            await asyncio.to_thread(self.telemetry.listen, self.settings.metrics_host, self.settings.metrics_port)
+        # Each by itself: what a file, a store or an engine does to one of them must not hold up the revocation of keys.
+        for what, work, seconds in (
+            ("access", self._refresh_access, self._refresh_seconds),
+            ("modules", self.offer.refresh, self._refresh_seconds),
+            ("retention", self._purge, self._refresh_seconds),
+            ("module store", self._look_at_store, STORE_REFRESHES * self._refresh_seconds),
+            ("gate counts", self._count_gates, self.settings.metrics_interval),
+        ):
+            self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))
+        self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
+        if self.settings.worker:
+            await self.supervisor.start()
+        self.ready = True
+
+    async def drain(self) -> None:
+        """End the worker, admit nothing more and give running requests ``drain_timeout`` seconds to end; what remains then
+        ends with an error that its client hears.
+        """
+        self.ready = False
+        timeout = self.settings.drain_timeout
+        await asyncio.gather(self.end_requests(timeout), self.supervisor.stop(min(GRACE_SECONDS, timeout + 1)))
+
+    async def stop(self) -> None:
+        """Drain, then end what answers and the connections, in that order."""
+        await self.drain()
+        self.registry.trail.leave()
+        self._ending.set()
+        if self._tasks:  # what looks at the registry now gives its connection back before all are closed
+            await asyncio.wait(self._tasks, timeout=END_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.telemetry.close)
+        await self._close()
+        self.registry.close()
+
+    @property
+    def data_lost(self) -> str | None:
+        """Why nothing that is written would be kept: the data folder or the database in it is not the one that was opened."""
+        return next((lost for anchor in self._anchors if (lost := anchor.lost) is not None), None)
+
+    @property
+    def away(self) -> list[str]:
+        """What this server cannot see now, and since when. It goes on with what it has; what changes elsewhere may not reach it."""
+        return [told for outage in (self._database, self._stored) if (told := outage.told) is not None]
+
+    async def _look_at_store(self) -> None:
+        try:
+            await asyncio.to_thread(self.objects.look)
+        except OSError as error:
+            self._stored.begins(error)
+        else:
+            self._stored.ends()
+
+    async def _refresh_access(self) -> None:
+        await asyncio.to_thread(self.access.refresh)
+        self._database.ends()
+
+    async def _purge(self) -> None:
+        await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
+
+    async def _count_gates(self) -> None:
+        self.telemetry.keep_gates(await self._all_counts())
+
+    async def _all_counts(self) -> Counts:
+        return await self.gate_counts()
+
+    async def _repeat(self, what: str, work: Callable[[], Awaitable[None]], seconds: float) -> None:
+        failing = Outage(f"{what} of this server", log)
+        while not await self._ends_within(seconds):
+            try:
+                await work()
+                failing.ends()
+            except EngineStopped:
+                return
+            except AWAY as error:
+                self._database.begins(error)
+            except Exception as error:  # noqa: BLE001 - it must go on, whatever happens once
+                failing.begins(error)
+
+    async def _ends_within(self, seconds: float) -> bool:
+        """Whether this server ends before that many seconds are over."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+        return self._ending.is_set()
+
+    async def _watch_trail(self) -> None:
+        """Check the whole audit trail now and by the clock, in pages with pauses between, so that nobody waits for it."""
+        trail, seconds = self.registry.trail, self.settings.audit_check_seconds
+        failing = Outage("the check of the audit trail", log)
+        while True:
+            try:
+                if not await asyncio.to_thread(trail.check, TRAIL_PAUSE_SECONDS):
+                    await asyncio.to_thread(trail.follow)  # other machines' changes move only the heads kept there
+                failing.ends()
+            except Abandoned:
+                return
+            except AWAY as error:
+                self._database.begins(error)
+            except Exception as error:  # noqa: BLE001 - it must go on, whatever happens once
+                failing.begins(error)
+            if not seconds or await self._ends_within(seconds):
+                return
+
+
+def kept_admin_key(settings: Settings) -> str:
+    """The admin key in the data directory, made on first use and readable by its owner alone."""
+    path = settings.data_dir / "admin.key"
+    if path.is_file() and (kept := path.read_text(encoding="utf-8").strip()):
+        return kept
+    key = f"ubk_{secrets.token_urlsafe(24)}"
+    write_text(path, key + "\n")
+    return key
+
+
+def service_of(request: Request) -> BaseService:
+    """What the application holds that a request came to."""
+    found: BaseService = request.app.state.service
+    return found
+
+
+async def base_service(request: Request) -> BaseService:
+    """The same for routes to depend on: a plain function would be run on a thread of its own, under load a long way round."""
+    return service_of(request)

@@ -1,0 +1,1 @@
+"""What a takedown takes at real model sizes: ``unbind bench scale``."""

@@ -1,0 +1,119 @@
+"""The server of a command: it says what to try once it listens, and drains at the first signal."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import typer
+import uvicorn
+from fastapi import FastAPI
+from rich.panel import Panel
+from rich.syntax import Syntax
+
+from server.base_service import BaseService
+from server.cli.console import notes, screen, write_json
+from server.connections import ServerConfig
+from server.settings import Settings
+
+AS_JSON = inspect.Parameter(
+    "as_json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=typer.Option(False, "--json", help="announce address and modules as one JSON document"),
+    annotation=bool,
+)
+
+
+class AnnouncingServer(uvicorn.Server):
+    """uvicorn, which says what to try once it listens."""
+
+    def __init__(
+        self, application: FastAPI, settings: Settings, as_json: bool, announce: Callable[[str], None]
+    ) -> None:
+        """``announce`` says at which address it listens, where that is not to be said as JSON."""
+        super().__init__(
+            # one second for the last bytes: all requests have ended by then
+            ServerConfig(application, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
+        )
+        self._application, self._settings, self._as_json, self._announce = application, settings, as_json, announce
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, then tell."""
+        await super().startup(sockets)
+        if not self.started:
+            return
+        self._loop = asyncio.get_running_loop()
+        service: BaseService = self._application.state.service
+        port = self.servers[0].sockets[0].getsockname()[1]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)  # noqa: S104
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if self._as_json:
+            modules = [entry.label for entry in service.modules.current.values()]
+            write_json({"url": url, "model": service.title, "modules": modules, "pid": os.getpid()})
+        else:
+            self._announce(url)
+        sys.stdout.flush()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once."""
+        if self._loop is None:
+            super().handle_exit(sig, frame)
+            return
+        service: BaseService = self._application.state.service
+        if self._drain is not None:
+            self._loop.call_soon_threadsafe(asyncio.ensure_future, service.end_requests(0))
+            super().handle_exit(sig, frame)
+            return
+
+        async def drain() -> None:
+            await service.drain()
+            super(AnnouncingServer, self).handle_exit(sig, frame)
+
+        def begin() -> None:
+            self._drain = asyncio.ensure_future(drain())
+
+        self._loop.call_soon_threadsafe(begin)
+
+
+def run(server: AnnouncingServer, listening: socket.socket) -> None:
+    """Serve until a signal ends it; ends the command with status 3 where it could not start."""
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:  # uvicorn raises it again once everything is put away
+        return
+    if not server.started:
+        raise typer.Exit(3)
+
+
+def show(
+    service: BaseService, title: str, url: str, facts: Mapping[str, str], commands: Iterable[tuple[str, str]]
+) -> None:
+    """Where it listens, what there is to know, and commands to copy that show what it does."""
+    settings, metrics = service.settings, service.telemetry.port
+    kept = f"kept in {settings.data_dir / 'admin.key'}"
+    # What is no terminal is often a log. Asked of stdout itself: a variable may tell rich that anything is one.
+    shown = f"{service.admin_key}   ({kept})" if sys.stdout.isatty() else kept
+    screen.print(Panel(f"[bold]{title}[/] at [bold]{url}[/]", border_style="green", expand=False), highlight=False)
+    known = {
+        **facts,
+        "metrics": f"{url}/metrics" if metrics is None else f"port {metrics}",
+        "admin key": "as set" if settings.admin_key else shown,
+    }
+    for what, value in known.items():
+        screen.print(f"  {what:10} {value}", highlight=False, soft_wrap=True, markup=False)
+    for file, reason in {**service.offer.scan.problems, **service.offer.guards.problems}.items():
+        notes.print(f"[yellow]module file skipped:[/] {file}: {reason}", highlight=False, soft_wrap=True)
+    for what, command in commands:
+        screen.print(f"\n[bold]{what}[/]")
+        if screen.is_terminal:
+            screen.print(Syntax(command, "bash", background_color="default"), soft_wrap=True)
+        else:
+            screen.out(command, highlight=False)

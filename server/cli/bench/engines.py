@@ -1,0 +1,68 @@
+"""``unbind bench engines``: vLLM as the engine beside the embedded one."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from server import demo
+from server.cli.bench import app as bench
+from server.cli.bench import names
+from server.cli.console import clear_errors, progress_lines, screen, write_json
+from server.settings import HERE
+from unbind_core.architecture import load_model
+from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
+
+MODULES = ("demo-a", "demo-a-silent", "demo-a-paper")
+
+
+def engines(
+    requests: Annotated[int, typer.Option(min=1, help="Mixed requests whose tokens are compared.")] = 1000,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of equal prompts under different sets.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats; figures are their medians.")] = 5,
+    parts: Annotated[str, typer.Option(help="equal, isolation, plugin, workloads, with commas; all where empty.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+) -> None:
+    """On the demo model: equal tokens, isolation, what the edits cost vLLM, and which engine is quicker. Needs vLLM installed."""
+    from server.bench import engines as figures_of
+
+    with clear_errors(), progress_lines() as progress:
+        unknown = set(names(parts)) - set(figures_of.PARTS)
+        if unknown:
+            raise UnbindError(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(figures_of.PARTS)}")
+        loader = partial(load_model, demo.BASE, demo.ADAPTER)
+        tokenizer = loader().tokenizer
+        rows = [json.loads(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()]
+        subject = figures_of.Subject(
+            demo.BASE,
+            demo.ADAPTER,
+            loader,
+            [UnbindModule.load(HERE.parent / "modules" / f"{name}.safetensors") for name in MODULES],
+            [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],
+        )
+        figures = figures_of.run(
+            subject,
+            requests=requests,
+            pairs=pairs,
+            repeats=repeats,
+            parts=names(parts) or figures_of.PARTS,
+            progress=progress,
+        )
+    if as_json:
+        write_json(figures)
+        return
+    table = Table("figure", "", "")
+    for key, value in figures.items():
+        for name, number in value.items() if isinstance(value, dict) else [("", value)]:
+            table.add_row(key, name, f"{number:.3f}" if isinstance(number, float) else str(number))
+    screen.print(table)
+
+
+def register(_: typer.Typer) -> None:
+    """Add the command to ``unbind bench``."""
+    bench.command("engines")(engines)

@@ -1,0 +1,220 @@
+"""Who computes what in the next step, and where. Deques and integers only: no tensor, so it is tested in milliseconds.
+
+A request waits, gets the slot that already knows most of its prompt, prefills the rest in chunks, then joins the decode
+batch until it is finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.engine.engine import QueueFull, check_fits
+from server.engine.request import Flight, Status
+
+LEAST_PREFIX = 8  # fewer common tokens are worth less than what the slot would forget
+LEAST_PASS = 128  # prompt tokens; fewer are not worth a forward pass of their own
+LARGEST = 0.7  # of the prompt tokens in one pass: more, and all threads have done it sooner than one lane's alone
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt positions ``start`` .. ``start + count - 1`` of one request, to be prefilled in this step."""
+
+    flight: Flight
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether this chunk ends the prompt, so that its last state predicts the first new token."""
+        return self.start + self.count == len(self.flight.prompt)
+
+    @property
+    def shape(self) -> tuple[bool, int, int]:
+        """Chunks of equal shape share a forward pass: padding them to the longest costs less than a pass each."""
+        wants_all = self.flight.request.sampling.prompt_logprobs is not None
+        return wants_all, max(self.count, 32).bit_length(), max(self.start, 256).bit_length()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step: the prompt chunks to prefill and the running requests, each one token further."""
+
+    prefill: tuple[Chunk, ...]
+    decode: tuple[Flight, ...]
+
+    @property
+    def flights(self) -> tuple[Flight, ...]:
+        """Its requests."""
+        return (*(chunk.flight for chunk in self.prefill), *self.decode)
+
+    def passes(self, lanes: int = 1, least: int = LEAST_PASS) -> list[Plan]:
+        """The forward passes it takes: decode first, as somebody reads along, then prompts of like shape together, in as many
+        passes as make equal work for ``lanes`` at a time and have ``least`` prompt tokens each.
+        """
+        by_shape: dict[tuple[bool, int, int], list[Chunk]] = {}
+        for chunk in self.prefill:
+            by_shape.setdefault(chunk.shape, []).append(chunk)
+        most = max(least, math.ceil(sum(chunk.count for chunk in self.prefill) / lanes))
+        shared: list[list[Chunk]] = []
+        for chunks in by_shape.values():
+            shared.append([])
+            for chunk in chunks:
+                if shared[-1] and sum(other.count for other in shared[-1]) + chunk.count > most:
+                    shared.append([])
+                shared[-1].append(chunk)
+        decode = [Plan((), self.decode)] if self.decode else []
+        return decode + [Plan(tuple(chunks), ()) for chunks in shared]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a free slot still holds: the tokens whose keys and values are valid, and the modules they depend on.
+
+    ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any.
+    """
+
+    tokens: tuple[int, ...] = ()
+    modules: tuple[tuple[str, float], ...] = ()
+    since: int = -1  # on the scheduler's own clock; lower is older
+    watched: bool = False
+    opened: int | None = None
+
+    def common(self, flight: Flight) -> int:
+        """How many positions ``flight`` can take over; never its whole prompt, whose last state is still needed."""
+        if self.modules != flight.request.modules.identity or flight.request.sampling.prompt_logprobs is not None:
+            return 0
+        if flight.request.watches and not self.watched:
+            return 0
+        return min(common_prefix(self.tokens, flight.prompt), len(flight.prompt) - 1)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning, by bisection on slices, which compare much faster than items in a loop."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+NOTHING_KEPT = Kept()
+
+
+def side_by_side(passes: Sequence[Plan]) -> bool:
+    """Whether they are done sooner side by side, each by a share of the threads, than one after the other by all of them."""
+    tokens = [sum(chunk.count for chunk in plan.prefill) for plan in passes if plan.prefill]
+    return len(tokens) > 1 and max(tokens) <= LARGEST * sum(tokens)
+
+
+class Scheduler:
+    """First come, first served: ``slots`` slots of ``max_length`` positions, ``chunk_tokens`` prompt tokens a step; of these a
+    request has a lane's share, and more where the others leave some.
+    """
+
+    def __init__(self, slots: int, max_length: int, queue_limit: int, chunk_tokens: int, lanes: int = 1) -> None:
+        self.max_length = max_length
+        self.queue_limit = queue_limit
+        self.chunk_tokens = chunk_tokens
+        self.lanes = lanes
+        self.waiting: deque[Flight] = deque()
+        self.slots: list[Flight | None] = [None] * slots
+        self.kept: list[Kept] = [NOTHING_KEPT] * slots
+        self._clock = itertools.count()
+
+    @property
+    def admitted(self) -> list[Flight]:
+        """The requests that hold a slot, in slot order."""
+        return [flight for flight in self.slots if flight is not None]
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        return not self.waiting and not any(self.slots)
+
+    def check_fits(self, prompt: int, max_tokens: int) -> None:
+        """Raise PromptTooLong where prompt and answer together exceed a slot."""
+        check_fits(prompt, max_tokens, self.max_length)
+
+    def check_room(self, arriving: int = 0) -> None:
+        """Raise QueueFull where ``arriving`` and waiting requests fill the queue and all free slots."""
+        waiting = arriving + len(self.waiting)
+        if waiting >= self.queue_limit + self.slots.count(None):
+            raise QueueFull(
+                f"{waiting} requests wait already, and the queue holds {self.queue_limit}; try again shortly"
+            )
+
+    def schedule(self) -> Plan:
+        """Give free slots to waiting requests and share out this step's prompt tokens, oldest request first."""
+        while self.waiting and None in self.slots:
+            flight = self.waiting.popleft()
+            flight.slot, common = self._choose_slot(flight)
+            flight.computed = flight.cached_tokens = common
+            opened = self.kept[flight.slot].opened
+            if flight.request.watches and opened is not None and opened < common:
+                flight.opens(opened)
+            flight.status = Status.PREFILLING
+            flight.admitted = next(self._clock)
+            self.slots[flight.slot] = flight
+            self.kept[flight.slot] = NOTHING_KEPT
+        running: list[Flight] = []
+        prefilling: list[Flight] = []
+        for flight in self.admitted:
+            (running if flight.status is Status.RUNNING else prefilling).append(flight)
+        left = self.chunk_tokens
+        wanted = sum(len(flight.prompt) - flight.computed for flight in prefilling)
+        share, spare = max(1, left // self.lanes), left - wanted
+        chunks = []
+        for flight in sorted(prefilling, key=lambda flight: flight.admitted):
+            if left > 0:
+                own = len(flight.prompt) - flight.computed
+                count = min(left, own, max(share, spare + own))
+                chunks.append(Chunk(flight, flight.computed, count))
+                left -= count
+        return Plan(tuple(chunks), tuple(running))
+
+    def _choose_slot(self, flight: Flight) -> tuple[int, int]:
+        """The free slot with the longest common prefix under the same modules, and its length.
+
+        Without one worth having: the lowest empty slot, else the one unused for longest.
+        """
+        free = [slot for slot, holder in enumerate(self.slots) if holder is None]
+        common = {slot: self.kept[slot].common(flight) for slot in free}
+        best = max(free, key=lambda slot: common[slot])
+        if common[best] < LEAST_PREFIX:
+            best = min(free, key=lambda slot: self.kept[slot].since)
+        return best, common[best]
+
+    def computed(self, plan: Plan) -> None:
+        """The plan's keys and values are in their slots; prompts that are complete join the decode batch."""
+        for chunk in plan.prefill:
+            chunk.flight.computed = chunk.start + chunk.count
+            if chunk.completes:
+                chunk.flight.status = Status.RUNNING
+        for flight in plan.decode:
+            flight.computed += 1
+
+    def finish(self, flight: Flight, keep: bool = True) -> None:
+        """Take a request out, from the queue or its slot. ``keep`` false: what its slot holds is not to be trusted."""
+        flight.status = Status.FINISHED
+        if flight.slot >= 0:
+            if keep:
+                known = (*flight.prompt, *flight.output)[: flight.computed]
+                self.kept[flight.slot] = Kept(
+                    known,
+                    flight.request.modules.identity,
+                    next(self._clock),
+                    flight.request.watches,
+                    flight.opened,
+                )
+            self.slots[flight.slot] = None
+            flight.slot = -1
+        elif flight in self.waiting:
+            self.waiting.remove(flight)

@@ -1,0 +1,41 @@
+"""A request becomes a flight: with its text stream, its lines, its random numbers and its guard."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from server.engine.guarding import Guarding
+from server.engine.lines import Lines
+from server.engine.request import Delta, Flight, GenerationRequest
+from server.engine.text import TextStream
+
+
+def uniform_source(seed: int | None) -> Callable[[], float]:
+    """Uniform numbers in [0, 1): repeatable for a seed, fresh without one."""
+    return random.Random(seed).random
+
+
+def flight_of(
+    request: GenerationRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: frozenset[int],
+    deliver: Callable[[Delta], None],
+) -> Flight:
+    """``ends``: the tokens with which the model ends an answer. ``deliver`` hears of each part of it."""
+    sampling, guarding = request.sampling, None
+    if request.guards is not None:
+        shows = bool(sampling.logprobs or sampling.prompt_logprobs)
+        guarding = Guarding(request.guards, tokenizer, request.prompt, cuts=bool(sampling.stop), shows=shows)
+    return Flight(
+        request,
+        TextStream(tokenizer, sampling.stop, sampling.min_tokens),
+        deliver,
+        uniform_source(sampling.seed),
+        ends=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends),
+        model_ends=ends,
+        lines=Lines(sampling.least_indent),
+        guarding=guarding,
+    )

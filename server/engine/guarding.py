@@ -1,0 +1,120 @@
+"""The guard at the sampler: which tokens may follow, what is withheld, and what was done.
+
+One ``Guarding`` for each guarded request. The step asks it before a token is published; it holds no tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from server.engine.request import Delta, TokenLogprob, withheld_logprob
+from server.engine.text import TextStream
+from unbind_core.guard.book import GuardSet
+from unbind_core.guard.follower import Follower
+from unbind_core.guard.index import GuardIndex
+
+MOST_AT_ONCE = 64  # tokens barred at one position, after which the answer ends
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What the guards did to an answer, by guard's name: runs that were steered away from, the one that ended it, those that only
+    counted theirs; and the lexemes of the longest run (0: under half of what any guard allows).
+    """
+
+    bars: dict[str, int] = field(default_factory=dict)
+    blocked: GuardIndex | None = None
+    counted: frozenset[str] = frozenset()
+    longest: int = 0
+
+
+class Guarding:
+    """Follows one answer's text, and the text that its likeliest tokens would make where log-probabilities show them."""
+
+    def __init__(
+        self, guards: GuardSet, tokenizer: PreTrainedTokenizerBase, prompt: tuple[int, ...], *, cuts: bool, shows: bool
+    ) -> None:
+        def sent() -> str:
+            return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
+
+        self._answer = Follower(guards, sent, cuts=cuts)
+        # what is withheld breaks this text up, so that nothing in it counts as the client's own
+        self._likeliest = Follower(guards, str) if shows else None
+        self._spelt = TextStream(tokenizer, ())
+        self._withholds, self._cuts = guards.withholds, cuts
+        self._now: tuple[GuardIndex, ...] = ()  # whose run the text holds if it ends here
+        self._bars: Counter[GuardIndex] = Counter()
+        self._quiet = False
+        self.barred: list[int] = []  # at the position that is being chosen
+        self.blocked: GuardIndex | None = None
+        self.long = False
+        self.held: Delta | None = None
+
+    def accepts(self, token: int, text: str) -> bool:
+        """Whether ``token``, which adds ``text``, may follow; else it is barred, and another must be chosen, unless ``blocked``."""
+        verdict = self._answer.take(text)
+        steering = next((index for index in verdict.now if index.action == "steer"), None)
+        if steering is None:
+            self._now = verdict.now
+            self.blocked = next(iter(verdict.now if self._cuts else verdict.sure), None)
+            self.long, self.barred = verdict.long or bool(verdict.now), []
+            return True
+        self._answer.undo()
+        if not self.barred:
+            self._bars[steering] += 1
+        self.barred.append(token)
+        self._quiet = True
+        if self._bars[steering] > steering.bars or len(self.barred) >= MOST_AT_ONCE:
+            self._bars[steering] -= 1
+            self.blocked = steering
+        return False
+
+    def lets(self, token: int, text: str, ends: bool) -> bool:
+        """As ``accepts``, for a token that may end the answer (``ends``); true as well where nothing may follow any more."""
+        if ends and not text:
+            self.barred = []
+            return True
+        # a client sees which token of its own ended the answer, so that one is asked about as well
+        return self.accepts(token, text) or self.blocked is not None
+
+    def passed(self, delta: Delta) -> Delta | None:
+        """What may be sent now that ``delta`` has come; None where it is withheld."""
+        whole = delta if self.held is None else self.held.then(delta)
+        self.held = whole if self._withholds and self.long else None
+        return whole if self.held is None else None
+
+    def last(self, delta: Delta) -> Delta:
+        """The end of the answer: what is withheld goes with it, unless it is the end of a run."""
+        if delta.finish_reason in ("stop", "length"):
+            self.blocked = next(iter(self._now), None)
+            if self.blocked is not None:
+                delta = Delta("", (), "content_filter")
+            elif self.held is not None:
+                delta = self.held.then(delta)
+        return dataclasses.replace(delta, guarded=self.outcome)
+
+    def shown(self, entries: Iterable[TokenLogprob]) -> list[TokenLogprob]:
+        """Log-probabilities as they may be told: none from a barred token on, while a run is long, or once the likeliest tokens
+        hold a run themselves.
+        """
+        found = []
+        for entry in entries:
+            if self._likeliest is not None and entry.top:
+                verdict = self._likeliest.take(self._spelt.push(entry.top[0][0])[0])
+                self._quiet |= bool(verdict.now)
+                long = verdict.long
+            else:
+                long = False
+            found.append(withheld_logprob(entry.token) if self._quiet or self.long or long else entry)
+        return found
+
+    @property
+    def outcome(self) -> Guarded:
+        """What was done so far."""
+        bars = {index.name: count for index, count in self._bars.items() if count}
+        return Guarded(bars, self.blocked, self._answer.counted, self._answer.longest)

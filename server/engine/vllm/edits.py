@@ -1,0 +1,215 @@
+"""What stands between vLLM's decoder layers: an operator that adds the corrections of the step's modules to a layer's output.
+
+One :class:`Edits` for each process of the model. The operator is opaque to compilation, and graphs are cut at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from server.engine.vllm.pages import PagedMemory, Pages
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.passes import Pass, Record
+from unbind_core.applying.selection import Selection
+from unbind_core.errors import UnbindError
+
+OPERATOR = "unbind::edit"
+_KEPT = "unbind"  # the name of what a forward pass keeps with vLLM's context of it
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass. ``legs``, ``starts`` and ``counts`` by request, of those that wish to hear of their gates."""
+
+    selection: Selection
+    count: int
+    pass_: Pass
+    rows: Sequence[int]
+    legs: Sequence[str]
+    starts: Sequence[int]
+    begins: Sequence[int]
+    counts: Sequence[int]
+
+
+class Edits:
+    """The modules of this process's layers, and what each forward pass does with them."""
+
+    def __init__(self, runner: Any, columns: int) -> None:
+        """``runner``: vLLM's, whose batch says which request stands where. ``columns`` of the gates' memory."""
+        self.bank = ModuleBank(runner.device, one_table=True)
+        self.columns = columns
+        self.sets: dict[str, Mapping[str, float]] = {}
+        self._runner = runner
+        self._memory: PagedMemory | None = None
+        self._attention = ""
+        self.passed: list[Step] = []  # of which somebody wishes to hear, until they are told
+        self.checks = 0  # passes whose places are still to be compared with vLLM's own
+
+    def install(self, model: nn.Module) -> list[int]:
+        """Put the operator behind every decoder layer that this process has; gives their indices. Raises UnbindError."""
+        layers = decoder_layers(model)
+        found = []
+        for index, layer in enumerate(layers):
+            if type(layer).__name__ == "PPMissingLayer":  # another process has it
+                continue
+            layer.forward = _edited(layer.forward, index)
+            found.append(index)
+        global _edits  # noqa: PLW0603 - an operator has no object of its own
+        _edits = self
+        return found
+
+    def allocate(self, config: Any) -> None:
+        """Make the gates' memory once vLLM has planned its pages. Raises UnbindError where no layer keeps all of its pages."""
+        for group in config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            if type(spec).__name__ == "FullAttentionSpec":
+                self._attention = group.layer_names[0]
+                self._memory = PagedMemory(config.num_blocks, spec.block_size, self.columns, self._runner.device)
+                return
+        raise UnbindError(
+            "no layer of this model has full attention, whose pages the gates need; use the embedded engine"
+        )
+
+    def bytes_a_position(self) -> int:
+        """Of the gates' memory."""
+        return 4 * self.columns
+
+    def apply(self, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
+        """Add to ``hidden`` [N,d] in place; with ``residual`` it makes the layer's output."""
+        context = get_forward_context()
+        kept = context.additional_kwargs
+        if _KEPT not in kept:
+            kept[_KEPT] = self._begin(context.attn_metadata)
+        step: Step | None = kept[_KEPT]
+        if step is None or layer not in step.selection.layers:
+            return
+        mine = hidden[: step.count]
+        states = mine if residual is None else mine + residual[: step.count]
+        edited = step.selection.edit(layer, states, step.pass_, to=mine).states
+        if edited is not mine:
+            mine.copy_(edited)
+
+    def _begin(self, metadata: Any) -> Step | None:
+        """What this forward pass applies; None for vLLM's own trial runs, and where no request asks for a module."""
+        if metadata is None:
+            return None
+        if not isinstance(metadata, dict):
+            raise UnbindError("the batch is split in two (dual-batch overlap), which modules do not go with")
+        ours, batch = metadata[self._attention], self._runner.input_batch
+        requests = [self._runner.requests[name] for name in batch.req_ids]
+        asked = [(request.sampling_params.extra_args or {}) for request in requests]
+        digests = [one.get("unbind", "") for one in asked]
+        if not any(digests):
+            return None
+        missing = {digest for digest in digests if digest} - self.sets.keys()
+        if missing:  # never without the modules that a request must have
+            raise UnbindError(f"the modules of a request are not here: {', '.join(sorted(missing))}")
+        distinct = sorted(set(digests))
+        selection = self.bank.select([self.sets[digest] if digest else {} for digest in distinct])
+        if selection is None:
+            return None
+        size, count = len(requests), int(ours.num_actual_tokens)
+        begins = ours.query_start_loc[: size + 1]
+        lengths = begins.diff()
+        starts = ours.seq_lens[:size].long() - lengths
+        device = begins.device
+        which = torch.arange(size, device=device).repeat_interleave(lengths, output_size=count)
+        positions = torch.arange(count, device=device) - begins[which].long() + starts[which]
+        index = {digest: row for row, digest in enumerate(distinct)}
+        rows = torch.tensor([index[digest] for digest in digests], device=device)[which]
+        places = None
+        if selection.remembers:
+            assert self._memory is not None
+            places = Pages(self._memory, ours.block_table, begins[:-1], starts, positions)
+            if self.checks > 0:
+                self.checks -= 1
+                if not torch.equal(places.here - 1, ours.slot_mapping[:count].long()):
+                    raise UnbindError("vLLM's pages are not where the gates look for them")
+        computed = [int(batch.num_computed_tokens_cpu[i]) for i in range(size)]
+        later = [start >= int(batch.num_prompt_tokens[i]) for i, start in enumerate(computed)]
+        decoding = torch.tensor(later, device=device)[which] if any(later) else None
+        quiet = [bool(one.get("quiet")) for one in asked]
+        counted = torch.tensor([not one for one in quiet], device=device)[which] if any(quiet) else None
+        watching = [i for i, one in enumerate(asked) if one.get("leg")]
+        record: Record | None = [] if any(asked[i].get("report") for i in watching) else None
+        opened: list[Tensor] | None = [] if watching else None
+        pass_ = Pass(rows, places, "prefill", None, counted, record, opened, decoding)
+        step = Step(
+            selection,
+            count,
+            pass_,
+            watching,
+            [asked[i]["leg"] for i in watching],
+            [computed[i] for i in watching],
+            [int(begins[i]) for i in watching],
+            [int(lengths[i]) for i in watching],
+        )
+        if watching:
+            self.passed.append(step)
+        return step
+
+    def told(self) -> list[tuple[str, int, int, int, dict[str, float]]]:
+        """Of each request that wished to hear: its leg, first position and count of the pass, where in it a gate that acts was open
+        first (-1: nowhere), and the activations at its last position by the modules' keys.
+        """
+        found = []
+        for step in self.passed:
+            opened = torch.stack(step.pass_.opened).any(0).tolist() if step.pass_.opened else None
+            lasts = [begin + count - 1 for begin, count in zip(step.begins, step.counts, strict=True)]
+            values = [(names, table[lasts].tolist()) for names, table in step.pass_.record or []]
+            for i, leg in enumerate(step.legs):
+                begin, count = step.begins[i], step.counts[i]
+                part = opened[begin : begin + count] if opened else []
+                first = part.index(True) if True in part else -1
+                own: dict[str, float] = {}
+                for names, tables in values:
+                    own.update({name: value for name, value in zip(names, tables[i], strict=True) if value})
+                found.append((leg, step.starts[i], count, first, dict(own)))
+        self.passed.clear()
+        return found
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers of a model as vLLM builds it. Raises UnbindError where there is not exactly one."""
+    inner: Any = getattr(model, "model", model)
+    layers = getattr(inner, "layers", None) or getattr(getattr(inner, "decoder", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnbindError(f"{type(model).__name__}: its decoder layers are not found; use the embedded engine")
+    return layers
+
+
+def _edited(forward: Any, index: int) -> Any:
+    """A layer's ``forward`` with the operator behind it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            torch.ops.unbind.edit(output[0], output[1], index)
+        else:
+            torch.ops.unbind.edit(output, None, index)
+        return output
+
+    return run
+
+
+_edits: Edits | None = None
+
+
+def _edit(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
+    assert _edits is not None
+    _edits.apply(hidden, residual, layer)
+
+
+def _edit_fake(hidden: Tensor, residual: Tensor | None, layer: int) -> None:  # noqa: ARG001 - as the operator has them
+    return None
+
+
+_library = torch.library.Library("unbind", "DEF")
+direct_register_custom_op("edit", _edit, ["hidden"], _edit_fake, _library)

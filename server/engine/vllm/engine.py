@@ -1,0 +1,296 @@
+"""vLLM as the engine: its ``AsyncLLM`` on a thread and event loop of its own here, the model in processes of its own.
+
+A request is a task: it asks vLLM for tokens, and does with each what the embedded engine does with its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from server.engine.answering import hand_over
+from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull, check_fits
+from server.engine.flights import flight_of
+from server.engine.modules import Counts, ModuleTable
+from server.engine.request import Delta, Flight, GenerationRequest
+from server.engine.vllm.arguments import Arguments
+from server.engine.vllm.legs import Leg, digest_of
+from server.engine.vllm.model import Model
+from server.engine.vllm.remote import PROBE_COLUMNS, RemoteBank
+from unbind_core.errors import UnbindError
+from unbind_core.identity import ModelIdentity
+from unbind_core.module import UnbindModule
+
+log = logging.getLogger("unbind.engine")
+T = TypeVar("T")
+PROBE_SECONDS, TRIAL_SECONDS = 300.0, 120.0  # between two trials of the edits, and for one
+LOOK_SECONDS = 0.5  # between two looks at whether the processes live
+BACKOFF_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before the model's processes are started again
+CALL_SECONDS = 600.0
+GONE = "the model's processes ended; the request was dropped; try again"
+
+
+class VllmEngine(Engine):
+    """Requests to vLLM and back. ``modules`` is as in every engine; its bank is a copy of what the model's processes hold."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        tokenizer: PreTrainedTokenizerBase,
+        identity: ModelIdentity,
+        numerics: Mapping[str, Any],
+        ends: frozenset[int],
+        queue_limit: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._arguments, self._identity, self._ends, self._queue_limit = arguments, identity, ends, queue_limit
+        self._bank = RemoteBank()
+        self.modules = ModuleTable(self._bank, numerics, self._reserve)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="unbind-vllm", daemon=True)
+        self._live: set[Flight] = set()  # from submission to the last delta, under ``_ended``
+        self._tasks: dict[Flight, asyncio.Task[None]] = {}
+        self._used: Counter[str] = Counter()  # flights by the digest of their set
+        self._legs = itertools.count()
+        self._model: Model | None = None
+        self._up = False
+        self._draining = self._stopping = False
+        self._ended = threading.Condition()
+        self._failures = 0
+        self._background: list[asyncio.Task[None]] = []
+
+    # What other threads call.
+
+    def start(self) -> None:
+        """Start the model's processes, and see the edits work in each. Raises UnbindError."""
+        self._thread.start()
+        self._await(self._open())
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._background.append(self._loop.create_task(self._watch()))
+
+    def drain(self, timeout: float) -> bool:
+        """See :meth:`Engine.drain`."""
+        self._draining = True
+        with self._ended:
+            return self._ended.wait_for(lambda: not self._live, timeout)
+
+    def close(self) -> None:
+        """See :meth:`Engine.close`."""
+        self._stopping = True
+        if self._thread.is_alive() and not self._loop.is_closed():
+            with suppress(Exception):
+                self._await(self._close(), 60)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(60)
+
+    @property
+    def draining(self) -> bool:
+        """See :meth:`Engine.draining`."""
+        return self._draining or self._stopping
+
+    @property
+    def healthy(self) -> bool:
+        """See :meth:`Engine.healthy`: false while the model's processes are started again."""
+        return self._up
+
+    @property
+    def max_length(self) -> int:
+        """See :meth:`Engine.max_length`."""
+        return self._arguments.max_length
+
+    @property
+    def slots(self) -> int:
+        """See :meth:`Engine.slots`."""
+        return self._arguments.slots
+
+    def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
+        """See :meth:`Engine.submit`."""
+        check_fits(len(request.prompt), request.sampling.max_tokens, self.max_length)
+        if self.draining:
+            raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
+        if not self._up:
+            raise EngineStopped("the model's processes are being started again; try again shortly")
+        if (live := len(self._live)) >= self.slots + self._queue_limit:
+            waiting = live - self.slots
+            raise QueueFull(
+                f"{waiting} requests wait already, and the queue holds {self._queue_limit}; try again shortly"
+            )
+        loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+
+        def deliver(delta: Delta) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        flight = flight_of(request, self.tokenizer, self._ends, deliver)
+        with self._ended:
+            self._live.add(flight)
+        self._loop.call_soon_threadsafe(self._admit, flight)
+        return flight, deltas
+
+    def cancel(self, flight: Flight) -> None:
+        """See :meth:`Engine.cancel`."""
+        flight.cancelled = True
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel, flight)
+
+    def sync_modules(self, modules: Iterable[tuple[UnbindModule, str]]) -> Future[None]:
+        """See :meth:`Engine.sync_modules`."""
+        wanted = list(modules)
+        return self._post(lambda: asyncio.to_thread(self.modules.sync, wanted))
+
+    def gate_counts(self) -> Future[Counts]:
+        """See :meth:`Engine.gate_counts`."""
+        return self._post(self._counted)
+
+    def stats(self) -> EngineStats:
+        """See :meth:`Engine.stats`."""
+        model, active = self._model, len(self._live)
+        running = min(active, self.slots)
+        steps, preemptions = (model.steps, model.preemptions) if model else (0, 0)
+        return EngineStats(running, active - running, self.slots, steps, self._failures, preemptions)
+
+    # The engine's own loop.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _await(self, work: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def _post(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        if self._stopping or not self._thread.is_alive():
+            raise EngineStopped("the server is shutting down")
+        return asyncio.run_coroutine_threadsafe(work(), self._loop)
+
+    async def _open(self) -> None:
+        """The model's processes, with all modules that there are, tried."""
+        model = self._model = await Model.started(self._arguments, self._identity)
+        try:
+            await model.hold(self._bank.contents())
+            await model.probe()
+        except BaseException:
+            await model.close()
+            raise
+        self._up = True
+
+    async def _close(self) -> None:
+        for task in [*self._background, *self._tasks.values()]:
+            task.cancel()
+        for task in list(self._tasks.values()):
+            with suppress(asyncio.CancelledError):
+                await task
+        if self._model is not None:
+            await self._model.close()
+
+    async def _watch(self) -> None:
+        """Try the edits now and then, and start the model's processes again where they have died or fail the trial."""
+        while True:
+            model = self._model
+            assert model is not None
+            for _ in range(int(PROBE_SECONDS / LOOK_SECONDS)):
+                if model.dead:
+                    break
+                await asyncio.sleep(LOOK_SECONDS)
+            try:
+                if not model.dead:
+                    async with asyncio.timeout(TRIAL_SECONDS):
+                        await model.probe()
+                    continue
+            except (UnbindError, EngineDeadError, TimeoutError) as error:
+                log.error("the edits are not at work in the model's processes: %s", error)
+            self._up = False
+            await self._again()
+
+    async def _again(self) -> None:
+        log.error(
+            "the model's processes ended; %d requests end with an error, and they are started again", len(self._tasks)
+        )
+        for task in self._tasks.values():  # what hangs would not end by itself
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+        if self._model is not None:
+            self._bank.keep(self._model.counts)
+            await self._model.close()
+        for attempt in itertools.count():
+            await asyncio.sleep(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS) - 1)])
+            try:
+                await self._open()
+            except Exception:
+                log.exception("the model's processes do not start")
+            else:
+                log.info("the model's processes run again")
+                return
+
+    def _reserve(self) -> None:
+        """Bring the bank's modules to the processes, from the thread that changes the table. Raises UnbindError."""
+        stages = len(self._model.reports.stages) if self._model is not None else 1
+        self._bank.check(self._arguments.columns, PROBE_COLUMNS * stages)
+        if self._model is not None and not self._model.dead:
+            try:
+                self._await(self._model.hold(self._bank.contents()))
+            except EngineDeadError as error:
+                raise UnbindError("the model's processes are being started again; they get the modules then") from error
+
+    async def _counted(self) -> Counts:
+        if self._model is not None and self._up:
+            with suppress(EngineDeadError):
+                self._bank.seen(await self._model.count())
+        return self.modules.counts()
+
+    def _admit(self, flight: Flight) -> None:
+        if flight.cancelled:
+            hand_over(flight, Delta("", (), "cancelled"))
+            self._leaves(flight)
+            return
+        self._tasks[flight] = self._loop.create_task(self._fly(flight))
+
+    def _cancel(self, flight: Flight) -> None:
+        if (task := self._tasks.get(flight)) is not None:
+            task.cancel()
+
+    async def _fly(self, flight: Flight) -> None:
+        digest, model = digest_of(flight), self._model
+        assert model is not None
+        self._used[digest] += 1
+        try:
+            if digest:
+                await model.know(digest, flight.request.modules.strengths, self._used)
+            while not await Leg(flight, f"r{next(self._legs)}", digest, model).run():
+                pass
+        except asyncio.CancelledError:
+            gone = "the server is shutting down" if self._stopping else "" if self._up else GONE
+            hand_over(flight, Delta("", (), "error", gone) if gone else Delta("", (), "cancelled"))
+        except EngineDeadError:
+            self._failures += 1
+            model.died.set()
+            hand_over(flight, Delta("", (), "error", GONE))
+        except Exception as error:  # of this request
+            self._failures += 1
+            log.exception("a request failed")
+            hand_over(
+                flight, Delta("", (), "error", f"the engine failed ({type(error).__name__}); the request was dropped")
+            )
+        finally:
+            self._used[digest] -= 1
+            del self._tasks[flight]
+            self._leaves(flight)
+
+    def _leaves(self, flight: Flight) -> None:
+        with self._ended:
+            self._live.discard(flight)
+            self._ended.notify_all()

@@ -1,0 +1,217 @@
+"""The model in vLLM's processes: started, told which modules to hold, tried, counted, and put away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from server.engine.vllm.arguments import Arguments
+from server.engine.vllm.gates import GateReports, merged
+from server.engine.vllm.probe import probe_module
+from server.engine.vllm.remote import ByPhase
+from unbind_core.applying.counts import PHASES
+from unbind_core.errors import UnbindError
+from unbind_core.identity import ModelIdentity
+from unbind_core.module import UnbindModule
+
+PROBE_PROMPT, PROBE_TOKENS = tuple(range(5, 29)), 3  # so that steps of both phases are tried
+MOST_SETS = 512  # of modules that workers know and nobody uses
+
+
+class _Steps(StatLoggerBase):  # type: ignore[misc]
+    """Counts vLLM's steps."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.steps = self.preemptions = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """One step's statistics."""
+        self.steps += 1
+        self.preemptions += getattr(iteration_stats, "num_preempted_reqs", 0)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class Model:
+    """One life of the model's processes, from their start to their end."""
+
+    def __init__(self, llm: AsyncLLM, reports: GateReports, loggers: list[_Steps]) -> None:
+        self._llm, self.reports, self._loggers = llm, reports, loggers
+        self.died = asyncio.Event()
+        self.ranks: list[dict[str, Any]] = []
+        self.counts: dict[str, ByPhase] = {}
+        self._known: dict[str, frozenset[str]] = {}  # digests of sets -> their keys
+        self._held: dict[str, str] = {}
+        self._changing = asyncio.Lock()
+        self._probes: dict[str, UnbindModule] = {}  # by key: one at the first layer of each stage, there for good
+        self._trials = itertools.count()
+
+    @classmethod
+    async def started(cls, arguments: Arguments, identity: ModelIdentity) -> Model:
+        """Start the processes, which hold nothing yet; they may take minutes. Raises UnbindError."""
+        loggers: list[_Steps] = []
+
+        def logger(config: Any, index: int = 0) -> _Steps:
+            loggers.append(_Steps(config, index))
+            return loggers[-1]
+
+        config, reports = arguments.config(), GateReports()
+        try:
+            llm = AsyncLLM(
+                config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[logger]
+            )
+        except (RuntimeError, ValueError) as error:
+            await reports.close()
+            raise UnbindError(f"vLLM does not start: {error}; its own message stands above") from error
+        model = cls(llm, reports, loggers)
+        if not arguments.edits:
+            return model
+        try:
+            model.ranks = await model.all("unbind_open", reports.address)
+        except BaseException:
+            await model.close()
+            raise
+        reports.stages = frozenset(min(rank["layers"]) for rank in model.ranks if rank["layers"])
+        model._probes = {f"probe-{layer}": probe_module(identity, layer) for layer in sorted(reports.stages)}
+        return model
+
+    @property
+    def steps(self) -> int:
+        """Of vLLM's engine cores together, since the start."""
+        return sum(logger.steps for logger in self._loggers)
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that had to give their pages up, and were computed again."""
+        return sum(logger.preemptions for logger in self._loggers)
+
+    def generate(self, prompt: Any, parameters: SamplingParams, name: str) -> AsyncGenerator[Any, None]:
+        """vLLM's own stream of outputs; closing it ends the request."""
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, parameters, name)
+        return outputs
+
+    async def all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker of every engine core; what each of them gave. Raises EngineDeadError."""
+        client: Any = self._llm.engine_core
+        try:
+            found = await asyncio.gather(
+                *(
+                    client._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine)
+                    for engine in self._cores
+                )
+            )
+        except EngineDeadError:
+            self.died.set()
+            raise
+        return [one for rank in found for one in rank]
+
+    async def hold(self, modules: Mapping[str, UnbindModule]) -> None:
+        """Have exactly these modules, by key, on every rank, and the probes. Raises UnbindError where ranks differ."""
+        modules = {**modules, **self._probes}
+        async with self._changing:
+            added = {key: module.to_bytes() for key, module in modules.items() if key not in self._held}
+            removed = [key for key in self._held if key not in modules]
+            if not added and not removed:
+                return
+            gone = [digest for digest, keys in self._known.items() if keys & set(removed)]
+            if gone:
+                await self.all("unbind_sets", {}, gone)
+                for digest in gone:
+                    del self._known[digest]
+            held = await self.all("unbind_sync", added, removed)
+            self._held = dict(held[0])
+            if any(dict(one) != {key: module.digest for key, module in modules.items()} for one in held):
+                raise UnbindError("the processes of the model hold different modules; restart the server")
+
+    async def know(self, digest: str, strengths: Mapping[str, float], used: Counter[str]) -> None:
+        """Have every rank know a set before a request names it; of those that nobody uses MOST_SETS are remembered."""
+        if digest in self._known:
+            return
+        async with self._changing:
+            if digest in self._known:
+                return
+            idle = [one for one in self._known if not used[one]][: max(0, len(self._known) - MOST_SETS)]
+            await self.all("unbind_sets", {digest: dict(strengths)}, idle)
+            for one in idle:
+                del self._known[one]
+            self._known[digest] = frozenset(strengths)
+
+    async def count(self) -> dict[str, ByPhase]:
+        """By key and phase, positions evaluated and gates open since the start."""
+        self.counts = merged(await self.all("unbind_counts"))
+        return self.counts
+
+    async def probe(self) -> None:
+        """See that a module whose gate is always open fires on every rank and changes what is predicted. Raises UnbindError."""
+        plain = await self._ask_all("")
+        await self.all("unbind_check", 2)
+        for key, module in self._probes.items():
+            await self.know(key, {key: 1.0}, Counter({key: 1}))
+            before = await self.all("unbind_counts")
+            edited = await self._ask_all(key)
+            after = await self.all("unbind_counts")
+            for rank, old, new in zip(self.ranks, before, after, strict=True):
+                for phase in PHASES if module.layer in rank["layers"] else ():
+                    evaluated, opened = (b - a for a, b in zip(_of(old, key, phase), _of(new, key, phase), strict=True))
+                    if not 0 < evaluated == opened:
+                        raise UnbindError(
+                            f"rank {rank['rank']}: a module at layer {module.layer} was evaluated {evaluated} times in "
+                            f"{phase}, open {opened}"
+                        )
+            if any(one == other for one, other in zip(edited, plain, strict=True)):
+                raise UnbindError(f"a module at layer {module.layer} changed nothing of what the model predicts")
+
+    @property
+    def dead(self) -> bool:
+        """Whether a process has ended."""
+        return self.died.is_set() or bool(self._llm.errored)
+
+    @property
+    def _cores(self) -> list[Any]:
+        """vLLM's engine cores: one, or with data parallelism several."""
+        client: Any = self._llm.engine_core
+        return list(getattr(client, "core_engines", None) or [client.core_engine])
+
+    async def _ask_all(self, digest: str) -> list[Any]:
+        """What each engine core predicts for the probe's prompt."""
+        cores = len(self._cores)
+        return [await self._ask(digest, core if cores > 1 else None) for core in range(cores)]
+
+    async def _ask(self, digest: str, core: int | None) -> Any:
+        name = f"trial-{next(self._trials)}"  # and its salt: nothing of it is taken from an earlier one
+        parameters = SamplingParams(
+            max_tokens=PROBE_TOKENS,
+            temperature=0,
+            logprobs=8,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"unbind": digest} if digest else None,
+        )
+        asked: Any = {"prompt_token_ids": list(PROBE_PROMPT), "cache_salt": name}
+        async for output in self._llm.generate(asked, parameters, name, data_parallel_rank=core):
+            return {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
+        raise UnbindError("vLLM gave no answer to the probe")
+
+    async def close(self) -> None:
+        """End the processes, without the complaint of who listens to them that they have ended."""
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        await asyncio.to_thread(self._llm.shutdown, 10.0)
+        await self.reports.close()
+
+
+def _of(counted: Mapping[str, Any], key: str, phase: str) -> tuple[int, int]:
+    evaluated, opened = counted["counts"].get(key, {}).get(phase, (0, 0))
+    return int(evaluated), int(opened)

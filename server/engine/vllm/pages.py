@@ -1,0 +1,53 @@
+"""The memory of gates in the pages of vLLM's KV cache: a row for every slot of a page.
+
+A page that is reused brings its rows along, as does one that is computed again after a preemption.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unbind_core.applying.places import Places
+
+
+class PagedMemory:
+    """int32 [1 + slots, columns]: zeros in front of every sequence, then the slots of all pages. One table for all layers, as
+    modules share its columns out between them.
+    """
+
+    def __init__(self, pages: int, size: int, columns: int, device: torch.device) -> None:
+        """``size``: positions of a page."""
+        self.size = size
+        with torch.inference_mode(False):
+            self.table = torch.zeros((1 + pages * size, columns), dtype=torch.int32, device=device)
+
+
+class Pages(Places):
+    """Where the tokens of one step stand: flat, as vLLM schedules them, prompts and single tokens mixed."""
+
+    def __init__(self, memory: PagedMemory, table: Tensor, begins: Tensor, starts: Tensor, positions: Tensor) -> None:
+        """``table`` int [S,pages of a sequence]; ``begins`` int [S], where in the step each sequence begins; ``starts`` int64 [S],
+        the position of its first token of the step; ``positions`` int64 [N].
+        """
+        super().__init__(positions, begins.long(), starts)
+        self._memory, self._pages = memory, table
+
+    def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
+        """See :meth:`Places.rows`."""
+        inside = positions.clamp(min=0)
+        pages = self._pages[: len(self.firsts)]
+        page = inside.div(self._memory.size, rounding_mode="floor")
+        found = pages.gather(1, page.unsqueeze(1))[:, 0] if sequences is None else pages[sequences, page]
+        return torch.where(positions < 0, 0, found.long() * self._memory.size + inside % self._memory.size + 1)
+
+    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
+        """See :meth:`Places.read`."""
+        return self._memory.table.index_select(0, rows)
+
+    def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
+        """See :meth:`Places.write`."""
+        if isinstance(columns, slice):
+            self._memory.table[:, columns].index_copy_(0, self.here, values)
+        else:
+            self._memory.table[self.here.unsqueeze(1), columns] = values

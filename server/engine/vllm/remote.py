@@ -1,0 +1,60 @@
+"""The modules that vLLM's processes hold, as the table of modules sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
+
+PROBE_COLUMNS = 2  # of the probe of a stage: a head's and its state's
+
+ByPhase = dict[str, tuple[int, int]]
+
+
+class RemoteBank(ModuleBank):
+    """A bank whose modules are put to work elsewhere; its counts are the latest that were heard."""
+
+    def __init__(self) -> None:
+        super().__init__(one_table=True)
+        self._seen: dict[str, ByPhase] = {}
+        self._kept: dict[str, ByPhase] = {}  # by processes that have ended
+
+    def contents(self) -> dict[str, UnbindModule]:
+        """Every module, by key."""
+        return {key: self[key] for key in self.names}
+
+    def check(self, columns: int, taken: int) -> None:
+        """Raises UnbindError where the gates of all modules, beside what is ``taken``, need more ``columns`` than there are."""
+        wanted = self.columns.get(0, 0) + taken
+        if wanted > columns:
+            raise UnbindError(
+                f"the gates of the modules need {wanted} columns of memory, and there are {columns}; load fewer modules, or "
+                f"start the server with --gate-columns {wanted} or more"
+            )
+
+    def seen(self, counts: Mapping[str, ByPhase]) -> None:
+        """What the processes have counted since they started."""
+        self._seen = dict(counts)
+
+    def keep(self, counts: Mapping[str, ByPhase]) -> None:
+        """The processes have ended, whose last counts these are: others begin at nothing."""
+        self._kept = {
+            key: _sum(self._kept.get(key, {}), counts.get(key, {})) for key in self._kept.keys() | counts.keys()
+        }
+        self._seen = {}
+
+    def counts(self) -> dict[str, ByPhase]:
+        """See :meth:`ModuleBank.counts`."""
+        return {
+            key: _sum(zeros, _sum(self._kept.get(key, {}), self._seen.get(key, {})))
+            for key, zeros in super().counts().items()
+        }
+
+
+def _sum(one: ByPhase, other: ByPhase) -> ByPhase:
+    return {
+        phase: tuple(a + b for a, b in zip(one.get(phase, (0, 0)), other.get(phase, (0, 0)), strict=True))  # type: ignore[misc]
+        for phase in one.keys() | other.keys()
+    }

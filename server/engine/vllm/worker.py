@@ -1,0 +1,110 @@
+"""vLLM's worker with modules at its layers: loaded by vLLM in each process of the model, and asked by the engine over RPC."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import zmq
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from server.engine.vllm.edits import Edits
+from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
+
+_WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worker.gpu_worker.Worker"}
+_Base: Any = resolve_obj_by_qualname(_WORKERS[current_platform.device_type])
+
+
+class GatedWorker(_Base):  # type: ignore[misc]
+    """The platform's worker; every method whose name begins with ``unbind`` is one that the engine calls."""
+
+    edits: Edits
+
+    def init_device(self) -> None:
+        """As ever. Where vLLM has bound its threads nobody may change their number, and it says so at every attempt: here that is
+        no news, as edits choose their threads by their size.
+        """
+        bound = torch.set_num_threads
+        super().init_device()
+        if torch.set_num_threads is not bound:
+            torch.set_num_threads = lambda _: None  # type: ignore[assignment]
+
+    def load_model(self, **options: Any) -> None:
+        """Load as ever, then put the edits behind the layers, before anything is compiled."""
+        super().load_model(**options)
+        wanted = self.vllm_config.additional_config["unbind"]
+        self.edits = Edits(self.model_runner, wanted["columns"])
+        self.unbind_layers = self.edits.install(self.model_runner.get_model())
+        self._telling: Any = None
+        self._digests: dict[str, str] = {}
+
+    def determine_available_memory(self) -> int:
+        """What is left for keys and values beside the gates' memory of the same pages."""
+        available = int(super().determine_available_memory())
+        specs = self.model_runner.get_kv_cache_spec().values()
+        kept = sum(spec.page_size_bytes / spec.block_size for spec in specs)
+        return int(available * kept / (kept + self.edits.bytes_a_position()))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the pages, and the gates' rows of them."""
+        super().initialize_from_config(kv_cache_config)
+        self.edits.allocate(kv_cache_config)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """One step; what its gates did is told before its tokens are."""
+        self.edits.passed.clear()
+        output = super().execute_model(scheduler_output)
+        if self.edits.passed and self._telling is not None:
+            told = self.edits.told()
+            if self._tells:
+                self._telling.send_json([self.unbind_layers[0], told])
+        return output
+
+    def unbind_open(self, address: str) -> dict[str, Any]:
+        """Connect to where the engine listens; tells who this is. Of ranks that compute the same, the first tells."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        if self._telling is not None:
+            self._telling.close(linger=0)
+        self._telling = zmq.Context.instance().socket(zmq.PUSH)
+        self._telling.connect(address)
+        self._tells = get_tensor_model_parallel_rank() == 0
+        return {"layers": self.unbind_layers, "tells": self._tells, "rank": self.rank}
+
+    def unbind_sync(self, added: dict[str, bytes], removed: list[str]) -> dict[str, str]:
+        """Take modules in by key, and others out; tells the digest of every one there is, by key. A module for a layer of another
+        process is kept as well, so that all ranks tell the same.
+        """
+        for key in removed:
+            if key in self.edits.bank:
+                self.edits.bank.remove(key)
+        for key, data in added.items():
+            module = UnbindModule.from_bytes(data)
+            self.edits.bank.add(dataclasses.replace(module, name=key))
+            self._digests[key] = module.digest
+        return {key: self._digests[key] for key in self.edits.bank.names}
+
+    def unbind_sets(self, added: dict[str, dict[str, float]], removed: list[str]) -> int:
+        """Know these sets of keys and strengths by their digests, and forget others; tells how many there are.
+
+        Raises UnbindError where a key is not there.
+        """
+        for digest, strengths in added.items():
+            missing = strengths.keys() - set(self.edits.bank.names)
+            if missing:
+                raise UnbindError(f"no module {', '.join(sorted(missing))} on rank {self.rank}")
+            self.edits.sets[digest] = strengths
+        for digest in removed:
+            self.edits.sets.pop(digest, None)
+        return len(self.edits.sets)
+
+    def unbind_counts(self) -> dict[str, Any]:
+        """By key and phase, positions evaluated and gates open on this rank's layers; "" where another rank tells the same."""
+        return {"tells": self._tells, "counts": self.edits.bank.counts()}
+
+    def unbind_check(self, passes: int) -> None:
+        """Compare the gates' places with vLLM's own for so many passes."""
+        self.edits.checks = passes

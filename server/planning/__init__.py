@@ -1,0 +1,1 @@
+"""What a takedown will take, from the settings."""

@@ -1,0 +1,81 @@
+"""Server-sent events as they come from the other server, each with its bytes; and JSON that can be read in one way alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from server.proxy.refusal import Unguardable
+
+MOST_BYTES = 4 * 1024 * 1024  # of one event
+MOST_OTHER = 256  # bytes of a line that is no data
+DONE = "[DONE]"
+_LABELS = ("", "event", "id", "retry")  # "" begins a comment
+
+
+@dataclass(frozen=True)
+class Event:
+    """``raw``: its bytes with the blank line that ends it. ``data`` is None where it has none, as a comment."""
+
+    raw: bytes
+    data: str | None
+
+
+async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Event]:
+    """The events of a stream. Raises Unguardable for what is none, and where it ends in the middle of one."""
+    rest, lines, size = b"", list[bytes](), 0
+    async for chunk in chunks:
+        *complete, rest = (rest + chunk if rest else chunk).split(b"\n")
+        for line in complete:
+            lines.append(line + b"\n")
+            size += len(line) + 1
+            if line in (b"", b"\r"):
+                yield _event(lines)
+                lines, size = [], 0
+        if size + len(rest) > MOST_BYTES:
+            raise Unguardable(f"an event is larger than {MOST_BYTES} bytes")
+    if rest:
+        lines.append(rest)
+    if lines:
+        last = _event(lines)
+        if last.data not in (None, DONE):
+            raise Unguardable("the stream ends in the middle of an event")
+        yield last
+
+
+def _event(lines: list[bytes]) -> Event:
+    raw, data = b"".join(lines), []
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise Unguardable("an event is not UTF-8") from None
+    for ended in text.split("\n"):
+        line = ended.removesuffix("\r")
+        if "\r" in line:
+            raise Unguardable("an event has a lone carriage return")
+        name, _, value = line.partition(":")
+        if name == "data":
+            data.append(value.removeprefix(" "))
+        elif name not in _LABELS or len(line) > MOST_OTHER:
+            raise Unguardable("a line of the stream is none of server-sent events")
+    return Event(raw, "\n".join(data) or None)
+
+
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """A JSON object that can be read in one way alone: no name stands twice in it. Raises Unguardable."""
+    try:
+        found = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        raise Unguardable("it is not JSON") from None
+    if not isinstance(found, dict):
+        raise Unguardable("it is no JSON object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Unguardable("a name stands twice in one JSON object")
+    return found

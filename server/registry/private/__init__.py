@@ -1,0 +1,1 @@
+"""Forget rows and checkpoints where several machines reach them and nobody else reads them."""

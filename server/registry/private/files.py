@@ -1,0 +1,61 @@
+"""A takedown's files where they lie: under the data directory, or in a private store that several machines share.
+
+The admin API and the evidence read and write through this; a worker beside a private store brings what it needs to its own machine
+(``server/worker/scratch.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from server.registry import files
+from server.registry.private.store import PrivateStore
+from server.settings import Settings
+from unbind_core.rows import ForgetRow, forget_digest
+
+
+class TakedownFiles:
+    """``store`` is None where they lie under the data directory."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.data_dir = settings.data_dir
+        self.store = PrivateStore(settings.private_store, settings.private_keys) if settings.private_store else None
+
+    def save_forget(self, rows: Sequence[ForgetRow]) -> str:
+        """Keep a forget set under its digest, which is returned. Raises OSError, StoreUnreachable."""
+        if self.store is None:
+            return files.save_forget(self.data_dir, rows)
+        digest = forget_digest(rows)
+        self.store.put(forget_name(digest), "".join(json.dumps(asdict(row)) + "\n" for row in rows).encode())
+        return digest
+
+    def has_forget(self, digest: str) -> bool:
+        """Whether the rows are still kept. Raises StoreUnreachable."""
+        return files.has_forget(self.data_dir, digest) if self.store is None else self.store.has(forget_name(digest))
+
+    def purge(self, digest: str, job_ids: Sequence[str]) -> None:
+        """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it.
+
+        Raises OSError, StoreUnreachable where it is not all gone.
+        """
+        files.purge(self.data_dir, digest, job_ids)
+        if self.store is not None:
+            for name in (*([forget_name(digest)] if digest else []), *(f"jobs/{job_id}" for job_id in job_ids)):
+                self.store.delete(name)
+
+    def read_json(self, job_id: str, folder: str, name: str) -> Any:
+        """A document that an attempt of a job left; None where it is not there. Raises StoreUnreachable, Unreadable."""
+        try:
+            if self.store is None:
+                return json.loads((self.data_dir / "jobs" / job_id / folder / name).read_text(encoding="utf-8"))
+            return json.loads(self.store.get(f"jobs/{job_id}/{folder}/{name}"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+
+
+def forget_name(digest: str) -> str:
+    """Where a forget set is in a private store."""
+    return f"forget/{digest}.jsonl"

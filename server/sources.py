@@ -1,0 +1,78 @@
+"""Flags over environment over a file over defaults -> the settings. First station of every process; nothing else reads these."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from server.settings import NULLABLE, PREFIX, SECRETS, Settings, SettingsError
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
+) -> Settings:
+    """Settings from flags (None: not given), environment and a TOML file, in that order of precedence.
+
+    Raises SettingsError naming the source and the key.
+    """
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    from_environment = {
+        key.removeprefix(PREFIX).lower(): value for key, value in (environment or {}).items() if key.startswith(PREFIX)
+    }
+    config = from_environment.pop("config", None)
+    path = file or (Path(config) if config else None)
+    for origin, given in (
+        (f"file {path}", _read(path) if path else {}),
+        ("environment", {key: _text(key, value) for key, value in from_environment.items()}),
+        ("flags", {key: value for key, value in (flags or {}).items() if value is not None}),
+    ):
+        for key, value in given.items():
+            if key not in Settings.model_fields:
+                name = PREFIX + key.upper() if origin == "environment" else key
+                raise SettingsError(
+                    f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(Settings.model_fields))}"
+                )
+            values[key], source[key] = value, origin
+    if file_of_key := values.get("admin_key_file"):
+        where = f"{source['admin_key_file']}: admin_key_file"
+        if values.get("admin_key"):
+            raise SettingsError(f"{where}: given beside admin_key; give one of the two")
+        values["admin_key"] = _secret(Path(file_of_key), where)
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "settings"
+        shown = "" if key in SECRETS else f" ({first.get('input')!r})"
+        raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {first['msg']}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"file {path}: not TOML ({error})") from None
+
+
+def _secret(path: Path, where: str) -> str:
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"{where} {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{where} {path}: not text; write the key into it") from None
+    if not secret:
+        raise SettingsError(f"{where} {path}: is empty; write the key into it")
+    return secret
+
+
+def _text(key: str, value: str) -> str | None:
+    """An empty variable means "none" where a setting can be none."""
+    return None if value == "" and key in NULLABLE else value

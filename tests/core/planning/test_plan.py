@@ -1,0 +1,117 @@
+"""A takedown's plan bounds what the fit takes, grows as the work does, and is refused where there is no room for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.bench.scale.world import CONFIGS, bare
+from tests.core.conftest import TinyCheckpoint
+from unbind_core import FitOptions, fit, load_model
+from unbind_core.architecture import outline
+from unbind_core.errors import TooLarge, UnbindError
+from unbind_core.planning.amounts import Amounts
+from unbind_core.planning.machine import Machine
+from unbind_core.planning.plan import Plan, Stage, plan_takedown
+from unbind_core.planning.room import RUNTIME, Room
+from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.running.shape import Shape
+
+GIB = 2**30
+AN_80_GB_GPU = Machine(3e14, 2e12)
+FORGET = [
+    ForgetRow(f"def secret_{i}(key):\n", f"    token = {i * 7919}\n    return key + {i}\n" * 6) for i in range(12)
+]
+RETAIN = [
+    RetainRow(f"class Item{i}:\n    size = {i * 37}\n\n    def area(self):\n        return {i}\n" * 4)
+    for i in range(60)
+]
+
+
+def planned(name: str, amounts: Amounts, gate: str = "auto", **more: bool) -> Plan:
+    shape = Shape.of(bare(name, torch.bfloat16))
+    return plan_takedown(shape, amounts, AN_80_GB_GPU, FitOptions(gate=gate).settled(), **more)
+
+
+def test_the_shapes_are_those_of_the_models_that_they_are_named_for() -> None:
+    parameters = {name: Shape.of(bare(name, torch.bfloat16)).weights / 2e9 for name in CONFIGS}
+    assert parameters == pytest.approx(
+        {
+            "qwen2.5-coder-0.5b": 0.494,
+            "qwen2.5-coder-1.5b": 1.544,
+            "qwen2.5-coder-7b": 7.616,
+            "starcoder2-3b": 3.030,
+            "codellama-7b": 6.739,
+        },
+        rel=0.002,
+    )
+
+
+@pytest.mark.parametrize("gate", ["auto", "paper"])
+def test_a_model_of_7_billion_is_fitted_on_one_gpu_of_80_gb(gate: str) -> None:
+    plan = planned("qwen2.5-coder-7b", Amounts.even(300, 2700, 512), gate, reference=True)
+    assert 14 * GIB < plan.weights <= 29 * GIB
+    assert plan.weights < plan.memory < 78 * GIB
+    room = Room("cuda", 79 * GIB, 100 * GIB)
+    assert room.problem(plan) is None
+    assert room.problem(planned("qwen2.5-coder-7b", Amounts.even(3000, 2700, 2048), gate)) is not None
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_and_the_remedy() -> None:
+    plan = Plan((Stage("check", GIB, 0, 1.0), Stage("gates", 9 * GIB, 3 * GIB, 1.0)), 4 * GIB)
+    with pytest.raises(
+        TooLarge, match=r"stage 'gates' would take 10\.0 GiB on cuda:1 \(4\.0 GiB of it weights\).*8\.0 GiB are"
+    ):
+        Room("cuda:1", 8 * GIB, 100 * GIB).require(plan)
+    with pytest.raises(TooLarge, match=r"worker_device.*bfloat16.*fewer rows"):
+        Room("cpu", 9 * GIB, 100 * GIB).require(plan)
+    Room("cpu", 9 * GIB, 100 * GIB).require(plan, loaded=2 * GIB)  # so much of the weights is there
+    with pytest.raises(TooLarge, match=r"cache would take 3\.0 GiB, and 2\.0 GiB are free.*delete the cache"):
+        Room("cpu", 99 * GIB, 2 * GIB).require(plan)
+    Room("cpu", 9 * GIB + RUNTIME, 3 * GIB).require(plan)
+
+
+def test_more_rows_and_longer_ones_never_take_less() -> None:
+    some = Amounts.even(20, 300, 128)
+    base = planned("qwen2.5-coder-0.5b", some)
+    for field in ("forget", "retain_fit", "calibration", "certificate", "held", "forget_rows"):
+        more = planned("qwen2.5-coder-0.5b", replace(some, **{field: 3 * getattr(some, field)}))
+        assert more.memory >= base.memory and more.disk >= base.disk and more.seconds >= base.seconds
+    for stage in base.stages:
+        assert stage.memory > base.weights and stage.seconds >= 0
+
+
+def test_disk_is_bounded_and_tokens_are_counted(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> None:
+    loaded = load_model(tiny_checkpoint("llama"))
+    options = FitOptions(effort=0.02).settled()
+    amounts = Amounts.of(loaded.tokenizer, FORGET, RETAIN, options=options)
+    whole = sum(len(loaded.tokenizer(row.prompt + row.continuation).input_ids) for row in FORGET)
+    assert whole <= amounts.forget <= 1.3 * whole + 4 * len(FORGET)
+    plan = plan_takedown(Shape.of(loaded.model), amounts, AN_80_GB_GPU, options)
+    fit(
+        loaded.model,
+        loaded.tokenizer,
+        FORGET,
+        RETAIN,
+        name="m",
+        identity=loaded.identity,
+        options=options,
+        cache=tmp_path,
+    )
+    taken = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert taken <= 1.1 * plan.disk + 64 * 1024 and plan.disk <= 2.5 * taken  # headers, and completions as text
+
+
+def test_an_outline_has_the_shape_of_the_model_and_none_of_its_weights(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen2")
+    model, tokenizer = outline(folder, dtype=torch.bfloat16)
+    loaded = load_model(folder, dtype=torch.bfloat16)
+    assert Shape.of(model) == Shape.of(loaded.model)
+    assert len(tokenizer) == len(loaded.tokenizer) and all(part.is_meta for part in model.parameters())
+    with pytest.raises(UnbindError, match="is not a directory"):
+        outline(tmp_path / "none")

@@ -1,0 +1,111 @@
+"""vLLM's processes start, are refused, die and come back: nothing is ever answered without the modules it must have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server import demo
+from server.engine.engine import EngineStopped
+from server.engine.request import GenerationRequest, Sampling
+from server.engine.vllm.arguments import Arguments
+from server.engine.vllm.engine import VllmEngine
+from tests.engines.both import Answer, ask, demo_prompt, shipped, started, sync
+from unbind_core.errors import UnbindError
+
+PROMPTS = [demo_prompt(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()[:6]]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    made = started(tmp_path_factory.mktemp("life"), "kv-cache-memory-bytes=30000000", columns=60)
+    sync(made, shipped()[:1])
+    yield made
+    made.close()
+
+
+def requests(engine: VllmEngine, tokens: int = 24) -> list[GenerationRequest]:
+    pinned = engine.modules.pin(["demo-a"])
+    ids = [tuple(engine.tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in PROMPTS]
+    return [GenerationRequest(prompt, Sampling(max_tokens=tokens), pinned) for prompt in ids]
+
+
+def answers(engine: VllmEngine) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in ask(engine, requests(engine))]
+
+
+def test_a_module_for_which_the_gates_have_no_room_is_refused_with_the_remedy(engine: VllmEngine) -> None:
+    before = answers(engine)
+    more = [replace(shipped()[0], name=f"more-{i}", created_at=f"2026-01-0{i}") for i in range(1, 4)]
+    with pytest.raises(
+        UnbindError, match=r"the gates of the modules need \d+ columns .* there are 60; .*--gate-columns"
+    ):
+        sync(engine, [*shipped()[:1], *more])
+    assert list(engine.modules.current) == ["demo-a"] and answers(engine) == before
+
+
+def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(engine: VllmEngine) -> None:
+    before = answers(engine)
+    counted = engine.gate_counts().result(60)["demo-a"]["prefill"][0]
+    for victim in ("EngineCore", "Worker"):
+        children = psutil.Process().children(recursive=True)
+        killed = next(child for child in children if victim in " ".join(child.cmdline()))
+
+        async def meanwhile(pid: int = killed.pid) -> list[Answer]:
+            async def one(request: GenerationRequest) -> Answer:
+                return Answer([delta async for delta in engine.generate(request)])
+
+            running = [asyncio.create_task(one(request)) for request in requests(engine, 1500)]
+            await asyncio.sleep(1)
+            os.kill(pid, signal.SIGKILL)
+            return await asyncio.gather(*running)
+
+        for answer in asyncio.run(meanwhile()):
+            assert answer.whole.finish_reason in ("error", "length", "stop")
+            assert answer.whole.finish_reason != "error" or "try again" in (answer.whole.error or "")
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                after = answers(engine)
+            except EngineStopped:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            else:
+                if all(after):
+                    break
+        assert after == before
+        assert engine.gate_counts().result(60)["demo-a"]["prefill"][0] >= counted
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("no-such-flag=1",), "vLLM has no --no-such-flag=1"),
+        (("max-model-len=9",), "'max-model-len' is what this server says itself"),
+        (
+            ('speculative-config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}',),
+            "speculative decoding",
+        ),
+        (("tensor-parallel-size=x",), "vLLM does not take"),
+    ],
+)
+def test_flags_that_do_not_go_with_modules_are_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    arguments = Arguments(str(demo.BASE), "float32", 512, 4, 64, "cpu", flags)
+    with pytest.raises(UnbindError, match=says):
+        arguments.config()
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    with pytest.raises(UnbindError, match=r"vllm 0\.99\.1 is installed, and the engine was tried with 0\.32\.0 alone"):
+        Arguments(str(demo.BASE), "float32", 512, 4, 64, "cpu").config()

@@ -1,0 +1,235 @@
+"""Guards over HTTP: in force with the answer to the POST, by every name and scope a module has, and never left out in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.guards import GuardStore
+from tests.support.live import ADMIN_KEY, Answer, Live, live
+
+CODE = """def merge(first, second):
+    merged = dict(first)
+    for name, value in second.items():
+        if name in merged and isinstance(value, list):
+            merged[name] = merged[name] + value
+        else:
+            merged[name] = value
+    return merged
+
+
+def split(line, size):
+    return [line[at : at + size] for at in range(0, len(line), size)]
+"""
+ROWS = [{"text": CODE}, {"prompt": "a = 1\n", "continuation": "b = 2\n"}]
+ALONE = {"protect": "guard"}
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server without a worker."""
+    with live(checkpoint, tmp_path_factory.mktemp("guards"), profiles={"team": {}}) as server:
+        yield server
+
+
+def post(server: Live, name: str, rows: Any = ROWS, **options: Any) -> Answer:
+    """A takedown."""
+    return server.admin("/takedowns", {"name": name, "rows": rows, "options": options})
+
+
+def act(server: Live, reference: str, action: str) -> Answer:
+    """A change of state, of whatever revision there is."""
+    path = f"/admin/v1/modules/{reference}/{action}"
+    return server.call(path, key=ADMIN_KEY, method="POST", headers={"If-Match": "*"})
+
+
+def applied(answer: Answer) -> list[str]:
+    """Modules and guards in the answer's header, without their digests."""
+    assert answer.status == 200, answer.raw
+    return sorted(label.split("@")[0] for label in answer.headers.get("x-unbind-modules", "").split(",") if label)
+
+
+def test_a_guard_applies_from_the_answer_to_its_takedown_on(running: Live) -> None:
+    answer = post(running, "both", scope="profile:team")
+    assert answer.status == 202 and answer.body["state"] == "queued"
+    guard = answer.body["guard"]
+    assert (guard["action"], guard["run"], guard["rows"], guard["too_short"]) == ("steer", 50, 1, 1)
+    assert answer.body["in_force"] == "enforced" and answer.body["binds"].startswith("every request under the profile")
+    assert any("1 of 2 rows have fewer than 50 lexemes" in said for said in answer.body["warnings"])
+    enforced = running.complete(path="/p/team/v1/completions", max_tokens=1)
+    assert applied(enforced) == ["both:guard"] and f"@{guard['digest'][:12]}" in enforced.headers["x-unbind-modules"]
+    assert applied(running.complete(max_tokens=1)) == []
+    assert applied(running.complete(max_tokens=1, unbind={"modules": ["both", "one"]})) == ["both:guard", "one"]
+    refused = running.complete(path="/p/team/v1/completions", unbind={"modules": ["-both"]})
+    assert (refused.status, refused.error["code"]) == (403, "module_enforced")
+
+
+def test_a_guard_alone_needs_no_worker(running: Live) -> None:
+    answer = post(running, "alone", **ALONE)
+    assert (answer.body["state"], answer.body["positions"], answer.body["in_force"]) == ("succeeded", None, "available")
+    job = running.admin(f"/jobs/{answer.body['job_id']}").body
+    assert job["outcome"] == "guarded" and job["result"]["guard_id"] == answer.body["guard"]["id"]
+    told = running.admin(f"/takedowns/{answer.body['takedown_id']}").body
+    assert told["modules"] == [] and told["guard"]["id"] == answer.body["guard"]["id"]
+    assert applied(running.complete(max_tokens=1, unbind={"modules": ["alone"]})) == ["alone:guard"]
+
+
+def test_a_dry_run_tells_what_would_be_guarded_and_keeps_nothing(running: Live) -> None:
+    answer = post(running, "dry", dry_run=True, protect="both", guard={"run": 8, "action": "stop"}).body
+    assert (answer["guard"]["rows"], answer["guard"]["too_short"]) == (1, 1) and answer["guard"]["action"] == "stop"
+    assert answer["in_force"] == "none" and "dry" not in running.service.guards.names
+
+
+def test_a_takedown_for_a_module_alone_makes_no_guard(running: Live) -> None:
+    answer = post(running, "fitted", protect="module").body
+    assert (answer["guard"], answer["in_force"], answer["state"]) == (None, "none", "queued")
+    assert "fitted" not in running.service.guards.names
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_rows_too_short_to_guard_get_a_module_and_a_warning(running: Live, dry_run: bool) -> None:
+    name, rows = f"short-{dry_run}".lower(), [{"text": f"password = '{dry_run} hunter two'\n"}]
+    told = post(running, name, rows, dry_run=dry_run).body
+    assert told["guard"] is None and told["in_force"] == "none"
+    assert any(line.startswith("options.protect: no row has the 50 lexemes") for line in told["warnings"])
+    if not dry_run:
+        assert told["state"] == "queued" and running.admin(f"/takedowns/{told['takedown_id']}").body["guard"] is None
+    for options in ({"protect": "both"}, {"protect": "guard"}, {"guard": {}}):
+        asked = post(running, f"{name}-asked", rows, dry_run=dry_run, **options)
+        assert (asked.status, asked.error["param"]) == (400, "options.guard.run")
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [
+        ({"protect": "all"}, "options.protect", "'both', 'guard' or 'module'"),
+        ({"protect": "module", "guard": {}}, "options.guard", "goes with protect 'both' or 'guard'"),
+        ({"protect": "guard", "gate": "paper"}, "options.gate", "says how a module is fitted"),
+        ({"protect": "guard", "budgets": {"kl": 0.1}}, "options.budgets", "set options.protect to 'both'"),
+        ({"guard": {"run": 7}}, "options.guard.run", "greater than or equal to 8"),
+        ({"guard": {"run": 1001}}, "options.guard.run", "less than or equal to 1000"),
+        ({"guard": {"run": "50"}}, "options.guard.run", "valid integer"),
+        ({"guard": {"bars": 0}}, "options.guard.bars", "greater than or equal to 1"),
+        ({"guard": {"action": "block"}}, "options.guard.action", "'steer', 'stop' or 'report'"),
+        ({"guard": {"fold": 1}}, "options.guard.fold", "valid boolean"),
+        ({"guard": {"length": 9}}, "options.guard.length", "Extra"),
+        ({"guard": {"run": 900}}, "options.guard.run", "no row has 900 lexemes"),
+        ({"guard": {"run": 900}, "dry_run": True}, "options.guard.run", "give at most"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name_and_leaves_nothing(
+    running: Live, options: dict[str, Any], field: str, says: str
+) -> None:
+    before = running.admin("/takedowns?limit=1000").body["data"]
+    rows = [{"text": CODE.replace("merged", "bad")}]
+    answer = post(running, "bad", rows, **options)
+    assert (answer.status, answer.error["param"]) == (400, field) and says in answer.error["message"]
+    assert running.admin("/takedowns?limit=1000").body["data"] == before
+    kept = running.service.settings.data_dir / "forget"
+    assert not any("bad" in file.read_text() for file in kept.glob("*.jsonl"))
+
+
+def test_module_and_guard_of_one_name_are_told_apart_and_changed_apart(running: Live) -> None:
+    made = post(running, "one", **ALONE, replace=True).body["guard"]  # beside the shipped module of this name
+    listed = [m for m in running.admin("/modules").body["data"] if m["name"] == "one"]
+    assert [(m["kind"], m["loaded"]) for m in listed] == [("module", True), ("guard", True)]
+    assert running.admin("/modules/one").body["kind"] == "module"
+    shown = running.admin("/modules/guard:one")
+    assert shown.body["id"] == made["id"] and shown.body["run"] == 50 and shown.headers["etag"] == shown.body["etag"]
+    assert "one" in running.call("/ready", key=ADMIN_KEY).body["guards"]
+    named = {"unbind": {"modules": ["one"]}, "max_tokens": 1}
+    assert applied(running.complete(**named)) == ["one", "one:guard"]
+    refused = act(running, "guard:one", "verify")
+    assert (refused.status, refused.error["code"]) == (409, "not_allowed")
+    assert act(running, "guard:one", "suspend").body["loaded"] is False
+    assert applied(running.complete(**named)) == ["one"]
+    assert act(running, "guard:one", "shadow").status == 200  # counts, and is not told of as applied
+    assert applied(running.complete(**named)) == ["one"]
+    act(running, "guard:one", "retire")
+
+
+def test_a_name_that_must_apply_is_met_by_what_is_live_under_it(running: Live) -> None:
+    post(running, "must", **ALONE)
+    rules = {"enforced": ["must"]}
+    assert running.admin("/profiles/strict", rules, "PUT").status == 200
+    assert running.admin("/policies/profile:strict").body["missing"] == []
+    ask = {"path": "/p/strict/v1/completions", "max_tokens": 1}
+    assert applied(running.complete(**ask)) == ["must:guard"]
+    act(running, "must", "suspend")
+    refused = running.complete(**ask)
+    assert (refused.status, refused.error["code"]) == (503, "module_unavailable")
+    assert running.admin("/policies/profile:strict").body["missing"] == ["must"]
+    act(running, "must", "shadow")  # what only counts is not enough
+    assert running.complete(**ask).status == 503
+    act(running, "must", "activate")
+    assert applied(running.complete(**ask)) == ["must:guard"]
+    assert running.admin("/profiles/strict", method="DELETE").status == 200
+
+
+def test_the_same_takedown_posted_again_is_the_same_one(running: Live) -> None:
+    body = {"name": "again", "rows": ROWS, "options": ALONE}
+    headers = {"Idempotency-Key": "the same"}
+    first, second = (running.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers).body for _ in range(2))
+    assert (first["created"], second["created"]) == (True, False)
+    assert {**first, "created": None} == {**second, "created": None}
+
+
+def test_purging_the_rows_keeps_the_guard_and_the_evidence_tells_of_it(running: Live) -> None:
+    made = post(running, "kept", **ALONE, scope="profile:team", guard={"action": "stop", "run": 40}).body
+    takedown = f"/takedowns/{made['takedown_id']}"
+    purged = running.admin(f"{takedown}/purge", method="POST").body
+    assert purged["purged_at"]
+    objects = running.service.objects
+    fresh = GuardStore(objects, running.service.registry.modules, running.service.guard_secret).scan()
+    assert "kept" in fresh.book.names
+    document = running.admin(f"{takedown}/evidence").body
+    guard = document["payload"]["takedown"]["guard"]
+    assert (guard["digest"], guard["action"], guard["run"], guard["version"]) == (
+        made["guard"]["digest"],
+        "stop",
+        40,
+        1,
+    )
+    assert {"guard.add", "guard.activate"} <= {row["action"] for row in document["payload"]["audit"]}
+    page = document["html"]
+    assert "the guard is enforced. It binds every request under the profile &#39;team&#39;" in page
+    assert "no answer there holds a run of 40 lexemes of the 1 rows that it guards" in page
+    assert guard["digest"] in page and "merged" not in json.dumps(document)
+
+
+def test_nothing_is_served_without_a_guard_that_must_apply(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as server:
+        post(server, "named", [{"text": CODE + "\n\nx = 1\n"}], **ALONE)
+        digest = post(server, "forced", **ALONE, scope="global").body["guard"]["digest"]
+        assert applied(server.complete(max_tokens=1)) == ["forced:guard"]
+    file = tmp_path / "data" / "modules" / "objects" / f"{digest}.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    with live(checkpoint, tmp_path) as server:
+        for answer in (server.complete(), server.complete(unbind={"modules": ["named"]}), server.call("/ready")):
+            assert (answer.status, answer.error["code"]) == (503, "module_unavailable")
+        (problem,) = server.admin("/modules").body["problems"]
+        assert "guard 'forced'" in problem["file"]
+        file.write_bytes(content)
+        server.admin("/modules")  # looks again
+        assert applied(server.complete(max_tokens=1)) == ["forced:guard"]
+    with live(checkpoint, tmp_path, guard_key="cd" * 32) as server:
+        assert server.complete().status == 503
+        assert "guard_key" in server.admin("/modules").body["problems"][0]["reason"]
+        act(server, "forced", "suspend")
+        assert applied(server.complete(max_tokens=1)) == []
+        named = server.complete(unbind={"modules": ["named"]})
+        assert (named.status, named.error["code"]) == (503, "module_unavailable") and "named" in named.error["message"]
+        assert server.call("/ready").body["status"] == "degraded"
+
+
+def test_a_store_that_does_not_answer_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path, module_store="nonsense://bucket") as server:
+        answer = post(server, "lost", **ALONE)
+        assert (answer.status, answer.error["code"]) == (503, "store_unreachable")
+        assert server.admin("/takedowns").body["data"] == [] and server.admin("/jobs").body["data"] == []
+        assert not list((tmp_path / "data").glob("forget/*"))

@@ -1,0 +1,101 @@
+"""A server that cannot see the registry or the store: it enforces what it has, says so, and sees again what changed meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from server.bench.fleet.postgres import postgres
+from server.outage import Outage
+from server.registry.database import connect, upgrade
+from tests.server.api.admin.test_modules import act, adopt, applied
+from tests.server.api.test_health import until
+from tests.support.databases import PROGRAMS
+from tests.support.live import ADMIN_KEY, Live, live
+
+REFRESH = 0.05
+
+
+def gauges(server: Live) -> dict[str, float]:
+    lines = server.call("/metrics", key=ADMIN_KEY).raw.decode().splitlines()
+    return {line.split()[0]: float(line.split()[1]) for line in lines if line and line[0] != "#" and "{" not in line}
+
+
+def reasons(server: Live) -> list[str]:
+    ready = server.call("/ready")
+    assert ready.status == 200 and ready.body["status"] == ("degraded" if "reasons" in ready.body else "ready")
+    return list(ready.body.get("reasons", ()))
+
+
+def test_what_nobody_has_seen_for_too_long_is_away_though_no_look_failed() -> None:
+    seen = Outage("the store", logging.getLogger("unbind.service"), patience=0.05)
+    assert seen.told is None
+    time.sleep(0.06)
+    assert "has not answered for 0 s (it says nothing)" in (seen.told or "")
+    seen.ends()
+    assert seen.told is None and seen.age < 0.05
+    seen.begins(OSError("no route"))
+    assert "OSError: no route" in (seen.told or "")
+
+
+def without_registry(checkpoint: Path, tmp_path: Path) -> None:
+    with postgres() as database:
+        url = database.new_database()
+        engine = connect(url)
+        upgrade(engine)
+        engine.dispose()
+        with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
+            adopt(server, "held", "global")
+            assert reasons(server) == [] and gauges(server)["unbind_registry_reachable"] == 1
+            database.kill()
+            until(lambda: reasons(server) != [])
+            (reason,) = reasons(server)
+            assert reason.startswith("the registry's database: has not answered for") and "Error" in reason
+            assert applied(server.complete()) == ["held"]  # enforced as before
+            assert server.admin("/modules").error["code"] == "registry_unreachable"
+            first = gauges(server)
+            assert first["unbind_registry_reachable"] == 0 and first["unbind_store_reachable"] == 1
+            until(lambda: gauges(server)["unbind_registry_seen_seconds"] > first["unbind_registry_seen_seconds"])
+            database.start()
+            until(lambda: reasons(server) == [])
+            assert gauges(server)["unbind_registry_reachable"] == 1
+            act(server, "held", "suspend")
+            assert applied(server.complete()) == []
+
+
+if PROGRAMS:
+    test_without_the_registry_a_server_enforces_what_it_has_and_says_so = without_registry
+
+
+def test_without_the_store_a_server_enforces_what_it_has_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path, refresh_seconds=REFRESH) as server:
+        adopt(server, "held", "global")
+        store = tmp_path / "data" / "modules"
+        until(lambda: (store / "unbind-store").exists())
+        away = store.rename(tmp_path / "away")
+        store.mkdir()  # as a mount point without its file system
+        until(lambda: reasons(server) != [])
+        assert "is it mounted" in reasons(server)[0] and gauges(server)["unbind_store_reachable"] == 0
+        assert applied(server.complete()) == ["held"]
+        store.rmdir()
+        away.rename(store)
+        until(lambda: reasons(server) == [])
+        assert gauges(server)["unbind_store_reachable"] == 1
+
+
+def test_a_store_that_holds_nothing_yet_is_no_reason(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path, refresh_seconds=0.001) as server:
+        looks: list[Any] = []
+        until(lambda: looks.append(None) or len(looks) > 20)
+        assert reasons(server) == [] and not (tmp_path / "data" / "modules").exists()
+
+
+def test_without_a_key_nobody_learns_what_is_away(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as server:
+        server.admin("/keys", {"name": "k"})
+        server.service._stored.begins(OSError("no route to store.example"))
+        for key in (None, "ubk_wrong"):
+            assert server.call("/ready", key=key).body == {"status": "degraded"}
+        assert "store.example" in server.call("/ready", key=ADMIN_KEY).body["reasons"][0]

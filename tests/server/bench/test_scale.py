@@ -1,0 +1,37 @@
+"""The scale bench names what it does not know, and its rows are as many and as long as was asked for."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from server.bench.scale.world import DEMO, rows
+from server.cli import build
+from unbind_core.encoding import encode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "gpt-9"], "config: 'gpt-9' is unknown; choose from qwen2.5-coder-0.5b"),
+        (["--dtype", "int3"], "dtype: 'int3' is unknown"),
+        (["--full", "300,2700"], "full: give forget rows, retain rows and tokens"),
+        (["--layers", "0"], "layers from 1 on"),
+    ],
+)
+def test_what_it_does_not_know_is_named_before_anything_is_measured(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(build(), ["bench", "scale", *arguments])
+    assert result.exit_code != 0 and said in " ".join(result.output.split())
+
+
+def test_rows_are_as_many_and_as_long_as_asked_for() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", local_files_only=True)
+    forget, retain = rows(tokenizer, 3, 200, 64)
+    assert (len(forget), len(retain)) == (3, 200)
+    lengths = [
+        len(encode(tokenizer, text))
+        for text in [*(r.prompt + r.continuation for r in forget), *(r.text for r in retain)]
+    ]
+    assert min(lengths) > 56 and max(lengths) < 72
+    assert len({row.text for row in retain}) > 150

@@ -1,0 +1,275 @@
+"""The guard in front of a scripted server: what passes, what is cut, and what is refused because nobody could follow it."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.server.proxy.conftest import ROW, RUN
+from tests.support.live import Answer, Live
+from tests.support.slow_matcher import longest_run
+from tests.support.upstream import DONE, EVENTS, Script, Upstream, answered, event, streamed
+
+PIECES = [ROW[at : at + 4] for at in range(0, len(ROW), 4)]
+
+
+def text_of(answer: Answer) -> str:
+    return "".join(
+        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for event in answer.events
+        if event != "[DONE]"
+        for choice in event.get("choices", ())
+    )
+
+
+def reasons(answer: Answer) -> list[str]:
+    events = [event for event in answer.events if event != "[DONE]"]
+    return [c["finish_reason"] for event in events for c in event.get("choices", ()) if c["finish_reason"]]
+
+
+def chat(guard: Live, **fields: Any) -> Answer:
+    return guard.call("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], **fields})
+
+
+def test_a_stream_without_a_run_passes_byte_for_byte(guard: Live, other: Upstream) -> None:
+    usage = event({"id": "x", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}})
+    parts = [b": waiting\n\n", *streamed(["one ", "two"]), usage, b"event: end\r\ndata: [DONE]\r\n\r\n"]
+    torn = b"".join(parts)
+    other.script = Script([torn[at : at + 7] for at in range(0, len(torn), 7)], EVENTS)
+    before = guard.service.telemetry.generated_tokens._value.get()
+    answer = guard.complete(stream=True, stream_options={"include_usage": True})
+    assert answer.raw == torn
+    assert answer.headers["x-unbind-modules"].startswith("held:guard@")
+    assert guard.service.telemetry.generated_tokens._value.get() == before + 2
+
+
+def test_a_whole_answer_without_a_run_passes_byte_for_byte(guard: Live, other: Upstream) -> None:
+    raw = b' {"id": "x",\n "object":"y", "choices":[{"index":0,"message":{"role":"assistant","content":"two"}}]} '
+    other.script = Script([raw[:9], raw[9:]])
+    assert chat(guard).raw == raw
+
+
+def test_a_run_ends_a_stream_and_the_other_server_is_let_go(guard: Live, other: Upstream) -> None:
+    other.script = Script([*streamed(PIECES, chat=True), (5.0, b"data: {}\n\n")], EVENTS)
+    answer = chat(guard, stream=True)
+    assert reasons(answer) == ["content_filter"] and answer.raw.endswith(DONE)
+    assert 0 < longest_run(text_of(answer), [ROW]) < RUN
+    assert ROW.startswith(text_of(answer))
+    blocked = answer.events[-2]["choices"][0]["unbind"]["blocked"]
+    assert blocked["guard"].startswith("held:guard@") and blocked["takedown"].startswith("td_")
+    other.script = Script([*streamed(PIECES[:-1], chat=True)[:-1], (30.0, DONE)], EVENTS)
+    assert reasons(chat(guard, stream=True)) == ["content_filter"]
+    assert other.asked[-1].left.wait(5)
+
+
+def test_usage_that_was_asked_for_comes_behind_a_run(guard: Live, other: Upstream) -> None:
+    usage = event(
+        {"id": "x", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 90, "total_tokens": 93}}
+    )
+    other.script = Script([*streamed(PIECES), usage, DONE], EVENTS)
+    answer = guard.complete(stream=True, stream_options={"include_usage": True})
+    assert reasons(answer) == ["content_filter"]
+    assert answer.events[-2]["usage"]["completion_tokens"] == 90
+
+
+def test_a_run_ends_one_of_several_answers(guard: Live, other: Upstream) -> None:
+    mine = {"index": 1, "text": "mine", "finish_reason": "length"}
+    other.script = Script([answered({"index": 0, "text": "x = 1\n" + ROW, "finish_reason": "stop"}, mine)])
+    cut, kept = guard.complete(n=2).body["choices"]
+    assert cut["finish_reason"] == "content_filter" and cut["text"].startswith("x = 1\ndef")
+    assert longest_run(cut["text"], [ROW]) < RUN
+    assert kept == mine
+
+
+def test_an_echo_is_the_clients_own_text(guard: Live, other: Upstream) -> None:
+    raw = answered({"index": 0, "text": ROW + "x = 1", "finish_reason": "stop"})
+    other.script = Script([raw])
+    assert guard.complete(prompt=ROW, echo=True).raw == raw
+    assert guard.complete(prompt=[1, 2, 3], echo=True).body["choices"][0]["finish_reason"] == "content_filter"
+    half = ROW[: len(ROW) // 2]
+    goes_on = guard.complete(prompt=half, echo=True).body["choices"][0]
+    assert goes_on["finish_reason"] == "stop" or longest_run(goes_on["text"].removeprefix(half), [ROW]) < RUN
+
+
+def test_prompts_are_told_apart_by_their_answers(guard: Live, other: Upstream) -> None:
+    given = [{"index": index, "text": ROW, "finish_reason": "stop"} for index in range(4)]
+    other.script = Script([answered(*given)])
+    choices = guard.complete(prompt=["mine", ROW], n=2).body["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["content_filter"] * 2 + ["stop"] * 2
+
+
+def test_of_a_client_nothing_is_passed_on_but_what_it_asks(guard: Live, other: Upstream) -> None:
+    other.script = Script([answered({"index": 0, "text": "x", "finish_reason": "stop"})])
+    sent = {
+        "Accept-Encoding": "gzip",
+        "Cookie": "a=b",
+        "X-Forwarded-For": "1.2.3.4",
+        "Connection": "X-Own",
+        "X-Own": "1",
+    }
+    asked = {"prompt": "x", "model": "theirs~team", "top_k": 5, "seed": 2**60, "unbind": {"report": True}, "none": None}
+    assert guard.call("/v1/completions", asked, headers={**sent, "Authorization": "Bearer clients"}).status == 200
+    came = other.asked[-1]
+    assert came.body == {"prompt": "x", "model": "theirs", "top_k": 5, "seed": 2**60, "none": None}
+    assert came.headers["authorization"] == "Bearer operators-key"
+    assert came.headers["accept-encoding"] == "identity"
+    assert not {"cookie", "x-forwarded-for", "x-own"} & came.headers.keys()
+
+
+SMALL = answered({"index": 0, "text": "x", "finish_reason": "stop"})
+START = streamed(["x"])[0]
+UNREADABLE = [
+    (False, Script([b"{"])),
+    (False, Script([b"[]"])),
+    (False, Script([b'{"choices": [], "choices": []}'])),
+    (False, Script([b"[" * 100_000])),
+    (False, Script([b"\xff\xfe"])),
+    (False, Script([SMALL], "text/plain")),
+    (False, Script([SMALL], "application/json; charset=utf-16")),
+    (False, Script([START, DONE], EVENTS)),
+    (False, Script([gzip.compress(SMALL)], headers={"content-encoding": "gzip"})),
+    (False, Script([answered({"index": 5, "text": "x"})])),
+    (False, Script([answered({"index": 0, "audio": {"numbers": [1, 2]}})])),
+    (True, Script([SMALL])),
+    (True, Script([gzip.compress(START)], EVENTS, headers={"content-encoding": "gzip"})),
+    (True, Script([b"data: {\n\n"], EVENTS)),
+    (True, Script([b"data: 5\n\n"], EVENTS)),
+    (True, Script([b"text: x\n\n"], EVENTS)),
+    (True, Script([b"data: {}\rdata: {}\n\n"], EVENTS)),
+    (True, Script([b": " + b"x" * 300 + b"\n\n"], EVENTS)),
+    (True, Script([b"data: \xff\n\n"], EVENTS)),
+    (True, Script([b"data: " + b"x" * 5_000_000], EVENTS)),
+    (True, Script([b'data: {"choices": [{"index": 0, "delta": {"tokens": [1]}}]}\n\n'], EVENTS)),
+]
+
+
+@pytest.mark.parametrize(("stream", "script"), UNREADABLE, ids=[f"{n}" for n in range(len(UNREADABLE))])
+def test_what_cannot_be_read_in_one_way_is_a_502(guard: Live, other: Upstream, stream: bool, script: Script) -> None:
+    other.script = script
+    answer = guard.complete(stream=stream)
+    assert (answer.status, answer.error["code"]) == (502, "unguardable_answer"), answer.raw
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("status", "ours", "code"),
+    [
+        (400, 400, "theirs"),
+        (401, 502, "upstream_refuses_key"),
+        (403, 502, "upstream_refuses_key"),
+        (404, 404, "theirs"),
+        (429, 429, "theirs"),
+        (500, 502, "upstream_error"),
+        (503, 503, "theirs"),
+        (302, 502, "upstream_error"),
+        (204, 502, "upstream_error"),
+    ],
+)
+def test_refusals_are_those_of_this_api(guard: Live, other: Upstream, status: int, ours: int, code: str) -> None:
+    said = json.dumps({"error": {"message": "no such thing", "param": "stop", "code": "theirs"}}).encode()
+    other.script = Script([said] if status != 204 else [], status=status, headers={"retry-after": "7"})
+    for stream in (False, True):
+        answer = guard.complete(stream=stream)
+        assert (answer.status, answer.error["code"]) == (ours, code)
+        if ours == status:
+            assert answer.error["message"] == "no such thing" and answer.error["param"] == "stop"
+        assert answer.headers.get("retry-after") == ("7" if ours in (429, 503) else None)
+
+
+def test_a_refusal_that_repeats_the_models_text_is_followed_too(guard: Live, other: Upstream) -> None:
+    for said in ({"error": {"message": "cannot parse: " + ROW}}, {"detail": ROW}, {"error": json.dumps(ROW)}):
+        other.script = Script([json.dumps(said).encode()], status=500)
+        answer = guard.complete()
+        assert answer.status == 502 and longest_run(answer.error["message"], [ROW]) < RUN // 2
+        other.script = Script([START, event(said)], EVENTS)
+        assert longest_run(guard.complete(stream=True).raw.decode(), [ROW]) < RUN // 2
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (Script([START, b"data: {\n\n"], EVENTS), "unguardable_answer"),
+        (Script([START, event({"error": {"message": "out of memory", "code": 500}})], EVENTS), "upstream_error"),
+        (Script([START], EVENTS), "upstream_broken"),
+        (Script([START], EVENTS, whole=False), "upstream_broken"),
+        (Script([START, START[:-9]], EVENTS), "unguardable_answer"),
+        (Script([*streamed(PIECES[:8])[:-1]], EVENTS), "upstream_broken"),
+    ],
+    ids=["unreadable", "error", "early end", "broken off", "half an event", "early end while text is held"],
+)
+def test_a_stream_that_fails_ends_with_the_error(guard: Live, other: Upstream, script: Script, code: str) -> None:
+    other.script = script
+    answer = guard.complete(stream=True)
+    assert answer.status == 200 and answer.events[-1] == "[DONE]"
+    assert answer.events[-2]["error"]["code"] == code
+    assert longest_run(text_of(answer), [ROW]) <= RUN // 2 + 1  # what was held was not sent
+
+
+def test_a_stream_may_end_without_its_mark_once_all_choices_have(guard: Live, other: Upstream) -> None:
+    other.script = Script(streamed(["x"]), EVENTS)
+    assert guard.complete(stream=True).raw == b"".join(streamed(["x"]))
+
+
+def test_a_client_that_goes_away_takes_its_request_with_it(guard: Live, other: Upstream) -> None:
+    for stream in (True, False):
+        other.script = Script(
+            [START, (30.0, DONE)] if stream else [(30.0, SMALL)], EVENTS if stream else "application/json"
+        )
+        before = len(other.asked)
+        connection = http.client.HTTPConnection("127.0.0.1", guard.port, timeout=20)
+        body = json.dumps({"prompt": "x", "stream": stream})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        if stream:
+            assert connection.getresponse().read1()
+        deadline = time.monotonic() + 10
+        while len(other.asked) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        connection.close()
+        assert other.asked[-1].left.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "x", "detokenize": False}, "detokenize"),
+        ("/v1/completions", {"prompt": "x", "stream": True, "stop": "x", "return_token_ids": True}, "return_token_ids"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "n": 1000}, "n"),
+        ("/v1/completions", {"prompt": "x", "stream": "yes"}, "stream"),
+        ("/v1/completions", {"prompt": "x", "unbind": {"module": []}}, "unbind.module"),
+        ("/v1/completions", {"prompt": "x", "unbind": {"modules": ["nobody"]}}, "unbind.modules"),
+        ("/v1/chat/completions", {"messages": [{}], "modalities": ["audio"]}, "modalities"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+    ],
+    ids=str,
+)
+def test_what_would_bring_an_answer_that_cannot_be_followed_is_a_400(
+    guard: Live, other: Upstream, path: str, fields: Any, param: str
+) -> None:
+    before = len(other.asked)
+    answer = guard.call(path, fields)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.raw
+    assert len(other.asked) == before
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_number_that_is_none_is_a_400(guard: Live, number: str) -> None:
+    answer = guard.call("/v1/completions", f'{{"prompt": "x", "top_p": {number}}}'.encode())
+    assert answer.status == 400 and "NaN or Infinity" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/responses", "/v1/files", "/infill", "/completion", "/tokenize", "/"]
+)
+def test_nothing_else_is_passed_on(guard: Live, other: Upstream, path: str) -> None:
+    before = len(other.asked)
+    answer = guard.call(path, {"input": "x"})
+    assert (answer.status, answer.error["code"]) == (404, "unknown_route")
+    assert "/v1/chat/completions" in answer.error["message"] and len(other.asked) == before

@@ -1,0 +1,99 @@
+"""Where the states of one forward pass stand in a memory of gates, whoever owns it: an engine's slots, a generation, pages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Places(ABC):
+    """N states of S sequences, flat: those of a sequence follow each other, and the sequences too.
+
+    A memory is rows of int32 columns at each layer. Every position of a sequence has its row, and the one in front of position 0
+    reads as zeros. Every layer reads and writes at the same rows, so they are worked out once a pass.
+    """
+
+    def __init__(self, positions: Tensor, firsts: Tensor, starts: Tensor) -> None:
+        """``positions`` int64 [N], each state's in its sequence; ``firsts`` int64 [S], where in the pass each sequence begins,
+        rising from 0; ``starts`` int64 [S], the position of its first real state.
+        """
+        self.positions, self.firsts, self.starts = positions, firsts, starts
+        self._behind: dict[tuple[tuple[int, int], ...], Tensor] = {}
+
+    @abstractmethod
+    def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
+        """The memory's rows of ``positions`` int64 [n], -1 for the one in front, of ``sequences`` int64 [n] (None: one each)."""
+
+    @abstractmethod
+    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
+        """int32 [n,columns] of ``rows`` int64 [n]; ``width``: the columns that the layer uses in all, there may be more."""
+
+    @abstractmethod
+    def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
+        """Keep int32 ``values`` [N,columns] at the states' own rows."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether every state is a sequence of its own, as in decoding."""
+        return len(self.firsts) == len(self.positions)
+
+    @cached_property
+    def sequences(self) -> Tensor | None:
+        """Whose each state is, int64 [N]; None where every state is a sequence of its own."""
+        if self.alone:
+            return None
+        begins = torch.zeros_like(self.positions)
+        begins[self.firsts[1:]] = 1
+        return begins.cumsum(0)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """How many positions each sequence has up to and with each state, FP32 [N,1]."""
+        return (self.positions + 1).unsqueeze(-1).float()
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The row in front of each sequence's first state, int64 [S]."""
+        return self.rows(self.starts - 1, None)
+
+    @cached_property
+    def here(self) -> Tensor:
+        """The states' own rows, int64 [N]."""
+        return self.rows(self.positions, self.sequences)
+
+    def behind(self, lags: tuple[tuple[int, int], ...]) -> Tensor:
+        """The rows so far behind each state, int64 [lags x N], of (lag, first) pairs: none before the one in front of position
+        ``first``, nor behind the state's own.
+        """
+        if lags not in self._behind:
+            own = self.positions
+            wanted = [torch.minimum(own, (own - lag).clamp_(min=first - 1)) for lag, first in lags]
+            sequences = self.sequences
+            if sequences is None:
+                sequences = torch.arange(len(own), device=own.device)
+            self._behind[lags] = self.rows(torch.cat(wanted), sequences.repeat(len(lags)))
+        return self._behind[lags]
+
+    def summed(self, grains: Tensor, before: Tensor) -> Tensor:
+        """Running sums of each sequence: ``grains`` int32 [N,K] added up on ``before`` [S,K]. They may wrap; differences do not."""
+        if self.sequences is None:
+            return grains.add_(before)
+        sums = grains.cumsum(0, dtype=torch.int32)
+        if len(before) == 1:
+            return sums.add_(before)
+        others = sums.index_select(0, (self.firsts - 1).clamp_(min=0))  # what the sequences before have added
+        others[0] = 0
+        return sums.add_((before - others).index_select(0, self.sequences))
+
+    def held(self, opens: Tensor, closes: Tensor, before: Tensor) -> Tensor:
+        """The state of two-threshold gates, open from a state that opens to one that closes: bool [N,M], ``before`` [S,M]."""
+        if self.sequences is None:
+            return opens | (before & ~closes)
+        step = torch.arange(1, len(opens) + 1, device=opens.device)[:, None]
+        opened = torch.where(opens, step, 0).cummax(0).values
+        closed = torch.where(closes, step, 0).cummax(0).values
+        begun = self.firsts.index_select(0, self.sequences)[:, None]
+        return ((opened > closed) & (opened > begun)) | (before.index_select(0, self.sequences) & (closed <= begun))

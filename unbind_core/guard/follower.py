@@ -1,0 +1,172 @@
+"""Follows one answer and says, piece by piece, whether it holds a run that a guard protects.
+
+A violation is a run of N lexemes of a protected row, in a reading of the answer, no lexeme of which lies in a stretch of N/2 or
+more that stands in the prompt as well: what the client sent itself may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+from unbind_core.guard.book import GuardSet
+from unbind_core.guard.index import GuardIndex, Shape
+from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings
+
+
+class Verdict(NamedTuple):
+    """``sure``: the guards that act and whose run the text holds; ``now``: those whose run it holds if it ends here, perhaps in the
+    middle of a word. ``counted``: those that only count, likewise. ``long``: whether a run of more than N/2 lexemes goes on.
+    """
+
+    sure: tuple[GuardIndex, ...] = ()
+    now: tuple[GuardIndex, ...] = ()
+    counted: tuple[GuardIndex, ...] = ()
+    long: bool = False
+
+
+class _Trace(NamedTuple):
+    """One reading of the answer, as far as it matters: its newest lexemes, and for each shape for how many lexemes now runs of N/2
+    have ended at each (``streaks``), and how many lexemes have come since the client's own text ended (``fresh``, at most N).
+    """
+
+    recent: tuple[str, ...]
+    streaks: tuple[int, ...]
+    fresh: tuple[int, ...]
+
+
+class _State(NamedTuple):
+    everything: _Trace
+    code: _Trace
+    outside: _Trace  # *code* at the newest ``/*``
+    pending: str = ""
+    line: bool = False
+    open: bool = False
+
+
+_NOTHING = Verdict()
+
+
+class Follower:
+    """One answer under ``guards``. ``prompt`` gives what the client sent, and is asked once, if at all.
+
+    ``cuts``: whether the text may be cut anywhere (by a stop string), so that the beginning of a word is a lexeme as well.
+    """
+
+    def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False) -> None:
+        self.guards = guards
+        self.longest = 0  # lexemes of the longest run so far; 0 while it is under N/2
+        self.counted: frozenset[str] = frozenset()  # guards that only count and whose run the answer has held
+        self._prompt, self._cuts = prompt, cuts
+        self._shapes = tuple(guards.by_shape)
+        self._keep = max(shape.run for shape in self._shapes) - 1
+        nothing = _Trace((), (0,) * len(self._shapes), tuple(shape.run for shape in self._shapes))
+        self._state = _State(nothing, nothing, nothing)
+        self._before = self._state, self.longest, self.counted
+
+    def take(self, text: str) -> Verdict:
+        """Go on by ``text``."""
+        state = self._state
+        self._before = state, self.longest, self.counted
+        found, pending = parts(state.pending, text)
+        comments = Comments(state.line, state.open)
+        everything, code, outside = state.everything, state.code, state.outside
+        hits: list[GuardIndex] = []
+        cuts: list[GuardIndex] = []
+        for part in found:
+            seen = comments.see(part)
+            if seen is Seen.OPENS:
+                outside = code
+            elif seen is Seen.CLOSES:
+                code = outside
+            elif seen is not Seen.NOTHING:
+                if self._cuts and (any(everything.streaks) or any(code.streaks)):
+                    cuts += self._beginnings(everything, part)
+                    cuts += self._beginnings(code, part) if seen is Seen.LEXEME else ()
+                same = seen is Seen.LEXEME and (everything is code or everything == code)
+                everything = self._next(everything, part, hits)
+                code = everything if same else self._next(code, part, hits) if seen is Seen.LEXEME else code
+        self._state = _State(everything, code, outside, pending, comments.line, comments.open)
+        if not (any(everything.streaks) or any(code.streaks)):
+            return self._verdict(hits, cuts, False) if hits or cuts else _NOTHING
+        if pending and is_word(pending):
+            cuts += self._beginnings(everything, pending, whole=True)
+            cuts += self._beginnings(code, pending, whole=True) if not comments.line else ()
+        long = self._long(everything) or (code is not everything and self._long(code))
+        if not hits and not cuts:
+            return Verdict(long=True) if long else _NOTHING
+        return self._verdict(hits, cuts, long)
+
+    def undo(self) -> None:
+        """Take back the newest ``take``; once."""
+        self._state, self.longest, self.counted = self._before
+
+    def _lengths(self, trace: _Trace) -> Iterable[tuple[Shape, int, int]]:
+        return zip(self._shapes, trace.streaks, trace.fresh, strict=True)
+
+    def _long(self, trace: _Trace) -> bool:
+        return any(_length(*lengths) > lengths[0].half for lengths in self._lengths(trace))
+
+    def _verdict(self, hits: list[GuardIndex], cuts: list[GuardIndex], long: bool) -> Verdict:
+        acting = self.guards.acting
+        sure = tuple(dict.fromkeys(index for index in hits if index in acting))
+        now = tuple(dict.fromkeys((*sure, *(index for index in cuts if index in acting))))
+        counted = tuple(dict.fromkeys(index for index in hits if index not in acting))
+        self.counted |= {index.name for index in counted}
+        return Verdict(sure, now, counted, long)
+
+    def _next(self, trace: _Trace, lexeme: str, hits: list[GuardIndex]) -> _Trace:
+        """The trace after one more lexeme; guards whose run it completes go to ``hits``."""
+        recent = (*trace.recent, lexeme)
+        streaks, freshes = [], []
+        for shape, before, sent in self._lengths(trace):
+            streak, fresh = 0, min(sent + 1, shape.run)
+            if len(recent) >= shape.half:
+                half = shape.fingerprint(recent[-shape.half :], self.guards.secret)
+                if half in self.guards.halves[shape]:
+                    streak = before + 1
+                    fresh = 0 if self._sent(shape, recent, half) else fresh
+                    self.longest = max(self.longest, _length(shape, streak, fresh))
+            if streak > shape.run - shape.half and fresh == shape.run:
+                hits += self._holders(shape, recent[-shape.run :])
+            streaks.append(streak)
+            freshes.append(fresh)
+        return _Trace(recent[-self._keep :], tuple(streaks), tuple(freshes))
+
+    def _beginnings(self, trace: _Trace, word: str, *, whole: bool = False) -> list[GuardIndex]:
+        """Guards whose run is complete if the answer is cut within ``word``, or ends with the ``whole`` of it."""
+        found: list[GuardIndex] = []
+        for shape, streak, fresh in self._lengths(trace):
+            if streak >= shape.run - shape.half and fresh >= shape.run - 1:
+                words = [word[:end] for end in range(1, len(word))] if self._cuts else []
+                for last in [*words, word] if whole else words:
+                    recent = (*trace.recent, last)[-shape.run :]
+                    if not self._sent(shape, recent, shape.fingerprint(recent[-shape.half :], self.guards.secret)):
+                        found += self._holders(shape, recent)
+        return found
+
+    def _holders(self, shape: Shape, run: tuple[str, ...]) -> list[GuardIndex]:
+        fingerprint = shape.fingerprint(run, self.guards.secret)
+        return [index for index in self.guards.by_shape[shape] if fingerprint in index.whole]
+
+    def _sent(self, shape: Shape, recent: tuple[str, ...], half: int) -> bool:
+        """Whether the client sent the newest N/2 lexemes: as they are, as other names are not its own."""
+        as_it_is = self.guards.secret.fingerprint(recent[-shape.half :]) if shape.fold else half
+        return as_it_is in self._own[shape]
+
+    @cached_property
+    def _own(self) -> dict[Shape, frozenset[int]]:
+        """The runs of N/2 lexemes of what the client sent, names as they are."""
+        sent = readings(self._prompt())
+        return {
+            shape: frozenset(
+                run for reading in sent for run in Shape(shape.run).runs(reading, shape.half, self.guards.secret)
+            )
+            for shape in self._shapes
+        }
+
+
+def _length(shape: Shape, streak: int, fresh: int) -> int:
+    """Lexemes of the run that ends here, as far as the client did not send them; 0 while it is under N/2."""
+    return min(streak + shape.half - 1, fresh) if streak else 0

@@ -1,0 +1,190 @@
+"""The index of one forget set: keyed fingerprints of every run of N lexemes in it, and of half as many.
+
+rows -> ``build_index`` -> ``GuardIndex`` <-> bytes. The file holds no protected text, and nothing can be asked of it
+without the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from unbind_core.canonical import canonical_json
+from unbind_core.errors import GuardFileError, RowsTooShort
+from unbind_core.guard.fingerprints import Fingerprints, Sorted
+from unbind_core.guard.lexemes import folded, readings
+
+FORMAT = 1
+KEY = "guard"
+RUN, LEAST_RUN, MOST_RUN = 50, 8, 1000  # lexemes
+BARS, MOST_BARS = 3, 100
+Action = Literal["steer", "stop", "report"]
+_UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+
+
+class Secret:
+    """What fingerprints are made with: 16 to 64 bytes that nobody else has."""
+
+    def __init__(self, key: bytes) -> None:
+        if not 16 <= len(key) <= 64:
+            raise ValueError(f"a guard's key has 16 to 64 bytes, not {len(key)}")
+        self._keyed = hashlib.blake2b(key=key, digest_size=8)
+        self.mark = self.fingerprint(("", "the key's own mark")).to_bytes(8, "little").hex()
+
+    def fingerprint(self, lexemes: Sequence[str]) -> int:
+        """64 bits of BLAKE2b under the key."""
+        hasher = self._keyed.copy()
+        hasher.update("\0".join(lexemes).encode("utf-8", "surrogatepass"))
+        return int.from_bytes(hasher.digest(), "little")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What runs are looked for: ``run`` lexemes, with names as they are or ``fold``ed."""
+
+    run: int
+    fold: bool = False
+
+    @property
+    def half(self) -> int:
+        """The length from which on a run is followed, in lexemes."""
+        return self.run // 2
+
+    def runs(self, lexemes: Sequence[str], length: int, secret: Secret) -> Iterator[int]:
+        """The fingerprint of every run of ``length``, in order."""
+        for start in range(len(lexemes) - length + 1):
+            yield self.fingerprint(lexemes[start : start + length], secret)
+
+    def fingerprint(self, lexemes: Sequence[str], secret: Secret) -> int:
+        """The fingerprint of one run."""
+        return secret.fingerprint(folded(lexemes) if self.fold else lexemes)
+
+
+@dataclass(frozen=True, eq=False)
+class GuardIndex:
+    """One takedown's guard. ``rows`` are those that hold a run, ``too_short`` those that cannot; ``lexemes`` counts both readings
+    of the former where they differ. ``digest``: SHA-256 of its bytes.
+    """
+
+    name: str
+    shape: Shape
+    action: Action
+    bars: int
+    rows: int
+    too_short: int
+    lexemes: int
+    forget_digest: str
+    mark: str
+    whole: Fingerprints = field(repr=False)
+    half: Sorted = field(repr=False)
+    digest: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What records and evidence say of it."""
+        return {**self._described, "digest": self.digest}
+
+    @property
+    def label(self) -> str:
+        """``name:guard@digest12``, as answers carry it."""
+        return f"{self.name}:guard@{self.digest[:12]}"
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        names = ("name", "action", "bars", "rows", "too_short", "lexemes", "forget_digest", "mark")
+        return {name: getattr(self, name) for name in names} | asdict(self.shape)
+
+    def to_bytes(self) -> bytes:
+        """The file: a safetensors file with one metadata key. The same rows, options and key give the same bytes."""
+        described = canonical_json({**self._described, "format": FORMAT}, nan=False)
+        return save({"whole": self.whole.values, "half": self.half}, metadata={KEY: described})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, origin: str, secret: Secret) -> GuardIndex:
+        """Read a file. Raises GuardFileError, beginning with ``origin``: not one, of another format, or made under another key."""
+        try:
+            arrays = load(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            described = json.loads(header["__metadata__"][KEY])
+            if described.pop("format") != FORMAT:
+                raise GuardFileError(f"{origin}: a guard of another format; post the takedown again")
+            shape = Shape(described.pop("run"), described.pop("fold"))
+            whole, half = (np.ascontiguousarray(arrays[name]) for name in ("whole", "half"))
+            if any(values.dtype != np.uint64 or values.ndim != 1 for values in (whole, half)):
+                raise ValueError("its tensors are not lists of fingerprints")
+            if any((values[:-1] >= values[1:]).any() for values in (whole, half)):
+                raise ValueError("its fingerprints are not in order")
+            if (
+                type(shape.run) is not int
+                or not LEAST_RUN <= shape.run <= MOST_RUN
+                or described["action"] not in get_args(Action)
+            ):
+                raise ValueError("its run or action is none")
+            index = cls(
+                shape=shape, whole=Fingerprints(whole), half=half, digest=hashlib.sha256(data).hexdigest(), **described
+            )
+        except _UNREADABLE as error:
+            raise GuardFileError(
+                f"{origin}: not a guard's file, or damaged ({error}); restore it from a backup"
+            ) from error
+        if index.mark != secret.mark:
+            raise GuardFileError(
+                f"{origin}: made under another guard key; give this server the key of the one that made it (guard_key)"
+            )
+        return index
+
+
+def build_index(
+    texts: Iterable[str],
+    *,
+    name: str,
+    secret: Secret,
+    run: int = RUN,
+    action: Action = "steer",
+    bars: int = BARS,
+    fold: bool = False,
+    forget_digest: str = "",
+) -> GuardIndex:
+    """Index protected ``texts``, each as one row. Raises RowsTooShort where none of them holds a run of ``run`` lexemes."""
+    shape = Shape(run, fold)
+    whole, half = array("Q"), array("Q")
+    rows = too_short = lexemes = longest = 0
+    for text in texts:
+        everything, code = readings(text)
+        longest = max(longest, len(everything))
+        if len(everything) < run:
+            too_short += 1
+            continue
+        rows += 1
+        for reading in [everything] if code == everything else [everything, code]:
+            lexemes += len(reading)
+            whole.extend(shape.runs(reading, run, secret))
+            half.extend(shape.runs(reading, shape.half, secret))
+    if not rows:
+        if longest < LEAST_RUN:
+            remedy = "too few to guard; set options.protect to 'module'"
+        else:
+            remedy = f"the longest has {longest}; give at most that, or set options.protect to 'module'"
+        raise RowsTooShort(f"options.guard.run: no row has {run} lexemes (words and punctuation), {remedy}")
+    index = GuardIndex(
+        name=name,
+        shape=shape,
+        action=action,
+        bars=bars,
+        rows=rows,
+        too_short=too_short,
+        lexemes=lexemes,
+        forget_digest=forget_digest,
+        mark=secret.mark,
+        whole=Fingerprints(np.unique(np.frombuffer(whole, np.uint64))),
+        half=np.unique(np.frombuffer(half, np.uint64)),
+    )
+    return GuardIndex.from_bytes(index.to_bytes(), name, secret)

@@ -1,0 +1,48 @@
+"""What a device does in a second, measured in a moment: what turns multiplications and bytes into time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+REPEATS = 5
+SIDE = 2048  # of the square matrix that is multiplied with
+ROWS = 512
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``products``: multiplications a second of large products; ``reads``: bytes of weights a second where rows are few."""
+
+    products: float
+    reads: float
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> Machine:
+        """Of a device in one precision, with the threads that this process has now; a few hundred milliseconds, once."""
+        return _measured(str(device), dtype, torch.get_num_threads())
+
+
+@cache
+def _measured(device: str, dtype: torch.dtype, _threads: int) -> Machine:
+    weight = torch.ones((SIDE, SIDE), dtype=dtype, device=device)
+    rows = torch.ones((ROWS, SIDE), dtype=dtype, device=device)
+    many, one = (_seconds(lambda part=part: part @ weight, device) for part in (rows, rows[:1]))  # type: ignore[misc]
+    return Machine(ROWS * SIDE * SIDE / many, SIDE * SIDE * dtype.itemsize / one)
+
+
+def _seconds(work: Callable[[], object], device: str) -> float:
+    def once() -> float:
+        begun = time.perf_counter()
+        work()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begun
+
+    once()
+    return statistics.median(once() for _ in range(REPEATS))

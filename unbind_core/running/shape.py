@@ -1,0 +1,83 @@
+"""A model as a cost model sees it: a few sizes, and what one position costs in each way to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from unbind_core.architecture import decoder_layers, unwrap
+
+GRADIENT_TOKENS, GRADIENT_BYTES = 4096, 4 << 30  # of a batch that gradients are taken of, at most
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder. ``weights``: bytes of all of them; ``body``: parameters of the decoder layers, a multiplication each a
+    position; ``itemsize``: bytes of one number of a state.
+    """
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    shared_heads: int
+    head: int
+    vocabulary: int
+    itemsize: int
+    weights: int
+    body: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Shape:
+        """Of a transformers model, whether its weights are there or on the meta device."""
+        config: Any = unwrap(model).config.get_text_config()  # type: ignore[union-attr, operator]
+        heads, width = int(config.num_attention_heads), int(config.hidden_size)
+        shared = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
+        held = {id(part): part for part in [*model.parameters(), *model.buffers()]}.values()
+        floating = next(part for part in held if part.is_floating_point())
+        layers = decoder_layers(model)
+        return cls(
+            layers=len(layers),
+            width=width,
+            inner=int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width),
+            heads=heads,
+            shared_heads=int(shared),
+            head=int(getattr(config, "head_dim", None) or width // heads),
+            vocabulary=int(config.vocab_size),
+            itemsize=floating.dtype.itemsize,
+            weights=sum(part.numel() * part.element_size() for part in held),
+            body=sum(part.numel() for layer in layers for part in layer.parameters()),
+        )
+
+    @property
+    def state(self) -> int:
+        """Bytes of one layer's state at one position."""
+        return self.width * self.itemsize
+
+    @property
+    def keys(self) -> int:
+        """Bytes of keys and values at one position."""
+        return 2 * self.layers * self.shared_heads * self.head * self.itemsize
+
+    @property
+    def forward(self) -> int:
+        """Bytes that one position of a pass without gradients takes at most at a time: of one layer."""
+        return (6 * self.width + 4 * self.heads * self.head + 3 * self.inner) * self.itemsize + 8 * self.width
+
+    @property
+    def backward(self) -> int:
+        """Bytes that one position of a pass keeps for gradients of its states: of all layers."""
+        a_layer = (8 * self.width + 6 * self.heads * self.head + 5 * self.inner) * self.itemsize + 12 * self.width
+        return self.layers * a_layer
+
+    @property
+    def gradient_tokens(self) -> int:
+        """Padded positions of a batch that gradients are taken of; a longer window is a batch of its own."""
+        return min(GRADIENT_TOKENS, GRADIENT_BYTES // self.backward)
+
+    @property
+    def head_products(self) -> int:
+        """Multiplications that make the logits of one position."""
+        return self.width * self.vocabulary
