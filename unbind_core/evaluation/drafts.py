@@ -149,8 +149,7 @@ class Drafts:
 
     def _most_likely(self, batch: Batch, layer: int | None = None, states: Tensor | None = None) -> Tensor:
         """The most likely token after each position, int64 [B,T], where ``layer`` puts out ``states``."""
-        every = torch.ones_like(batch.ids, dtype=torch.bool)
-        parts = logits_in_parts(self.model, batch.ids, batch.attention_mask, every, layer, states)
+        parts = logits_in_parts(self.model, batch.ids, batch.attention_mask, None, layer, states)
         return torch.cat([part.argmax(-1) for part in parts]).view_as(batch.ids)
 
     def _following(

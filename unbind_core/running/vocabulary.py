@@ -37,11 +37,13 @@ def logits_in_parts(
     model: nn.Module,
     ids: Tensor,
     attention_mask: Tensor,
-    wanted: Tensor,
+    wanted: Tensor | None,
     layer: int | None = None,
     states: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Logits [n,V] of the positions that are true in ``wanted`` (bool [B,T]), in their order, in parts of at most MOST_LOGITS.
+    """Logits [n,V] of the positions that are true in ``wanted`` (bool [B,T]; None: all), in their order.
+
+    They come in parts of at most MOST_LOGITS.
 
     ``ids`` and ``attention_mask`` int64 [B,T]. With ``layer`` that decoder layer puts out ``states`` [B,T,d], as in
     :func:`unbind_core.running.upper_layers.logits_above`. No gradients.
@@ -52,7 +54,7 @@ def logits_in_parts(
                 logits = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
         else:
             logits = logits_above(model, ids, attention_mask, layer, states)
-        yield logits[wanted]
+        yield logits.flatten(0, 1) if wanted is None else logits[wanted]
         return
     last = len(decoder_layers(model)) - 1
     if layer is None or states is None:
@@ -60,7 +62,7 @@ def logits_in_parts(
     elif layer < last:
         with starting_above(model, layer, states):
             states = last_states(model, ids, attention_mask)
-    yield from logits_of(model, states[wanted])
+    yield from logits_of(model, states.flatten(0, 1) if wanted is None else states[wanted])
 
 
 def last_states(model: nn.Module, ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -239,6 +239,11 @@ def bench_serve(
     if as_json:
         write_json(figures)
         return
+    show(figures)
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Figures, and those of their parts, in a table; what lies deeper is for ``--json``."""
     table = Table("figure", "", "")
     for key, value in figures.items():
         for name, number in value.items() if isinstance(value, dict) else [("", value)]:

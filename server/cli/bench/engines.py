@@ -7,12 +7,11 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from server import demo
 from server.cli.bench import app as bench
-from server.cli.bench import names
-from server.cli.console import clear_errors, progress_lines, screen, write_json
+from server.cli.bench import names, show
+from server.cli.console import clear_errors, progress_lines, write_json
 from server.settings import HERE
 from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
@@ -56,11 +55,7 @@ def engines(
     if as_json:
         write_json(figures)
         return
-    table = Table("figure", "", "")
-    for key, value in figures.items():
-        for name, number in value.items() if isinstance(value, dict) else [("", value)]:
-            table.add_row(key, name, f"{number:.3f}" if isinstance(number, float) else str(number))
-    screen.print(table)
+    show(figures)
 
 
 def register(_: typer.Typer) -> None:
