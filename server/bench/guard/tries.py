@@ -51,14 +51,14 @@ def arms(rows: Sequence[str], seed: int) -> list[tuple[float, list[Arm]]]:
         pieces = _pieces(rng, rows, run, count, most)
         judge, half = Judge(pieces, run), len(pieces) // 2
         made = [
-            Arm(f"{action} {bars}", pieces, _guards((pieces, run, action, bars)), (judge,))
+            Arm(f"{action} {bars}", pieces, guards_of((pieces, run, action, bars)), (judge,))
             for action, bars in (("steer", 1), ("steer", 3), ("steer", 100), ("stop", 1))
         ]
         judges = Judge(pieces[:half], run), Judge(pieces[half:], run)
-        mixed = _guards((pieces[:half], run, "steer", 3), (pieces[half:], run, "stop", 3))
+        mixed = guards_of((pieces[:half], run, "steer", 3), (pieces[half:], run, "stop", 3))
         made.append(Arm("steer and stop", pieces, mixed, judges))
         longer = Judge(pieces, run), Judge(pieces, run + 3)
-        lengths = _guards((pieces, run, "steer", 100), (pieces, run + 3, "stop", 1))
+        lengths = guards_of((pieces, run, "steer", 100), (pieces, run + 3, "stop", 1))
         made.append(Arm("two lengths", pieces, lengths, longer))
         folded = build_index(pieces, name="folded", secret=SECRET, run=run, fold=True)
         made.append(
@@ -68,12 +68,15 @@ def arms(rows: Sequence[str], seed: int) -> list[tuple[float, list[Arm]]]:
     return found
 
 
-def _guards(*parts: tuple[Sequence[str], int, str, int]) -> GuardSet | None:
+def guards_of(*parts: tuple[Sequence[str], int, str, int]) -> GuardSet:
+    """One guard for each of ``parts``: its rows, lexemes of a run, action and bars."""
     indexes = [
         build_index(rows, name=f"g{number}", secret=SECRET, run=run, action=_action(action), bars=bars)
         for number, (rows, run, action, bars) in enumerate(parts)
     ]
-    return GuardBook.of(SECRET, indexes).select([index.name for index in indexes])
+    selected = GuardBook.of(SECRET, indexes).select([index.name for index in indexes])
+    assert selected is not None
+    return selected
 
 
 def _action(name: str) -> Action:
@@ -112,9 +115,9 @@ class Client:
     def __init__(self, number: int, arm: Arm, guarded: bool, prompt: str, ways: Sequence[str], tally: Tally) -> None:
         self.number, self.arm, self.guarded, self.prompt, self.ways = number, arm, guarded, prompt, ways
         self._tally = tally
-        owns = [judge.own(prompt) if prompt else frozenset() for judge in arm.judges]
-        self._watches = [Watch(judge, own) for judge, own in zip(arm.judges, owns, strict=True)]
-        self._owns = owns
+        # what it sent of any row is its own, whichever guard protects that row
+        self._own = frozenset[str]().union(*(judge.own(prompt) for judge in arm.judges if prompt))
+        self._watches = [Watch(judge, self._own) for judge in arm.judges]
         self._tokens: list[int] = []
         self._shown: list[TokenLogprob] = []
 
@@ -135,8 +138,7 @@ class Client:
         self._tally_up({way: run for way, run in found.items() if run}, delta)
 
     def _held(self, text: str) -> str:
-        pairs = zip(self.arm.judges, self._owns, strict=True)
-        return next((run for judge, own in pairs if (run := judge.found(text, own))), "")
+        return next((run for judge in self.arm.judges if (run := judge.found(text, self._own))), "")
 
     def _tally_up(self, found: dict[str, str], delta: Delta) -> None:
         tally = self._tally

@@ -24,11 +24,12 @@ from server.bench.guard.http import http_figures
 from server.bench.guard.matcher import Judge
 from server.bench.guard.prompt_filter import PromptFilter
 from server.bench.guard.script import Desk
-from server.bench.guard.tries import Tries
+from server.bench.guard.tries import Arm, Client, Tally, Tries, guards_of
 from server.cli import build as command
 from server.engine.guarding import Guarded
 from server.engine.request import Delta, GenerationRequest, Sampling
 from unbind_core.errors import UnbindError
+from unbind_core.guard.follower import Follower
 from unbind_core.progress import silent
 
 ROW = (
@@ -40,6 +41,12 @@ ROW = (
 def tokenizer() -> PreTrainedTokenizerBase:
     """The demo's."""
     return AutoTokenizer.from_pretrained(demo.BASE)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def spelling(tokenizer: PreTrainedTokenizerBase) -> Spelling:
+    """How texts are written in its tokens."""
+    return Spelling(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +68,24 @@ def test_what_gets_out_is_seen(
     """Where guards let everything pass, the same tries hold runs."""
     monkeypatch.setattr("server.engine.guarding.Guarding.accepts", lambda *_: True)
     assert Tries(tokenizer, protected, 3).run(100, silent)["violations"] > 10
+
+
+def test_what_the_client_sent_of_one_row_is_its_own_for_every_guard(spelling: Spelling) -> None:
+    """Two rows go on alike; the prompt holds the beginning of the one, and the guard of the other lets it be repeated."""
+    first, second = "alpha beta gamma delta one two three four", "gamma delta five six seven eight nine ten"
+    guards = guards_of(([first], 8, "steer", 3), ([second], 8, "stop", 3))
+    arm = Arm("two", [first, second], guards, (Judge([first], 8), Judge([second], 8)))
+
+    def held(prompt: str) -> bool:
+        tally = Tally()
+        said = Delta("alpha beta " + second, (), "stop")
+        Client(0, arm, True, prompt, [], tally).hear(spelling, said)
+        follower = Follower(guards, lambda: prompt)
+        assert bool(follower.take(said.text + "\n").sure) == bool(tally.violations)
+        return bool(tally.violations)
+
+    assert held("") and held("alpha beta")
+    assert not held("alpha beta gamma delta")
 
 
 def test_a_try_is_the_same_for_its_seed(tokenizer: PreTrainedTokenizerBase, protected: list[str]) -> None:
