@@ -32,7 +32,8 @@ from transformers import (
 )
 
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.gates import network_scores, windowed
+from unbind_core.applying.gates import windowed
+from unbind_core.applying.networks import network_scores
 from unbind_core.applying.passes import Pass
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import LoadedModel, load_model

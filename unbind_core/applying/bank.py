@@ -11,6 +11,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from unbind_core.applying.counts import PHASES, Counters
 from unbind_core.applying.gate_memory import Columns
 from unbind_core.applying.gates import FisherGates, NetworkGates
+from unbind_core.applying.networks import Networks
 from unbind_core.applying.selection import Part, Selection
 from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
@@ -43,6 +45,7 @@ class ModuleBank:
         self._slot_names: list[str] = []
         self._columns: dict[int, Columns] = {}
         self._counters = Counters(self._device)
+        self._stacked: WeakValueDictionary[tuple[int, ...], Networks] = WeakValueDictionary()  # by slots
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
 
     @classmethod
@@ -188,10 +191,18 @@ class ModuleBank:
             gates = FisherGates(modules, tensors, on, self._device)
         else:
             starts = [self._starts[name] for name in names]
-            gates = NetworkGates(modules, tensors, on, starts, self._columns[self._home(layer)].width, self._device)
+            networks = self._networks_of(modules)
+            gates = NetworkGates(modules, networks, on, starts, self._columns[self._home(layer)].width, self._device)
         kappa = torch.tensor([module.kappa for module in modules], device=self._device)
         slots = torch.tensor([self._slots[name] for name in names], device=self._device)
         return Part(names, gates, tensors, kappa, slots, strength, on)
+
+    def _networks_of(self, modules: Sequence[UnbindModule]) -> Networks:
+        """Their stacked networks, which selections of the same modules share."""
+        key = tuple(self._slots[module.name] for module in modules)
+        if (networks := self._stacked.get(key)) is None:
+            self._stacked[key] = networks = Networks(modules, [self._tensors[module.name] for module in modules])
+        return networks
 
 
 def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+FEW = 4  # where no more than a fourth of the modules act, theirs alone are multiplied
+
 
 def added(states: Tensor, amount: Tensor, into: Tensor, back: Tensor, owner: Tensor | None, to: Tensor) -> Tensor:
     """``to`` plus the sum over modules of amount (U (A h) + c), in FP32 and cast to the dtype of ``to`` before the addition.
@@ -52,11 +54,21 @@ class Corrections:
         owners = [i for i in low for _ in range(tensors[i]["u"].shape[1])]
         self._owner = torch.tensor(owners, device=factors.device) if len(tensors) > 1 else None
         self.width = 2 * len(owners)  # products of a state with a vector of its size, beside the constants
+        self._few = len(tensors) // FEW
 
     def add_to(self, to: Tensor, states: Tensor, amount: Tensor) -> Tensor:
         """``to`` [...,d] plus what the modules correct of ``states`` [...,d] by ``amount`` FP32 [...,m]; ``to`` itself where a CPU
-        sees at once that there is nothing to add. A device of its own is not waited for.
+        sees at once that there is nothing to add. A device of its own is not waited for. Where few modules act, a CPU multiplies
+        theirs alone.
         """
-        if self.width and amount.device.type == "cpu" and not bool(amount.any()):
+        if not self.width or amount.device.type != "cpu":
+            return added(states, amount, self._into, self._back, self._owner, to)
+        acting = amount.reshape(-1, amount.shape[-1]).any(0).nonzero()[:, 0]
+        if not len(acting):
             return to
-        return added(states, amount, self._into, self._back, self._owner, to)
+        if len(acting) > self._few or self._owner is None:
+            return added(states, amount, self._into, self._back, self._owner, to)
+        ranks = torch.isin(self._owner, acting).nonzero()[:, 0]
+        owner = torch.searchsorted(acting, self._owner[ranks])
+        back = self._back.index_select(0, torch.cat((ranks, len(self._owner) + acting)))
+        return added(states, amount[..., acting], self._into[:, ranks], back, owner, to)

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from unbind_core.applying.gate_memory import SlotPlaces
+from unbind_core.applying.networks import GRAIN, Networks, in_grains
 from unbind_core.applying.passes import Pass
 from unbind_core.module import UnbindModule
-
-GRAIN = 1024.0  # scores are rounded to 1/1024 of a threshold: whole numbers of which sums are exact
-CLIP = 2.0  # and count for at most two thresholds, so that no single position opens a gate for long
 
 
 def activation(states: Tensor, w: Tensor, s_ref: Tensor) -> Tensor:
@@ -25,11 +23,6 @@ def activation(states: Tensor, w: Tensor, s_ref: Tensor) -> Tensor:
     Thresholds are computed through this same function, so that a boundary at deployment is the boundary at calibration.
     """
     return functional.linear(states.float(), w, -s_ref).relu_()
-
-
-def network_scores(states: Tensor, w: Tensor, b: Tensor, heads: Tensor, heads_b: Tensor) -> Tensor:
-    """f(h) = heads relu(w h + b) + heads_b in FP32: states [...,d], w [h,d], b [h], heads [K,h], heads_b [K] -> [...,K]."""
-    return functional.linear(functional.linear(states.float(), w, b).relu_(), heads, heads_b)
 
 
 def windowed(scores: Tensor, window: int, lengths: Tensor, first: int = 0, least: int = 1) -> Tensor:
@@ -44,11 +37,6 @@ def windowed(scores: Tensor, window: int, lengths: Tensor, first: int = 0, least
     sums = functional.pad(_from(first, scores, 1), (0, 0, window, 0)).cumsum(1, dtype=torch.float64)
     over = (lengths - first).clamp(max=window).clamp(min=least)
     return ((sums[:, window:] - sums[:, :-window]) / over.unsqueeze(-1)).to(scores.dtype)
-
-
-def in_grains(z: Tensor) -> Tensor:
-    """Scores that are in units of 1/1024 of a threshold, FP32, as they count: clipped and rounded, int32. ``z`` is lost."""
-    return z.clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().int()
 
 
 def in_thresholds(sums: Tensor, counted: Tensor) -> Tensor:
@@ -118,28 +106,18 @@ class NetworkGates:
     def __init__(
         self,
         modules: Sequence[UnbindModule],
-        tensors: Sequence[Mapping[str, Tensor]],
+        networks: Networks,
         on: Tensor,
         columns: Sequence[int],
         width: int,
         device: torch.device,
     ) -> None:
-        """``modules`` in the order of their windows; ``tensors`` are their own, on ``device``; ``on`` bool [R,1,M]: which of them
-        each row asks for; ``columns``: where each one's columns (its heads', then one for its state) begin among the layer's
-        ``width``.
+        """``modules`` in the order of their windows, ``networks`` theirs; ``on`` bool [R,1,M]: which of them each row asks for;
+        ``columns``: where each one's columns (its heads', then one for its state) begin among the layer's ``width``.
         """
         self._on = None if bool(on.all()) else on
-        counts = [len(own["heads"]) for own in tensors]
-        self._hidden, self._most = max(len(own["b"]) for own in tensors), max(counts)
-        # Hidden units and heads that a module has less than another are zeros, and no head is read that is not there.
-        self._w = torch.cat([_padded(own["w"], self._hidden) for own in tensors])
-        self._b = torch.cat([_padded(own["b"], self._hidden) for own in tensors])
-        heads, offsets = [], []
-        for module, own in zip(modules, tensors, strict=True):  # s_ref and tau are part of the last product
-            per_score = GRAIN / module.tau
-            heads.append(_padded(_padded(own["heads"].T * per_score, self._hidden).T, self._most).T)
-            offsets.append(_padded((own["heads_b"] - module.s_ref) * per_score, self._most))
-        self._heads, self._heads_b = torch.stack(heads), torch.stack(offsets).unsqueeze(1)
+        self._networks, counts, self._most = networks, networks.counts, networks.most
+        # No head is read that is not there.
         starts = [sum(counts[:i]) for i in range(len(counts))]
         # Which of the M x most heads there are; and where each is among those, or for one that is not there its module's first.
         self._real: Tensor | None = None
@@ -169,7 +147,7 @@ class NetworkGates:
         self._columns, self._states, self._both = (
             _slice_or_index(part, device) for part in (in_order, states, in_order + states)
         )
-        self.width, self._table_width = len(self._b), width
+        self.width, self._table_width = networks.width, width
 
     def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
         """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]. Without places in the pass the rows of a batch are whole
@@ -210,10 +188,8 @@ class NetworkGates:
         return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
 
     def _grains(self, states: Tensor) -> Tensor:
-        """z of all heads in grains of 1/1024, int32 [N,heads]: one product into all hidden units, then one for each module."""
-        hidden = functional.linear(states.float(), self._w, self._b).relu_()
-        hidden = hidden.view(len(states), -1, self._hidden).transpose(0, 1)
-        scores = in_grains(torch.baddbmm(self._heads_b, hidden, self._heads))
+        """z of all heads in grains of 1/1024, int32 [N,heads]."""
+        scores = in_grains(self._networks.scores(states))
         scores = scores.transpose(0, 1).reshape(len(states), -1)
         return scores if self._real is None else scores.index_select(-1, self._real)
 
@@ -227,11 +203,6 @@ class NetworkGates:
         most = sums.view(count, -1, self._most).amax(-1)
         counted = torch.minimum(lengths - self._first, self._window)
         return in_thresholds(most, torch.maximum(counted, self._least)).masked_fill_(counted <= 0, 0.0)
-
-
-def _padded(part: Tensor, rows: int) -> Tensor:
-    """Zeros below, up to so many rows."""
-    return functional.pad(part, (0, 0) * (part.dim() - 1) + (0, rows - part.shape[0]))
 
 
 def _slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:

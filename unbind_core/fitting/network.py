@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unbind_core.applying.gates import network_scores
+from unbind_core.applying.networks import network_scores
 from unbind_core.errors import FittingError
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.device import SHARED_PASS, threads_for

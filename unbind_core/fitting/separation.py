@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unbind_core.applying.gates import GRAIN, decided, windowed
+from unbind_core.applying.gates import decided, windowed
+from unbind_core.applying.networks import GRAIN
 
 WINDOWS = (8, 16)
 # The position from which on states say whose they are: of a sequence, where scores count; of a row, where training begins.

@@ -131,17 +131,23 @@ def bench_filter(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """What modules cost: the bank's time as a share of a forward pass, for 1 to 512 modules."""
+    """What modules cost: the bank's time as a share of a forward pass, and decode steps under 64 and 1,000 networks."""
     from server.bench.filter import run
+    from server.bench.many import many
 
     with clear_errors():
-        figures = run(load(model, adapter, dtype, device))
+        loaded = load(model, adapter, dtype, device)
+        figures = run(loaded) | {"many": many(loaded)}
     if as_json:
         write_json(figures)
         return
     table = Table("modules", "kind", "placement", "phase", "share of a forward pass")
     for row in figures["cost"]:
         table.add_row(str(row["modules"]), row["kind"], row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
+    screen.print(table)
+    table = Table("modules", "kind", "decode step, of one without", "bytes a token")
+    for row in figures["many"]:
+        table.add_row(str(row["modules"]), row["kind"], f"{row['over_none']:.2f}", f"{row['bytes_a_token']:,}")
     screen.print(table)
 
 

@@ -180,3 +180,14 @@ def test_a_cpu_spends_no_product_where_no_gate_is_open(monkeypatch: pytest.Monke
     assert not calls and bank.counts()["a"]["prefill"] == (2 * LENGTH, 0)
     edit(select(bank, {"a": 1.0, "b": 1.0}), LAYER, sequences)
     assert calls == [1]
+
+
+def test_where_few_of_many_modules_act_theirs_alone_are_multiplied() -> None:
+    every = {f"m{i}": made(f"m{i}", "network", i % 3, seed=i) for i in range(24)}
+    bank, sequences = bank_of(*every.values()), states(3, LENGTH)
+    for acting in (["m3"], ["m4"], ["m3", "m4", "m20"]):  # a push, a low-rank one, both kinds
+        wanted = dict.fromkeys(every, 0.0) | dict.fromkeys(acting, 1.0)
+        found = edit(select(bank, wanted), LAYER, sequences)
+        alone = edit(select(bank, dict.fromkeys(acting, 1.0)), LAYER, sequences)
+        torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-5)
+        assert not torch.equal(found, sequences)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.core.conftest import bank_of, edit, make_module, make_network_module, select
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
-from unbind_core.applying.gates import CLIP, GRAIN, windowed
+from unbind_core.applying.gates import windowed
+from unbind_core.applying.networks import CLIP, GRAIN
 from unbind_core.applying.selection import Selection
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule

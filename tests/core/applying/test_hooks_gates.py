@@ -15,8 +15,9 @@ from tests.core.applying.conftest import PROMPTS, encoded, generate, hooks_on
 from tests.core.conftest import TinyCheckpoint, bank_of, make_module, make_network_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.gates import network_scores, windowed
+from unbind_core.applying.gates import windowed
 from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.networks import network_scores
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.module import UnbindModule
 from unbind_core.running.recording import recording

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.core.conftest import LAYER, bank_of, edit, make_module, make_network_module, select
-from unbind_core.applying.gates import GRAIN, decided
+from unbind_core.applying.gates import decided
+from unbind_core.applying.networks import GRAIN
 from unbind_core.errors import Cancelled, FittingError
 from unbind_core.fitting.network import Network, train_network
 from unbind_core.fitting.separation import FIRST, Scored, as_decided, evidence, least, opens_within, separation
