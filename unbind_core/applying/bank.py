@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from unbind_core.applying.counts import PHASES, Counters
 from unbind_core.applying.gate_memory import Columns
 from unbind_core.applying.gates import FisherGates, NetworkGates
+from unbind_core.applying.kept_gates import LONGEST, KeptGates
 from unbind_core.applying.networks import Networks
 from unbind_core.applying.selection import Part, Selection
 from unbind_core.errors import UnbindError, UnknownModule
@@ -31,19 +33,29 @@ _CACHED_SELECTIONS = 64
 class ModuleBank:
     """Modules by name, stacked per layer on one device; may be changed from another thread while a model runs."""
 
-    def __init__(self, device: torch.device | str = "cpu", *, one_table: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, one_table: bool = False, summed_columns: int | None = None
+    ) -> None:
         """An empty bank whose tensors will live on ``device``. ``one_table``: the modules of all layers share the columns of one
-        memory between them, where an engine keeps one for all layers.
+        memory between them, where an engine keeps one for all layers. ``summed_columns``: so many columns of its memory a layer
+        has for running sums of heads; the gates of further modules go by the states that are kept (``KeptGates``). Default: as
+        many as a state has numbers, with which that memory is the smaller; in one table all gates go by running sums.
         """
+        if summed_columns is None and one_table:
+            summed_columns = sys.maxsize
+        self._summed_columns = summed_columns
         self._device = torch.device(device)
         self._one_table = one_table
         self._lock = threading.RLock()
         self._modules: dict[str, UnbindModule] = {}
         self._slots: dict[str, int] = {}
-        self._starts: dict[str, int] = {}
+        self._starts: dict[str, int] = {}  # the first column of gates with running sums
+        self._halves: dict[str, int] = {}  # the half column of those that go by kept states
+        self._states: dict[int, int] = {}  # by layer, the first column of those
         self._tensors: dict[str, dict[str, Tensor]] = {}
         self._slot_names: list[str] = []
         self._columns: dict[int, Columns] = {}
+        self._summed: Counter[int] = Counter()  # by layer, columns of running sums
         self._counters = Counters(self._device)
         self._stacked: WeakValueDictionary[tuple[int, ...], Networks] = WeakValueDictionary()  # by slots
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
@@ -75,9 +87,8 @@ class ModuleBank:
             self._tensors[module.name] = {key: part.to(self._device) for key, part in module.tensors.items()}
             self._slots[module.name] = self._counters.new_slot()
             self._slot_names.append(module.name)
-            if module.heads is not None:  # a column for each head's score, and one for the gate's state
-                columns = self._columns.setdefault(self._home(module.layer), Columns())
-                self._starts[module.name] = columns.take(module.name, len(module.heads) + 1)
+            if module.heads is not None:
+                self._take_columns(module, len(module.heads) + 1)  # for each head's score, and for the gate's state
             self._cache.clear()
 
     def remove(self, name: str) -> None:
@@ -85,9 +96,30 @@ class ModuleBank:
         with self._lock:
             module = self[name]
             del self._modules[name], self._slots[name], self._tensors[name]
-            if self._starts.pop(name, None) is not None:
-                self._columns[self._home(module.layer)].free(name)
+            if module.heads is not None:
+                columns = self._columns[self._home(module.layer)]
+                columns.free(name)
+                if self._starts.pop(name, None) is None:
+                    del self._halves[name]
+                    if not any(self._modules[other].layer == module.layer for other in self._halves):
+                        columns.free(module.layer)
+                        del self._states[module.layer]
+                else:
+                    self._summed[module.layer] -= len(module.heads) + 1
             self._cache.clear()
+
+    def _take_columns(self, module: UnbindModule, wanted: int) -> None:
+        """A module keeps its kind of memory for as long as it is here, as sequences that run were begun with it."""
+        columns = self._columns.setdefault(self._home(module.layer), Columns())
+        size = module.w.shape[1]
+        most = size if self._summed_columns is None else self._summed_columns
+        if self._summed[module.layer] + wanted <= most or module.window > LONGEST:
+            self._summed[module.layer] += wanted
+            self._starts[module.name] = columns.take(module.name, wanted)
+            return
+        if module.layer not in self._states:
+            self._states[module.layer] = columns.take(module.layer, size)
+        self._halves[module.name] = columns.take_half(module.name)
 
     def _home(self, layer: int) -> int:
         return 0 if self._one_table else layer
@@ -131,6 +163,8 @@ class ModuleBank:
         finite.
         """
         key = tuple(tuple(sorted(row.items())) for row in rows)
+        if len(set(key)) == 1:  # one row for all, so that a batch may grow and shrink
+            key, rows = key[:1], rows[:1]
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -166,9 +200,14 @@ class ModuleBank:
         used = sorted({name for row in rows for name in row})
         parts: dict[int, list[Part]] = {}
         for layer in sorted({self._modules[name].layer for name in used}):
-            for kind in DETECTORS:
-                modules = [m for m in map(self._modules.__getitem__, used) if m.layer == layer and m.detector == kind]
-                modules.sort(key=lambda module: (module.window, module.first))  # as gates with memory want them
+            for kind, kept in ((kind, kept) for kind in DETECTORS for kept in (False, True)):
+                modules = [
+                    module
+                    for module in map(self._modules.__getitem__, used)
+                    if module.layer == layer and module.detector == kind and (module.name in self._halves) == kept
+                ]
+                # As gates with memory want them; those of kept states in the order of their columns too, which is quicker to read.
+                modules.sort(key=lambda module: (module.window, module.first, self._halves.get(module.name, 0)))
                 if modules:
                     parts.setdefault(layer, []).append(self._part(layer, modules, rows))
         if not parts:
@@ -186,13 +225,17 @@ class ModuleBank:
         if all(one == asked[0] for one in asked) and all(one == strengths[0] for one in strengths):
             asked, strengths = asked[:1], strengths[:1]
         on, strength = (torch.tensor(table, device=self._device).unsqueeze(1) for table in (asked, strengths))
-        gates: FisherGates | NetworkGates
+        gates: FisherGates | NetworkGates | KeptGates
         if modules[0].heads is None:
             gates = FisherGates(modules, tensors, on, self._device)
         else:
-            starts = [self._starts[name] for name in names]
-            networks = self._networks_of(modules)
-            gates = NetworkGates(modules, networks, on, starts, self._columns[self._home(layer)].width, self._device)
+            networks, width = self._networks_of(modules), self._columns[self._home(layer)].width
+            if names[0] in self._halves:
+                halves = [self._halves[name] for name in names]
+                gates = KeptGates(modules, networks, on, halves, self._states[layer], width, self._device)
+            else:
+                starts = [self._starts[name] for name in names]
+                gates = NetworkGates(modules, networks, on, starts, width, self._device)
         kappa = torch.tensor([module.kappa for module in modules], device=self._device)
         slots = torch.tensor([self._slots[name] for name in names], device=self._device)
         return Part(names, gates, tensors, kappa, slots, strength, on)

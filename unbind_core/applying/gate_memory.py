@@ -1,4 +1,4 @@
-"""What gates with memory keep of each sequence: running sums of head scores and the gate's state, by position.
+"""What gates with memory keep of each sequence by position: running sums, gates' states, and for many modules the state itself.
 
 The engine's slots own one :class:`GateMemory` beside their keys and values, ``attach`` makes one for each generation. What
 stands at a position depends on the tokens up to it alone, so a prefix that is used again brings its gates along.
@@ -7,6 +7,7 @@ stands at a position depends on the tokens up to it alone, so a prefix that is u
 from __future__ import annotations
 
 from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
 
 import torch
 from torch import Tensor
@@ -122,26 +123,59 @@ class SlotPlaces(Places):
 
 
 class Columns:
-    """Which columns of a layer's table belong to which module; freed ones are given out again."""
+    """Which columns of a table belong to what: a module, or by its number a layer's states; freed ones are given out again."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, tuple[int, int]] = {}
+        self.width = 0  # columns in use, gaps included
+        self._taken: dict[str | int, tuple[int, int]] = {}  # the first, and how many
+        self._gaps: list[tuple[int, int]] = []  # as well, rising
+        self._halves: dict[str | int, int] = {}
+        self._spare: list[int] = []  # halves whose other half is taken, a heap
 
-    @property
-    def width(self) -> int:
-        """Columns in use, gaps included."""
-        return max((end for _, end in self._taken.values()), default=0)
-
-    def take(self, name: str, count: int) -> int:
-        """The first of ``count`` columns in a row that are free; they are ``name``'s from now on."""
-        start = 0
-        for begin, end in sorted(self._taken.values()):
-            if begin - start >= count:
-                break
-            start = end
-        self._taken[name] = (start, start + count)
+    def take(self, owner: str | int, count: int) -> int:
+        """The first of ``count`` columns in a row that are free; they are ``owner``'s from now on."""
+        start = self._take(count)
+        self._taken[owner] = start, count
         return start
 
-    def free(self, name: str) -> None:
-        """Give a module's columns back."""
-        self._taken.pop(name, None)
+    def take_half(self, owner: str | int) -> int:
+        """Half a column, counted in halves: ``owner``'s from now on."""
+        if self._spare:
+            half = heappop(self._spare)
+        else:
+            half = 2 * self._take(1)
+            heappush(self._spare, half + 1)
+        self._halves[owner] = half
+        return half
+
+    def free(self, owner: str | int) -> None:
+        """Give back what was taken."""
+        if owner in self._taken:
+            self._give(*self._taken.pop(owner))
+        elif owner in self._halves:
+            half = self._halves.pop(owner)
+            if half ^ 1 in self._spare:
+                self._spare.remove(half ^ 1)
+                heapify(self._spare)
+                self._give(half // 2, 1)
+            else:
+                heappush(self._spare, half)
+
+    def _take(self, count: int) -> int:
+        for i, (start, room) in enumerate(self._gaps):
+            if room >= count:
+                self._gaps[i : i + 1] = [(start + count, room - count)] if room > count else []
+                return start
+        self.width += count
+        return self.width - count
+
+    def _give(self, start: int, count: int) -> None:
+        gaps: list[tuple[int, int]] = []
+        for first, room in sorted([*self._gaps, (start, count)]):
+            if gaps and sum(gaps[-1]) == first:
+                gaps[-1] = gaps[-1][0], gaps[-1][1] + room
+            else:
+                gaps.append((first, room))
+        if sum(gaps[-1]) == self.width:
+            self.width = gaps.pop()[0]
+        self._gaps = gaps

@@ -142,10 +142,10 @@ class NetworkGates:
             [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
             for wanted in self._windows
         ]
-        self._by_window = [_slice_or_index(part, device) for part in by_window]
+        self._by_window = [slice_or_index(part, device) for part in by_window]
         in_order, states = [c for part in by_window for c in part], [own.stop for own in own_columns]
         self._columns, self._states, self._both = (
-            _slice_or_index(part, device) for part in (in_order, states, in_order + states)
+            slice_or_index(part, device) for part in (in_order, states, in_order + states)
         )
         self.width, self._table_width = networks.width, width
 
@@ -205,7 +205,7 @@ class NetworkGates:
         return in_thresholds(most, torch.maximum(counted, self._least)).masked_fill_(counted <= 0, 0.0)
 
 
-def _slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:
+def slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:
     """Columns that follow each other are a slice, which is quicker."""
     if list(columns) == list(range(columns[0], columns[0] + len(columns))):
         return slice(columns[0], columns[0] + len(columns))

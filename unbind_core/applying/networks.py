@@ -58,7 +58,8 @@ class Networks:
 
 def _padded(part: Tensor, rows: int, value: float = 0.0) -> Tensor:
     """``value`` below, up to so many rows."""
-    return functional.pad(part, (0, 0) * (part.dim() - 1) + (0, rows - part.shape[0]), value=value)
+    missing = rows - part.shape[0]
+    return functional.pad(part, (0, 0) * (part.dim() - 1) + (0, missing), value=value) if missing else part
 
 
 def _product_and_relu(w: Tensor, b: Tensor) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,7 @@ class Pass:
     [N], where a pass of phase "prefill" decodes, None where it does nowhere. ``real``: bool [B,T] or
     [N], false at padding; None where all positions are real. ``counts``: as ``real``, for the positions that enter the counts;
     None where all do that are real. ``record``: gets the activations behind open gates, 0 behind closed ones: (names, FP32
-    [...,M]) for each kind of detector at each layer. ``opened``: gets where a gate that acts is open (one that is only measured,
+    [...,M]) for each stack of gates at each layer. ``opened``: gets where a gate that acts is open (one that is only measured,
     at strength 0, does not), bool [B,T] or [N], as often as ``record``; nothing waits for the device.
     """
 

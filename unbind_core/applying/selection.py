@@ -11,6 +11,7 @@ from torch import Tensor
 from unbind_core.applying.corrections import Corrections
 from unbind_core.applying.counts import PHASES, Count, Tally
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
+from unbind_core.applying.kept_gates import KeptGates
 from unbind_core.applying.passes import WHOLE, Pass
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import threads_for
@@ -37,7 +38,7 @@ class Part:
     def __init__(
         self,
         names: Sequence[str],
-        gates: FisherGates | NetworkGates,
+        gates: FisherGates | NetworkGates | KeptGates,
         tensors: Sequence[Mapping[str, Tensor]],
         kappa: Tensor,
         slots: Tensor,

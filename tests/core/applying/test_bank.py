@@ -278,3 +278,9 @@ def test_little_work_on_a_cpu_takes_one_thread_and_the_number_is_put_back(monkey
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_rows_that_all_ask_for_the_same_share_a_selection_however_many_they_are(bank: ModuleBank) -> None:
+    both = {"a": 1.0, "b": 0.5}
+    assert bank.select([both]) is bank.select([both, dict(both)]) is bank.select([both] * 9)
+    assert bank.select([both, {"a": 1.0}]) is not bank.select([both])

@@ -226,10 +226,10 @@ def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[in
     bank, sequences = bank_of(*every.values()), states(2, LENGTH)
     record: list[tuple[tuple[str, ...], Tensor]] = []
     edit(select(bank, dict.fromkeys(every, 0.0)), LAYER, sequences, record=record)
-    ((names, activations),) = record
-    assert sorted(names) == sorted(every)
+    found = {name: table[..., i] for names, table in record for i, name in enumerate(names)}
+    assert sorted(found) == sorted(every)
     for name, one in every.items():
-        opened = activations[..., names.index(name)] > 0  # an open gate's evidence is above its lower threshold
+        opened = found[name] > 0  # an open gate's evidence is above its lower threshold
         assert opened.tolist() == [by_hand(one, sequence) for sequence in sequences]
 
 

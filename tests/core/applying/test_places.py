@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.core.applying.test_gates import LAYER, MODULES, D, states
 from tests.core.conftest import bank_of, select
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass
 from unbind_core.applying.places import Places
 from unbind_core.applying.selection import Selection
@@ -47,9 +48,14 @@ def whole(selection: Selection, sequences: Tensor) -> Tensor:
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=4, max_size=12),
     st.integers(0, 2**16),
+    st.sampled_from([None, 0]),
 )
-def test_sequences_cut_in_any_way_and_mixed_in_passes_decide_as_they_do_alone(cuts: list[list[int]], seed: int) -> None:
-    bank = bank_of(*MODULES.values())
+def test_sequences_cut_in_any_way_and_mixed_in_passes_decide_as_they_do_alone(
+    cuts: list[list[int]], seed: int, summed_columns: int | None
+) -> None:
+    bank = ModuleBank(summed_columns=summed_columns)
+    for one in MODULES.values():
+        bank.add(one)
     selection = select(bank, *ASKED)
     sequences = states(len(ASKED), LENGTH, seed=seed)
     alone = bank_of(*MODULES.values())
