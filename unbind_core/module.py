@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -208,6 +209,12 @@ class UnbindModule:
     def renamed(self, name: str) -> UnbindModule:
         """The same module under another name; its digest differs."""
         return replace(self, name=name)
+
+    def known_as(self, key: str) -> UnbindModule:
+        """The same module, digest and all, under a key of an engine's own: nothing is checked a second time."""
+        other = copy(self)
+        other.__dict__.update(name=key, digest=self.digest)
+        return other
 
     def describe(self) -> dict[str, Any]:
         """All metadata as plain JSON values (less the checksum); a file leaves out what its format implies."""

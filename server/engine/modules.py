@@ -6,7 +6,6 @@ under the old one. An entry leaves the bank when neither the table nor any reque
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import weakref
 from collections import deque
@@ -91,7 +90,7 @@ class ModuleTable:
 
     def _add(self, module: UnbindModule, digest: str) -> LoadedModule:
         key = f"m{next(self._serial)}"
-        self._bank.add(dataclasses.replace(module, name=key))
+        self._bank.add(module.known_as(key))
         self._names[key] = module.name
         entry = LoadedModule(key, module, digest)
         weakref.finalize(entry, self._unused.append, key).atexit = False

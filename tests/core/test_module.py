@@ -248,6 +248,12 @@ def test_a_network_that_cannot_be_applied_is_refused_by_the_fields_name(changes:
     )  # these may be zero
 
 
+def test_a_module_under_another_key_is_the_same_module() -> None:
+    module = make_module(MODEL)
+    other = module.known_as("m7")
+    assert (other.name, module.name) == ("m7", "a") and other.digest == module.digest and other.w is module.w
+
+
 def test_metadata_that_is_not_json_is_refused_on_saving(tmp_path: Path) -> None:
     with pytest.raises(ModuleFileError, match="not JSON"):
         make_module(MODEL, measured={"x": math.nan}).save(tmp_path / "a.safetensors")
