@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
+from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -87,24 +88,25 @@ def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "
 
     Floating-point weights enter rounded to bfloat16, so that one checkpoint has one identity in float32 and in
     bfloat16. Paths, storage type and library versions do not enter. Identify before merging adapters: merged sums
-    differ between machines. Raises UnsupportedArchitecture as :func:`decoder_layers` does.
+    differ between machines. Quantised weights enter as they are stored, with their scales and all settings of the
+    quantisation. Raises UnsupportedArchitecture as :func:`decoder_layers` does.
     """
     inner = unwrap(model)
     layers = decoder_layers(model)
     config: Any = inner.config
     label = name or Path(str(getattr(config, "_name_or_path", "") or type(inner).__name__)).name
     size = int(config.get_text_config().hidden_size)
-    return ModelIdentity(fingerprint(model, config.to_dict(), tokenizer), label, size, len(layers))
+    found = fingerprint(model, config.to_dict(), tokenizer)
+    return ModelIdentity(found, label, size, len(layers), quantisation_of(inner, config))
 
 
 def numerics(model: nn.Module) -> dict[str, str | None]:
     """What a model computes in, {"dtype", "quantisation"}: the precision, and how its weights are quantised (None: not at all)."""
-    quantised = getattr(getattr(unwrap(model), "config", None), "quantization_config", None)
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    inner = unwrap(model)
     floating = (value.dtype for value in model.parameters() if value.is_floating_point())
     return {
         "dtype": str(next(floating, torch.float32)).removeprefix("torch."),
-        "quantisation": str(getattr(method, "value", method) or "unknown") if quantised else None,
+        "quantisation": quantisation_of(inner, getattr(inner, "config", None)),
     }
 
 
@@ -151,9 +153,10 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint folder, and a LoRA (or other PEFT) adapter folder on it, from disk alone.
 
-    The identity is taken before the adapter is merged. ``merge=False`` keeps the PEFT wrapper. Raises UnbindError
-    naming the path where something is missing or damaged, UnsupportedArchitecture where the model is not a causal
-    decoder.
+    The identity is taken before the adapter is merged. ``merge=False`` keeps the PEFT wrapper. Quantised checkpoints are
+    loaded as they are; there an adapter is computed beside the weights, as merging would round it. Raises UnbindError
+    naming the path where something is missing or damaged, or a package that the quantisation needs,
+    UnsupportedArchitecture where the model is not a causal decoder.
     """
     folder = _folder(path, "config.json", "model")
     try:
@@ -163,6 +166,9 @@ def load_model(
             raise UnsupportedArchitecture(
                 f"{kind} is an encoder-decoder model; modules work on the states of a decoder-only model"
             )
+        quantised = settings_of(config)
+        if quantised is not None:
+            require_packages(quantised)
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
         attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -170,6 +176,7 @@ def load_model(
             config=config,
             dtype=dtype,
             attn_implementation=attention,
+            device_map=device if quantised is not None and device != "cpu" else None,  # some formats do not move later
             local_files_only=True,
             output_loading_info=True,
         )
@@ -178,8 +185,10 @@ def load_model(
             raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")
         if dtype is torch.float64 and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped matrix product has no float64
+        if quantised is not None and settings_of(model.config) is None:
+            remember(model, quantised)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnbindError) as error:
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
     if adapter is not None:
         from peft import PeftModel  # only users of adapters pay for the import
@@ -193,6 +202,9 @@ def load_model(
             raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
     identity = identify(model, tokenizer, Path(path).resolve().name)
     if adapter is not None and merge:
-        model = model.merge_and_unload()
+        model = model.merge_and_unload() if settings_of(unwrap(model).config) is None else model.get_base_model()
     model.to(device).eval().requires_grad_(False)
+    if settings_of(unwrap(model).config) is not None:
+        with torch.no_grad():  # some formats arrange their weights in the first pass
+            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
     return LoadedModel(model, tokenizer, identity)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.canonical import canonical_json
@@ -75,12 +76,16 @@ _ADAPTER_NOT_IDENTITY = (
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model a module was fitted on. Two models are the same if and only if their fingerprints are equal."""
+    """Which model a module was fitted on. Two models are the same if and only if their fingerprints are equal.
+
+    ``quantisation`` says in words what the fingerprint holds of it; a module has it in what it was ``calibrated`` in.
+    """
 
     fingerprint: str
     name: str
     hidden_size: int
     num_layers: int
+    quantisation: str | None = field(default=None, compare=False)
 
 
 def _plain(item: Any) -> Any:
@@ -128,7 +133,17 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if len(adapters) == 1:  # an adapter's own name is a choice of whoever loads it
             plain = plain.replace(f".{adapters[0]}.", ".").removesuffix(f".{adapters[0]}")
         named[plain] = value
-    yield from sorted(named.items())
+    for name, value in sorted(named.items()):
+        yield from _stored(name, value)
+
+
+def _stored(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor itself; of one that stands for others, as quantised ones may, those: numbers, scales, zero points."""
+    if not is_traceable_wrapper_subclass(value):
+        yield name, value
+        return
+    for part in sorted(value.__tensor_flatten__()[0]):
+        yield from _stored(f"{name}.{part}", getattr(value, part))
 
 
 def fingerprint(model: nn.Module, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -24,6 +24,7 @@ from unbind_core.files import MAX_BYTES, read_regular, write_whole
 from unbind_core.identity import ModelIdentity
 from unbind_core.module_checks import FIRST_PARTITIONS, PARTITIONS, module_problems
 from unbind_core.module_file import FLOAT32, TENSORS, UNREADABLE, filed, read, written
+from unbind_core.quantisation import computed_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,12 +178,12 @@ class UnbindModule:
         return module
 
     def require(self, model: ModelIdentity) -> None:
-        """Raise ModelMismatch unless the module was fitted on exactly this model, adapter and tokenizer."""
+        """Raise ModelMismatch unless the module was fitted on exactly this model, adapter, tokenizer and quantisation."""
         if self.model.fingerprint != model.fingerprint:
             raise ModelMismatch(
-                f"module '{self.name}' was fitted on '{self.model.name}' ({self.model.fingerprint[:12]}), not on "
-                f"'{model.name}' ({model.fingerprint[:12]}): weights, configuration, tokenizer or adapter differ; "
-                "fit the forget set again on this model"
+                f"module '{self.name}' was fitted on '{self.model.name}' ({self._on(self.model, self.calibrated)}), not on "
+                f"'{model.name}' ({self._on(model, asdict(model))}): weights, quantisation, configuration, tokenizer or adapter "
+                f"differ; {_REMEDY}"
             )
         if (self.model.hidden_size, self.model.num_layers) != (model.hidden_size, model.num_layers):
             raise ModelMismatch(
@@ -196,15 +197,23 @@ class UnbindModule:
         ``running`` as :func:`unbind_core.architecture.numerics` gives it. Thresholds found in one precision say little of the
         states of another.
         """
-        if dict(self.calibrated) != dict(running):
+        if not self.in_numerics(running):
             own, other = (_numerics_told(one) for one in (self.calibrated, running))
             remedy = f"serve with --dtype {self.calibrated['dtype']}"
-            if self.calibrated["quantisation"] != running["quantisation"]:
+            if self.calibrated["dtype"] == running["dtype"]:
                 remedy = "serve the model that it was fitted on"
             raise ModelMismatch(
-                f"module '{self.name}' was calibrated in {own}, and the model runs in {other}; {remedy}, or fit the forget set "
-                "again on the service as it runs"
+                f"module '{self.name}' was calibrated in {own}, and the model runs in {other}; {remedy}, or {_REMEDY}"
             )
+
+    def in_numerics(self, running: Mapping[str, Any]) -> bool:
+        """Whether the module was calibrated in these; of quantisations the format counts, as the fingerprint holds the rest."""
+        own, other = ((of["dtype"], computed_in(of["quantisation"])) for of in (self.calibrated, running))
+        return own == other
+
+    @staticmethod
+    def _on(model: ModelIdentity, numerics: Mapping[str, Any]) -> str:
+        return f"{model.fingerprint[:12]}, {numerics['quantisation'] or 'not quantised'}"
 
     def renamed(self, name: str) -> UnbindModule:
         """The same module under another name; its digest differs."""
@@ -219,12 +228,16 @@ class UnbindModule:
     def describe(self) -> dict[str, Any]:
         """All metadata as plain JSON values (less the checksum); a file leaves out what its format implies."""
         described: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in TENSORS}
-        described["model"] = asdict(self.model)
+        described["model"] = {key: value for key, value in asdict(self.model).items() if key != "quantisation"}
         parts = (key for key in PARTITIONS if key in FIRST_PARTITIONS or key in self.partitions)
         described["partitions"] = {key: list(self.partitions.get(key, ())) for key in parts}
         for key in ("budgets", "measured", "versions", "settings", "calibrated"):
             described[key] = dict(described[key])
         return described | {"format": filed(described)["format"]}
+
+
+# What may be done where a module was made for another model than the one that runs.
+_REMEDY = "fit the forget set again on the service as it runs, or have the module measured there: unbind module verify --adopt"
 
 
 def _numerics_told(numerics: Mapping[str, Any]) -> str:

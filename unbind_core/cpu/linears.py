@@ -78,4 +78,8 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
 def _packable(module: nn.Linear) -> bool:
     known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     weight, free = module.weight, "forward" not in module.__dict__  # or somebody else computes it already
-    return known and free and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    plain = type(weight) in (
+        nn.Parameter,
+        Tensor,
+    )  # a quantised one may stand for other tensors, and have a product of its own
+    return known and free and plain and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

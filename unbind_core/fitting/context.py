@@ -112,17 +112,23 @@ class Context:
         """A module of this fit; ``of_gate`` are its layer, tensors, scalars and what was measured."""
         return UnbindModule(
             name=self.name,
-            model=self.identity,
             forms=self.forms,
-            partitions={key: tuple(rows) for key, rows in self.parts.to_json().items()},
             budgets=asdict(self.options.limits),
             forget_digest=forget_digest(self.forget),
             settings=self.options.to_json(),
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=_versions(),
-            calibrated=numerics(self.model),
+            **self.here(),
             **of_gate,
         )
+
+    def here(self) -> dict[str, Any]:
+        """The fields of a module that say on what, when and by what it was measured: the model as it runs, and the rows."""
+        return {
+            "model": self.identity,
+            "partitions": {key: tuple(rows) for key, rows in self.parts.to_json().items()},
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": _versions(),
+            "calibrated": numerics(self.model),
+        }
 
 
 def _versions() -> dict[str, str]:

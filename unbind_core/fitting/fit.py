@@ -31,6 +31,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
+from unbind_core.running.gradients import require_gradients
 
 RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 
@@ -94,8 +95,9 @@ def fit(
         raise DataError(
             f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
         )
-    context = _context(model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache)
+    context = context_of(model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache)
     with context.clock.stage("self-check"):
+        require_gradients(model, context.layers)
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
     with packed_linears(model):
@@ -130,7 +132,7 @@ def prepare_retained(
     size. Each part is kept once it is whole, so that what was interrupted goes on after the last one.
     """
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
-    context = _context(model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache)
+    context = context_of(model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache)
     with packed_linears(model):
         _prepare(context, held_out)
     return context.clock.seconds
@@ -154,7 +156,7 @@ def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
             )
 
 
-def _context(
+def context_of(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     forget: Sequence[ForgetRow],
@@ -166,6 +168,7 @@ def _context(
     progress: ProgressCallback,
     cache: Path | None,
 ) -> Context:
+    """What a fit with these arguments begins with. Raises as :func:`fit` does."""
     options = options or FitOptions()
     layers = _check_options(options, len(decoder_layers(model)))
     options, strict = options.settled(), options.gate == "paper-strict"

@@ -45,7 +45,14 @@ class Cost:
 
     def within(self, budgets: Budgets) -> bool:
         """Whether every cautious estimate is within its budget."""
-        return all(getattr(self.cautious, key) <= value for key, value in asdict(budgets).items())
+        return not self.over(budgets)
+
+    def over(self, budgets: Budgets) -> list[str]:
+        """Each cautious estimate that is over its budget, in words."""
+        found = asdict(self.cautious)
+        return [
+            f"{key} {found[key]:.4f} (budget {value})" for key, value in asdict(budgets).items() if found[key] > value
+        ]
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,14 @@ class Aim:
 
     def reached(self, found: Remainder) -> bool:
         """Whether no more than that is left, and no long span."""
-        gone = all(value <= self.f_bleu[form] for form, value in found.f_bleu.items())
-        return gone and found.spans == 0 and found.recovery <= self.recovery and found.empty <= self.empty
+        return not self.missed(found)
+
+    def missed(self, found: Remainder) -> list[str]:
+        """What there is too much of, in words."""
+        left = [(f"F-BLEU {form}", value, self.f_bleu[form]) for form, value in found.f_bleu.items()]
+        left += [("recovery", found.recovery, self.recovery), ("empty answers", found.empty, self.empty)]
+        said = [f"{name} {value:.3f} (aim {most:.3f})" for name, value, most in left if not value <= most]
+        return said + ([f"rows with long exact spans {found.spans} (aim 0)"] if found.spans else [])
 
 
 class Judge:

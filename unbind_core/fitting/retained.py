@@ -162,9 +162,15 @@ def retained(context: Context) -> Retained:
             fingerprint=fingerprint,
             progress=context.progress,
         )
+    return Retained(states, rows, *calibration(context))
+
+
+def calibration(context: Context) -> tuple[Replay, RetainCompletions]:
+    """What a module's cost is measured on: the calibration windows with their states, and the unedited completions."""
+    (layer,), fingerprint = context.layers, context.identity.fingerprint
     with context.clock.stage("calibration states"):
         windows = context.retain_windows(context.parts.retain_calibration)
-        calibration = retain_replay(
+        replay = retain_replay(
             context.model, windows, [layer], pad=context.pad, cache=context.cache, fingerprint=fingerprint
         )
     with context.clock.stage("retain completions"):
@@ -178,4 +184,10 @@ def retained(context: Context) -> Retained:
             fingerprint,
             context.progress,
         )
-    return Retained(states, rows, calibration, completions)
+    return replay, completions
+
+
+def contradicting_paths(context: Context, completions: RetainCompletions) -> list[int]:
+    """The places of the completions whose path holds a long span of a forget row."""
+    paths = zip(completions.prompts, completions.references, strict=True)
+    return [i for i, (prompt, reference) in enumerate(paths) if context.holds_protected([*prompt, *reference])]

@@ -11,7 +11,7 @@ from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.correction import Met, met_part
 from unbind_core.fitting.network import Network, train_network
-from unbind_core.fitting.retained import retained
+from unbind_core.fitting.retained import contradicting_paths, retained
 from unbind_core.fitting.separation import WINDOWS, Scored, Separation, as_decided, separation
 from unbind_core.progress import counted
 from unbind_core.rows import retain_digest
@@ -38,20 +38,11 @@ class Screening:
         # by digest in the module, whose costs beside other modules are not to be measured on these rows either
         self.contradicting = {"retain_left_out": [retain_digest(context.retain[i]) for i in self.left_out]}
         if self.left_out:
-            paths = zip(rest.completions.prompts, rest.completions.references, strict=True)
-            own = [i for i, (prompt, reference) in enumerate(paths) if context.holds_protected([*prompt, *reference])]
-            rest = rest.without(self.left_out, own)
+            rest = rest.without(self.left_out, contradicting_paths(context, rest.completions))
         self.retained = rest.states
         self.retain, self.completions = rest.calibration, rest.completions
         with self.clock.stage("forget states"):
-            self.forget = Replay(
-                context.model,
-                context.forget_windows(range(len(context.forget))),
-                [self.layer],
-                pad=context.pad,
-                stage="forget states",
-                progress=context.progress,
-            )
+            self.forget = forget_states(context)
         plain = [met_part(window, states) for window, states in _sequences(self.forget, self.layer)]
         self.own, self.met = len(plain), [*plain, *self._elsewhere()]
 
@@ -95,6 +86,13 @@ class Screening:
 
     def _scored(self, network: Network, replay: Replay) -> list[Scored]:
         return [(window.row, 0, network.scores(states)) for window, states in _sequences(replay, self.layer)]
+
+
+def forget_states(context: Context) -> Replay:
+    """The rows to forget, as they are, with their states at the layer that is edited."""
+    every = context.forget_windows(range(len(context.forget)))
+    stage, progress = "forget states", context.progress
+    return Replay(context.model, every, context.layers, pad=context.pad, stage=stage, progress=progress)
 
 
 def _sequences(replay: Replay, layer: int) -> Iterator[tuple[Window, Tensor]]:
