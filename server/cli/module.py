@@ -63,10 +63,24 @@ def show(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJso
         _print(Client(url, key).call(f"/modules/{reference}"), as_json)
 
 
-def verify(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+def verify(
+    reference: Reference,
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="Of a module for another model, dtype or quantisation: measure it as a fit does, and make it one of the model "
+            "that runs where it holds.",
+        ),
+    ] = False,
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
     """Measure before and after once more, by a job."""
     with clear_errors():
-        _print(Client(url, key).call(f"/modules/{reference}/verify", method="POST"), as_json)
+        path = f"/modules/{reference}/verify{'?adopt=true' if adopt else ''}"
+        _print(Client(url, key).call(path, method="POST"), as_json)
 
 
 def _change(action: str) -> Callable[..., None]:

@@ -41,14 +41,24 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
         "report": None,
         "exhibits": None,
     }
-    done = [job for job in jobs if job["kind"] == JobKind.TAKEDOWN and job["state"] == JobState.SUCCEEDED]
-    if done:
-        job_id = done[-1]["id"]
+    if (done := _told_of(jobs, model)) is not None:
+        job_id = done["id"]
         files, stages = TakedownFiles(settings), registry.jobs.stages(job_id)
-        payload["result"] = done[-1]["result"]
+        payload["result"] = done["result"]
         payload["report"] = _read(files, job_id, stages.get("fit"), "report.json")
         payload["exhibits"] = _read(files, job_id, stages.get("verify"), "exhibits.json")
     return payload
+
+
+def _told_of(jobs: list[dict[str, Any]], model: dict[str, Any]) -> dict[str, Any] | None:
+    """The newest job that made the takedown's module for this very model, by a fit or by adopting it; else its newest takedown."""
+    made = [job for job in jobs if job["state"] == JobState.SUCCEEDED and _made_for(job) == model.get("fingerprint")]
+    ended = [job for job in jobs if job["state"] == JobState.SUCCEEDED and job["kind"] == JobKind.TAKEDOWN]
+    return next(iter([*made[::-1], *ended[::-1]]), None)
+
+
+def _made_for(job: dict[str, Any]) -> Any:
+    return ((job["result"] or {}).get("publish") or {}).get("fingerprint", "")
 
 
 def _named_by(registry: Registry, settings: Settings, names: set[str]) -> list[str]:

@@ -51,6 +51,7 @@ def page(payload: Mapping[str, Any]) -> str:
         ("rules that name it", ", ".join(payload["named_by"]) or "none"),
         ("model", payload["model"].get("name")),
         ("model fingerprint", payload["model"].get("fingerprint")),
+        ("quantisation", payload["model"].get("quantisation") or "none"),
         ("software", payload["software"]),
     ]
     guard = takedown["guard"]

@@ -31,6 +31,7 @@ class JobKind(StrEnum):
 
     TAKEDOWN = "takedown"
     VERIFY = "verify"
+    ADOPT = "adopt"
     ACTIVATE = "activate"
     PREPARE = "prepare"  # a worker's own, while nothing waits; never in the table
 

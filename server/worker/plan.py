@@ -16,6 +16,7 @@ from unbind_core.fitting.bounds import told
 PLANS: Mapping[JobKind, Mapping[str, float]] = {
     JobKind.TAKEDOWN: {"check": 0.08, "fit": 0.68, "verify": 0.20, "joint": 0.03, "publish": 0.01},
     JobKind.VERIFY: {"verify": 1.0},
+    JobKind.ADOPT: {"adopt": 0.6, "verify": 0.33, "joint": 0.05, "publish": 0.02},
     JobKind.ACTIVATE: {"joint": 1.0},
     JobKind.PREPARE: {"prepare": 1.0},
 }
@@ -23,6 +24,8 @@ PLANS: Mapping[JobKind, Mapping[str, float]] = {
 PATIENCE_SECONDS = 60.0  # how long a job waits for a module store that does not answer
 
 NOTHING_TO_REMOVE = "nothing_to_remove"
+NOT_ADOPTED = "not_adopted"
+MAKING = ("fit", "adopt")  # the stages that leave a module
 CALIBRATED = "calibrated"
 SHORT = "short"
 OVER_BUDGET = "over_joint_budget"
@@ -68,12 +71,16 @@ def ends(stage: str, result: Mapping[str, Any]) -> str | None:
         return NOTHING_TO_REMOVE
     if stage == "fit" and result["outcome"] not in (CALIBRATED, SHORT):
         return str(result["outcome"])
+    if stage == "adopt" and not result["adopted"]:
+        return NOT_ADOPTED
     return None
 
 
 def remark(results: Mapping[str, Mapping[str, Any]]) -> str:
     """What there is to know of a module although it was made, "" where nothing is."""
-    fit, said = results.get("fit", {}), []
+    fit, said = results.get("fit") or results.get("adopt") or {}, []
+    if failed := fit.get("failed"):
+        said.append(f"not adopted, as on the model that runs here: {'; '.join(failed)}; fit the forget set again on it")
     if fit.get("outcome") == SHORT:
         forgot = (fit.get("selected") or {}).get("forgot") or {}
         left = ", ".join(f"{form} {value:.3f}" for form, value in forgot.get("f_bleu", {}).items())

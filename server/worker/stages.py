@@ -1,4 +1,4 @@
-"""The stages of a job: check -> fit -> verify -> joint -> publish. Each reads and leaves files, so a next attempt can go on.
+"""The stages of a job: check -> fit, or adopt -> verify -> joint -> publish. Each leaves files, so a next attempt can go on.
 
 Run by ``child.py`` in a process of its own; the method itself is ``unbind_core``.
 """
@@ -6,131 +6,31 @@ Run by ``child.py`` in a process of its own; the method itself is ``unbind_core`
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from server.planning.planned import fit_options, held_out_rows, planned, retain_rows
-from server.registry.files import load_forget, save_json
-from server.registry.objects import DamagedObject, ObjectStore
-from server.registry.tables import JobKind, Origin
+from server.planning.planned import fit_options, held_out_rows, retain_rows
+from server.registry.files import save_json
+from server.registry.tables import JobKind
 from server.settings import Settings
 from server.sources import load_settings
-from server.worker.plan import PATIENCE_SECONDS, Task
+from server.worker.context import MODULE_FILE, SCORES_FILE, Context, ProgressCall
+from server.worker.plan import Task
 from server.worker.share import Share
-from unbind_core.architecture import LoadedModel, load_model, outline
+from unbind_core.architecture import numerics
 from unbind_core.cpu.linears import packed_linears
 from unbind_core.encoding import available_forms, pad_id
-from unbind_core.errors import DataError
 from unbind_core.evaluation.drafts import Drafts
-from unbind_core.evaluation.scores import RowScore, extractable, forget_scores
+from unbind_core.evaluation.scores import extractable, forget_scores
 from unbind_core.evaluation.verify import verify
+from unbind_core.fitting.adopt import adopt
 from unbind_core.fitting.fit import fit, prepare_retained
 from unbind_core.fitting.reference import Reference, load_reference
-from unbind_core.module import UnbindModule
-from unbind_core.progress import Progress
-from unbind_core.rows import ForgetRow
-
-MODULE_FILE, SCORES_FILE = "module.safetensors", "scores.json"
-PATIENCE_STEP = 1.0  # seconds between two looks at a store that does not answer
-_had_room: set[str] = set()  # folders of attempts that began here, whose later stages find less free
-ProgressCall = Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a stage works with.
-
-    A module store that does not answer is asked every ``patience_step`` seconds, for ``patience`` seconds.
-    """
-
-    settings: Settings
-    task: Task
-    progress: ProgressCall
-    patience: float = PATIENCE_SECONDS
-    patience_step: float = PATIENCE_STEP
-
-    @cached_property
-    def loaded(self) -> LoadedModel:
-        """The model that is served."""
-        settings = self.settings
-        torch.set_num_threads(settings.worker_threads)
-        return _model(settings.model, settings.adapter, settings.dtype, settings.fitting_device, settings.served_name)
-
-    def require_room(self) -> None:
-        """Raise TooLarge where the job's fit does not fit the device and the disk as they are; asked before the model is loaded."""
-        if "fit" in self.task.done or self.task.folder in _had_room:
-            return
-        settings = self.settings
-        model, tokenizer = outline(settings.model, dtype=getattr(torch, settings.dtype))
-        found = planned(settings, model, tokenizer, self.forget, self.task.options, beside=bool(self.task.others))
-        found.room.require(found.plan)
-        _had_room.add(self.task.folder)
-
-    @cached_property
-    def forget(self) -> list[ForgetRow]:
-        """The rows to forget."""
-        try:
-            return load_forget(Path(self.task.rows))
-        except FileNotFoundError:
-            raise DataError(f"the forget rows {self.task.forget_digest[:12]} were purged; submit them again") from None
-
-    @property
-    def folder(self) -> Path:
-        """Where this attempt leaves its files."""
-        return Path(self.task.folder)
-
-    def left_by(self, stage: str) -> Path:
-        """The folder of the attempt that finished a stage."""
-        return self.folder.parent / str(self.task.done[stage]["folder"])
-
-    @property
-    def checked(self) -> list[RowScore] | None:
-        """What ``check`` found of each row under the unedited model, greedily and in all forms; None where it did not run."""
-        if "check" not in self.task.done:
-            return None
-        known = (self.left_by("check") / SCORES_FILE).read_text(encoding="utf-8")
-        return [RowScore(**score) for score in json.loads(known)]
-
-    def module(self) -> UnbindModule:
-        """The module that the job made, or is about."""
-        if "fit" in self.task.done:
-            return UnbindModule.load(self.left_by("fit") / MODULE_FILE, self.loaded.identity)
-        assert self.task.module is not None
-        return self.stored(self.task.module)
-
-    def stored(self, record: Mapping[str, Any]) -> UnbindModule:
-        """The module of a record. Raises DataError where the store does not give it in time."""
-        if record["origin"] == Origin.SHIPPED:
-            return UnbindModule.load(record["file"], self.loaded.identity)
-        store, patient_until = ObjectStore(self.settings.published_store), time.monotonic() + self.patience
-        while True:
-            try:
-                return UnbindModule.from_bytes(store.get(record["file"], record["digest"]), record["file"])
-            except DamagedObject as error:
-                raise DataError(f"module '{record['name']}': {error}, then retry the job") from None
-            except OSError as error:
-                reason = f"module '{record['name']}' could not be read from the module store ({error})"
-                if time.monotonic() > patient_until:
-                    raise DataError(
-                        f"{reason}; bring the store back, or retire that module, and retry the job"
-                    ) from None
-            self.progress(Progress("waiting for the module store", 0, 1, reason))
-            time.sleep(self.patience_step)
-
-
-@cache
-def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str) -> LoadedModel:
-    loaded = load_model(model, adapter, dtype=getattr(torch, dtype), device=device)
-    return replace(loaded, identity=replace(loaded.identity, name=name))
 
 
 def _reference(settings: Settings, gate: str) -> Reference | None:
@@ -190,12 +90,34 @@ def fit_module(context: Context) -> dict[str, Any]:
     }
 
 
+def adopt_module(context: Context) -> dict[str, Any]:
+    """Measure a module of another model as a fit measures its own; leaves it where it holds."""
+    loaded, settings, module = context.loaded, context.settings, context.about()
+    found = adopt(
+        loaded.model,
+        loaded.tokenizer,
+        module,
+        context.forget,
+        retain_rows(settings.retain),
+        retain_calibration=retain_rows(settings.retain_calibration) if settings.retain_calibration else (),
+        identity=loaded.identity,
+        reference=_reference(settings, "auto"),
+        progress=context.progress,
+        cache=settings.data_dir / "cache",
+    )
+    if found.module is not None:
+        found.module.save(context.folder / MODULE_FILE)
+    return found.to_json()
+
+
 def verify_module(context: Context) -> dict[str, Any]:
     """The before/after table; leaves what the evidence shows besides."""
     from server.worker.exhibits import exhibits
 
     loaded, settings = context.loaded, context.settings
     retain, module, attempts = held_out_rows(settings), context.module(), settings.verify_attempts
+    module.require(loaded.identity)
+    module.require_numerics(numerics(loaded.model))
     table = verify(
         loaded.model,
         loaded.tokenizer,
@@ -281,6 +203,7 @@ def _stage(work: Callable[[Context], dict[str, Any]]) -> Callable[[Task, Progres
 STAGES = {
     "check": _stage(check),
     "fit": _stage(fit_module),
+    "adopt": _stage(adopt_module),
     "verify": _stage(verify_module),
     "joint": _stage(joint),
     "publish": _stage(publish),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +46,9 @@ def require_gradients(model: nn.Module, layers: Sequence[int]) -> None:
 
 def _error(part: nn.Module, like: Tensor) -> float:
     """|g.x - |Wx|^2| / |Wx|^2, where g is the gradient of Wx.y at y = Wx: 0 of an exact product, 1 where there is no gradient."""
-    generator = torch.Generator().manual_seed(0)
-    x = (
-        torch.randn(1, _ROWS, int(part.in_features), generator=generator)
-        .to(like.device, like.dtype)
-        .requires_grad_(True)
-    )  # type: ignore[arg-type]
+    width: Any = part.in_features
+    drawn = torch.randn(1, _ROWS, width, generator=torch.Generator().manual_seed(0))
+    x = drawn.to(like.device, like.dtype).requires_grad_(True)
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of kernels without one
         out = part(x)

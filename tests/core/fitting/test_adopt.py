@@ -1,0 +1,102 @@
+"""A module is taken over by a quantised model where it holds there what a fit must hold, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.conftest import make_module
+from tests.support import memorising
+from tests.support.quantised import FP8_TOLD, fp8
+from unbind_core import FitOptions, LoadedModel, UnbindModule, fit, load_model
+from unbind_core.errors import DataError, ModelMismatch
+from unbind_core.fitting.adopt import Adoption, adopt
+from unbind_core.rows import ForgetRow, RetainRow
+
+FORGET = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()][:3]
+RETAIN = [RetainRow(row["text"]) for row in memorising.retain_rows()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return memorising.train(tmp_path_factory.mktemp("memorised") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def fitted(plain: Path) -> UnbindModule:
+    loaded = load_model(plain)
+    options = FitOptions(effort=0.1)
+    module, report = fit(
+        loaded.model, loaded.tokenizer, FORGET, RETAIN, name="m", identity=loaded.identity, options=options
+    )
+    assert report.outcome == "calibrated"
+    return module
+
+
+@pytest.fixture(scope="module")
+def quantised(plain: Path) -> LoadedModel:
+    return load_model(fp8(plain, plain.parent / "fp8"))
+
+
+def run(loaded: LoadedModel, module: UnbindModule, rows: list[ForgetRow] = FORGET, **more: Any) -> Adoption:
+    return adopt(loaded.model, loaded.tokenizer, module, rows, RETAIN, identity=loaded.identity, **more)
+
+
+def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
+    quantised: LoadedModel, fitted: UnbindModule
+) -> None:
+    with pytest.raises(ModelMismatch):
+        fitted.require(quantised.identity)
+    found = run(quantised, fitted)
+    assert found.module is not None and found.failed == []
+    adopted = UnbindModule.from_bytes(found.module.to_bytes())
+    adopted.require(quantised.identity)
+    assert adopted.calibrated == {"dtype": "float32", "quantisation": f"{FP8_TOLD}, dequantised"}
+    assert adopted.digest != fitted.digest
+    assert adopted.measured["adopted"] == {
+        "from": fitted.digest,
+        "model": {"fingerprint": fitted.model.fingerprint, "name": fitted.model.name},
+        "calibrated": dict(fitted.calibrated),
+    }
+    assert adopted.measured["forgot"]["f_bleu"]["plain"] <= adopted.measured["aim"]["f_bleu"]["plain"]
+    assert {"cost", "certificate", "retain_left_out"} <= adopted.measured.keys()
+    assert all(bool((tensor == fitted.tensors[name]).all()) for name, tensor in adopted.tensors.items())
+    assert (adopted.tau, adopted.name, adopted.settings) == (fitted.tau, fitted.name, fitted.settings)
+    with pytest.raises(DataError, match="is of this model already"):
+        run(quantised, adopted)
+
+
+def test_one_that_does_not_forget_enough_there_is_not_taken_over(quantised: LoadedModel, fitted: UnbindModule) -> None:
+    found = run(quantised, replace(fitted, kappa=0.0))
+    assert found.module is None
+    assert any(reason.startswith("recovery 1.000 (aim 0.080)") for reason in found.failed)
+    assert found.to_json()["adopted"] is False and "forgot" in found.measured
+
+
+def test_one_that_costs_too_much_there_is_not_asked_what_it_forgets(
+    quantised: LoadedModel, fitted: UnbindModule
+) -> None:
+    open_everywhere = replace(fitted, s_ref=fitted.s_ref - 100 * fitted.tau)
+    found = run(quantised, open_everywhere)
+    assert found.module is None and "forgot" not in found.measured
+    assert any(reason.startswith("open_rate ") for reason in found.failed)
+
+
+def test_what_cannot_be_measured_is_refused_by_name(quantised: LoadedModel, fitted: UnbindModule) -> None:
+    other = replace(quantised.identity, fingerprint="0" * 64)
+    with pytest.raises(DataError, match="paper's gate"):
+        run(quantised, make_module(other))
+    with pytest.raises(DataError, match="not the rows that it was fitted on"):
+        run(quantised, fitted, FORGET[:-1])
+    with pytest.raises(ModelMismatch, match="has 32 and 4"):
+        adopt(
+            quantised.model,
+            quantised.tokenizer,
+            fitted,
+            FORGET,
+            RETAIN,
+            identity=replace(quantised.identity, num_layers=4),
+        )
