@@ -19,8 +19,8 @@ def test_a_takedown_goes_on_under_a_quantised_model_once_it_was_measured_there(t
     settings = {"retain": write_rows(tmp_path / "retain.jsonl", retain_rows())}
     settings["retain_test"] = write_rows(tmp_path / "test.jsonl", retain_rows(6))
     with serving(plain, tmp_path / "data", **settings) as server:
-        options = {"scope": "global"}
-        body = {"name": "set-t", "rows": forget_rows(), "options": options, "protect": "module"}
+        options = {"scope": "global", "protect": "module"}
+        body = {"name": "set-t", "rows": forget_rows(), "options": options}
         status, answer = server.admin("/takedowns", body)
         assert status == 202, answer
         job = server.wait_for_job(answer["job_id"])
