@@ -188,7 +188,7 @@ def load_model(
         if quantised is not None and settings_of(model.config) is None:
             remember(model, quantised)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnbindError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
     if adapter is not None:
         from peft import PeftModel  # only users of adapters pay for the import

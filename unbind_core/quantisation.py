@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from unbind_core.errors import UnbindError
-
 # What each format needs beside transformers: (name to import, name to install). A format that is not here needs nothing more.
 PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "bitsandbytes": (("bitsandbytes", "bitsandbytes"),),
@@ -87,10 +85,10 @@ def _said(settings: Mapping[str, Any], part: str = "") -> Iterator[str]:
 
 
 def require_packages(settings: Mapping[str, Any]) -> None:
-    """Raise UnbindError, naming what to install, where a package that the format needs is missing."""
+    """Raise ImportError, naming what to install, where a package that the format needs is missing."""
     missing = [package for module, package in PACKAGES.get(method_of(settings), ()) if not _there(module)]
     if missing:
-        raise UnbindError(
+        raise ImportError(
             f"its weights are quantised ({told(settings)}), which needs {' and '.join(missing)}: "
             f"`pip install {' '.join(missing)}`"
         )
