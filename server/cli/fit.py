@@ -25,9 +25,9 @@ from server.cli.console import (
 )
 from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
+from unbind_core.evaluation.bounds import told
 from unbind_core.evaluation.verify import measure, verify
 from unbind_core.files import write_text
-from unbind_core.fitting.bounds import told
 from unbind_core.fitting.calibration import QUANTILES, Budgets
 from unbind_core.fitting.options import BUDGETS
 from unbind_core.fitting.reference import Reference, load_reference

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from server.evidence import plots
 from server.registry.lifecycle import InForce, standing
-from unbind_core.fitting.bounds import told
+from unbind_core.evaluation.bounds import told
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.registry.tables import JobKind
-from unbind_core.fitting.bounds import told
+from unbind_core.evaluation.bounds import told
 
 # Share of the whole job's time, as measured on the demo world; progress is reported in these proportions.
 PLANS: Mapping[JobKind, Mapping[str, float]] = {

@@ -24,7 +24,7 @@ from server.registry.registry import Registry
 from server.registry.tables import JobState
 from server.settings import Settings
 from tests.server.registry.test_registry import claim, made_by, submit
-from unbind_core.fitting.bounds import mean_bound, share_bound
+from unbind_core.evaluation.bounds import mean_bound, share_bound
 
 HOSTILE = "<script>alert(1)</script> & \"quotes\" 'single'"
 TRIAL = {

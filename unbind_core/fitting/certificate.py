@@ -1,4 +1,4 @@
-"""What a module costs retain rows that chose nothing: measured once, when the module is made, with bounds (``bounds.py``).
+"""What a module costs retain rows that chose nothing: measured once, when it is made, with bounds (``evaluation/bounds.py``).
 
 The last station of a fit. The rows that trained the detector and those that chose threshold and strength say too little of others.
 """
@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from unbind_core.applying.bank import edit_of
+from unbind_core.evaluation.bounds import LEVEL, mean_bound, share_bound
 from unbind_core.evaluation.completions import RetainCompletions, retain_completions
 from unbind_core.evaluation.replay import Replay, retain_replay
-from unbind_core.fitting.bounds import LEVEL, mean_bound, share_bound
 from unbind_core.fitting.context import Context
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress

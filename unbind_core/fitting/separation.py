@@ -155,7 +155,7 @@ def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> fl
 def cautious(parts: Sequence[tuple[float, float]], seed: int = 0) -> float:
     """sum(a) / sum(b) over (a, b) of each row, on the high side: the 95 % quantile of it over rows drawn again and again.
 
-    A margin to choose by, and no bound: where no row costs anything it is 0. What holds is in ``bounds.py``.
+    A margin to choose by, and no bound: where no row costs anything it is 0. What holds is in ``evaluation/bounds.py``.
     """
     table = torch.tensor(parts, dtype=torch.float64)
     drawn = torch.randint(len(parts), (RESAMPLES, len(parts)), generator=torch.Generator().manual_seed(seed))

@@ -14,7 +14,7 @@ from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY, WAYS, RowScore, by_ways, forget_scores
 from unbind_core.fitting import judge
-from unbind_core.fitting.fit import _context
+from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.options import FitOptions, Target
 from unbind_core.fitting.reference import Reference
 from unbind_core.progress import silent
@@ -80,7 +80,7 @@ def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch
 
     monkeypatch.setattr(judge, "Drafts", Drafts)
     options = FitOptions(target=Target(alone_cut=-9.0, alone_recovery=9.0))
-    given = _context(tiny.model, tiny.tokenizer, [ROW], ROWS, (), "m", tiny.identity, options, silent, None)
+    given = context_of(tiny.model, tiny.tokenizer, [ROW], ROWS, (), "m", tiny.identity, options, silent, None)
     retain, forget = (
         Replay(tiny.model, windows, given.layers, pad=pad_id(tiny.tokenizer))
         for windows in (retain_windows(tiny.tokenizer, ROWS, [0]), given.forget_windows([0]))

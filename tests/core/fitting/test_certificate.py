@@ -12,8 +12,8 @@ from tests.core.fitting.test_fit import FORGET, RETAIN, WIDE
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.applying.bank import edit_of
 from unbind_core.errors import DataError
+from unbind_core.evaluation.bounds import share_bound
 from unbind_core.evaluation.replay import Replay
-from unbind_core.fitting.bounds import share_bound
 from unbind_core.fitting.calibration import PAPER_QUANTILES, PAPER_STRENGTHS, Budgets
 from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.fit import _context

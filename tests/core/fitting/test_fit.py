@@ -16,7 +16,7 @@ from unbind_core.evaluation.scores import RowScore, extractable
 from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.certificate import certify
-from unbind_core.fitting.fit import _context, prepare_retained
+from unbind_core.fitting.fit import context_of, prepare_retained
 from unbind_core.fitting.retained import retain_states
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
@@ -159,7 +159,7 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 8
     seen.clear()
     given = (loaded.model, loaded.tokenizer, FORGET, RETAIN[:16], RETAIN[16:], "m", loaded.identity, FitOptions())
-    context = _context(*given, lambda made: seen.append(made.stage), tmp_path)
+    context = context_of(*given, lambda made: seen.append(made.stage), tmp_path)
     module = make_module(loaded.identity, layer=context.layers[0], s_ref=1e9)  # its gate stays shut: nothing is decoded
     assert certify(context, module, []) is not None and set(seen) == {"certificate"}
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files

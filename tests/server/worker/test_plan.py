@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.worker.plan import remark
-from unbind_core.fitting.bounds import mean_bound, share_bound
+from unbind_core.evaluation.bounds import mean_bound, share_bound
 
 OVER = {
     "touched": share_bound(3, 75).to_json(),

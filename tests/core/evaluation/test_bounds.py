@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unbind_core.fitting.bounds import Bound, mean_bound, share_bound, told
+from unbind_core.evaluation.bounds import Bound, mean_bound, share_bound, told
 
 TRIALS = 600
 
