@@ -16,7 +16,7 @@ from unbind_core.evaluation.bounds import share_bound
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.calibration import PAPER_QUANTILES, PAPER_STRENGTHS, Budgets
 from unbind_core.fitting.certificate import certify
-from unbind_core.fitting.fit import _context
+from unbind_core.fitting.fit import context_of
 from unbind_core.progress import silent
 from unbind_core.rows import RetainRow
 from unbind_core.windows import retain_windows
@@ -68,7 +68,7 @@ def test_what_is_over_its_budget_on_those_rows_is_named(
     module, _ = fitted
     strong = replace(module, kappa=1000.0, tau=0.0)
     given = (loaded.model, loaded.tokenizer, FORGET, RETAIN, MORE, "m", loaded.identity)
-    context = _context(*given, FitOptions(gate="auto"), silent, None)
+    context = context_of(*given, FitOptions(gate="auto"), silent, None)
     certificate = certify(context, strong, [])
     assert certificate is not None and {"kl", "open_rate"} <= set(certificate["over"])
     assert (certificate["touched"]["observed"], certificate["touched"]["value"]) == (1.0, 1.0)

@@ -12,7 +12,7 @@ from unbind_core.encoding import encode, pad_id
 from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.evaluation.replay import Replay
-from unbind_core.fitting.fit import _context
+from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.retained import Retained, retain_states
 from unbind_core.progress import silent
@@ -40,7 +40,7 @@ def test_rows_with_a_long_span_contradict_and_others_do_not(tiny: LoadedModel) -
     limit = EXTRACTED_SPAN
     texts = ["class Apart:\n    pass\n", span_of(tiny, limit), span_of(tiny, limit - 1), PROTECTED]
     retain = [*ROWS, *(RetainRow(text) for text in texts)]
-    given = _context(
+    given = context_of(
         tiny.model,
         tiny.tokenizer,
         FORGET,
