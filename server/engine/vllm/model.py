@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
+from hashlib import sha256
 from typing import Any
 
 from vllm import SamplingParams
@@ -129,9 +130,11 @@ class Model:
                 await self.all("unbind_sets", {}, gone)
                 for digest in gone:
                     del self._known[digest]
+            wanted = {key: digest for key, digest in self._held.items() if key in modules}
+            wanted |= {key: sha256(data).hexdigest() for key, data in added.items()}
             held = await self.all("unbind_sync", added, removed)
             self._held = dict(held[0])
-            if any(dict(one) != {key: module.digest for key, module in modules.items()} for one in held):
+            if any(dict(one) != wanted for one in held):
                 raise UnbindError("the processes of the model hold different modules; restart the server")
 
     async def know(self, digest: str, strengths: Mapping[str, float], used: Counter[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -75,16 +75,15 @@ class GatedWorker(_Base):  # type: ignore[misc]
         return {"layers": self.unbind_layers, "tells": self._tells, "rank": self.rank}
 
     def unbind_sync(self, added: dict[str, bytes], removed: list[str]) -> dict[str, str]:
-        """Take modules in by key, and others out; tells the digest of every one there is, by key. A module for a layer of another
-        process is kept as well, so that all ranks tell the same.
+        """Take modules in by key, and others out; tells the SHA-256 of the bytes of each there is, by key. A module for a layer
+        of another process is kept as well, so that all ranks tell the same.
         """
         for key in removed:
             if key in self.edits.bank:
                 self.edits.bank.remove(key)
         for key, data in added.items():
-            module = UnbindModule.from_bytes(data)
-            self.edits.bank.add(dataclasses.replace(module, name=key))
-            self._digests[key] = module.digest
+            self.edits.bank.add(UnbindModule.from_bytes(data).known_as(key))
+            self._digests[key] = sha256(data).hexdigest()
         return {key: self._digests[key] for key in self.edits.bank.names}
 
     def unbind_sets(self, added: dict[str, dict[str, float]], removed: list[str]) -> int:

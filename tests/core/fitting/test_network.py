@@ -177,8 +177,7 @@ def open_when_served(states: list[Tensor], s_ref: float, tau: float, window: int
     for sequence in states:
         record: list[tuple[tuple[str, ...], Tensor]] = []
         edit(select(bank, dict.fromkeys(bank.names, 0.0)), LAYER, sequence[None], record=record)
-        ((names, e),) = record
-        found.append(e[0, :, names.index("a")])
+        found += [e[0, :, names.index("a")] for names, e in record if "a" in names]
     return found
 
 
