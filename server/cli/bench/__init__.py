@@ -129,6 +129,7 @@ def bench_filter(
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    parts: Annotated[str, typer.Option(help="cost, many, with commas; both where empty.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """What modules cost: the bank's time as a share of a forward pass, and decode steps under 64 and 1,000 networks."""
@@ -136,19 +137,26 @@ def bench_filter(
     from server.bench.many import many
 
     with clear_errors():
-        loaded = load(model, adapter, dtype, device)
-        figures = run(loaded) | {"many": many(loaded)}
+        if unknown := set(names(parts)) - {"cost", "many"}:
+            raise UnbindError(f"--parts: no part {', '.join(sorted(unknown))}; there are cost and many")
+        wanted, loaded = names(parts) or ("cost", "many"), load(model, adapter, dtype, device)
+        figures = run(loaded) if "cost" in wanted else {}
+        figures |= {"many": many(loaded)} if "many" in wanted else {}
     if as_json:
         write_json(figures)
         return
-    table = Table("modules", "kind", "placement", "phase", "share of a forward pass")
-    for row in figures["cost"]:
-        table.add_row(str(row["modules"]), row["kind"], row["placement"], row["phase"], f"{100 * row['share']:.2f} %")
-    screen.print(table)
-    table = Table("modules", "kind", "decode step, of one without", "bytes a token")
-    for row in figures["many"]:
-        table.add_row(str(row["modules"]), row["kind"], f"{row['over_none']:.2f}", f"{row['bytes_a_token']:,}")
-    screen.print(table)
+    if "cost" in figures:
+        table = Table("modules", "kind", "placement", "phase", "share of a forward pass")
+        for row in figures["cost"]:
+            table.add_row(
+                str(row["modules"]), row["kind"], row["placement"], row["phase"], f"{100 * row['share']:.2f} %"
+            )
+        screen.print(table)
+    if "many" in figures:
+        table = Table("modules", "kind", "decode step, of one without", "bytes a token")
+        for row in figures["many"]:
+            table.add_row(str(row["modules"]), row["kind"], f"{row['over_none']:.2f}", f"{row['bytes_a_token']:,}")
+        screen.print(table)
 
 
 @app.command("gate")
