@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
+from hypothesis import strategies as st
+
 
 def _written_out(text: str) -> str:
     text = "".join(one for one in text if one.isprintable() or one.isspace())
@@ -82,3 +84,15 @@ def longest_run(answer: str, rows: Sequence[str]) -> int:
                 ]
                 best = max(best, *lengths)
     return best
+
+
+@st.composite
+def scraps(draw: st.DrawFn, rows: Sequence[str], junk: Sequence[str], most: int = 120) -> str:
+    """Parts of the rows, of up to ``most`` characters, with junk between them."""
+    made = []
+    for _ in range(draw(st.integers(1, 5))):
+        row = draw(st.sampled_from(rows))
+        start = draw(st.integers(0, len(row) - 1))
+        made.append(row[start : start + draw(st.integers(0, most))])
+        made += draw(st.lists(st.sampled_from(junk), max_size=4))
+    return "".join(made)

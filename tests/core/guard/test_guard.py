@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.slow_matcher import longest_run
+from tests.support.slow_matcher import longest_run, scraps
 from unbind_core.errors import GuardFileError, RowsTooShort
 from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.follower import Follower
@@ -68,48 +68,34 @@ def pieces(seed: int, text: str) -> list[int]:
     )
 
 
-JUNK = st.sampled_from(
-    [
-        "x",
-        "\x7f",
-        " ",
-        "\n",
-        "#",
-        "//",
-        "/*",
-        "*/",
-        "--",
-        "\\",
-        "\\n",
-        "n",
-        "/",
-        "*",
-        "-",
-        "merged",
-        "value",
-        "(",
-        "'",
-        "é",
-        "# no\n",
-        "/* no */",
-    ]
-)
-
-
-@st.composite
-def answers(draw: st.DrawFn) -> str:
-    """Parts of the rows with junk between them."""
-    made = []
-    for _ in range(draw(st.integers(1, 5))):
-        row = draw(st.sampled_from(ROWS))
-        start = draw(st.integers(0, len(row) - 1))
-        made.append(row[start : start + draw(st.integers(0, 120))])
-        made += draw(st.lists(JUNK, max_size=4))
-    return "".join(made)
+JUNK = [
+    "x",
+    "\x7f",
+    " ",
+    "\n",
+    "#",
+    "//",
+    "/*",
+    "*/",
+    "--",
+    "\\",
+    "\\n",
+    "n",
+    "/",
+    "*",
+    "-",
+    "merged",
+    "value",
+    "(",
+    "'",
+    "é",
+    "# no\n",
+    "/* no */",
+]
 
 
 @settings(deadline=None)
-@given(answers(), st.integers(0, 2**32))
+@given(scraps(ROWS, JUNK), st.integers(0, 2**32))
 def test_a_run_is_found_exactly_where_the_slow_matcher_finds_one(text: str, seed: int) -> None:
     """Asked after every character, so that what a comment's end takes back has been looked at before."""
     every = list(range(1, len(text)))
@@ -118,14 +104,14 @@ def test_a_run_is_found_exactly_where_the_slow_matcher_finds_one(text: str, seed
 
 
 @settings(deadline=None)
-@given(answers(), st.integers(0, 2**32))
+@given(scraps(ROWS, JUNK), st.integers(0, 2**32))
 def test_no_answer_ends_with_a_run_however_it_comes_in_parts(text: str, seed: int) -> None:
     if longest_run(text, ROWS) >= RUN:
         assert followed(text, pieces(seed, text))
 
 
 @settings(deadline=None)
-@given(answers(), st.integers(0, 2**32))
+@given(scraps(ROWS, JUNK), st.integers(0, 2**32))
 def test_a_guarded_text_never_holds_a_run_and_depends_on_no_cutting(text: str, seed: int) -> None:
     assert STOP is not None
     sent = []
@@ -143,7 +129,7 @@ def test_a_guarded_text_never_holds_a_run_and_depends_on_no_cutting(text: str, s
 
 
 @settings(deadline=None)
-@given(answers())
+@given(scraps(ROWS, JUNK))
 def test_text_cut_anywhere_is_looked_at_where_it_may_be_cut(text: str) -> None:
     assert STEER is not None
     follower = Follower(STEER, lambda: "", cuts=True)

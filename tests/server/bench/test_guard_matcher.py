@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.bench.guard.matcher import Judge, Watch, lexemes, plain
-from tests.support.slow_matcher import longest_run
+from tests.support.slow_matcher import longest_run, scraps
 
 ROWS = (
     "def weigh(items, scale):\n    # all of them, in order\n    total = 0\n    for item in items:\n"
@@ -43,26 +43,14 @@ RUN = 8
 JUDGE = Judge(ROWS, RUN)
 
 
-@st.composite
-def answers(draw: st.DrawFn) -> str:
-    """Parts of the rows with junk between them."""
-    made = []
-    for _ in range(draw(st.integers(1, 5))):
-        row = draw(st.sampled_from(ROWS))
-        start = draw(st.integers(0, len(row) - 1))
-        made.append(row[start : start + draw(st.integers(0, 90))])
-        made += draw(st.lists(st.sampled_from(JUNK), max_size=4))
-    return "".join(made)
-
-
 @settings(deadline=None)
-@given(answers())
+@given(scraps(ROWS, JUNK))
 def test_it_finds_a_run_exactly_where_the_slow_matcher_does(text: str) -> None:
     assert bool(JUDGE.found(text)) == (longest_run(text, ROWS) >= RUN)
 
 
 @settings(deadline=None)
-@given(answers(), st.integers(0, 2**32))
+@given(scraps(ROWS, JUNK), st.integers(0, 2**32))
 def test_a_text_that_leaves_in_parts_is_judged_after_each(text: str, seed: int) -> None:
     rng = random.Random(seed)
     cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 12))))
