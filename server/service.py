@@ -27,6 +27,7 @@ from unbind_core.encoding import fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
 COUNT_SECONDS = 0.1
+MOST_NAMED = 5
 
 
 class Service(BaseService):
@@ -104,6 +105,21 @@ class Service(BaseService):
 
     async def _open(self) -> None:
         await asyncio.to_thread(self.engine.start)
+        await asyncio.to_thread(self._tell_of_others)
+
+    def _tell_of_others(self) -> None:
+        """Warn of modules in force for other models: none acts on this one, and nobody is refused for it."""
+        others = self.registry.modules.live_of_others(self.loaded.identity.fingerprint)
+        if others:
+            named = ", ".join(others[:MOST_NAMED]) + (
+                f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+            )
+            log.warning(
+                "in force for another model than '%s', and without effect here: %s. Where this model is theirs in another form "
+                "(quantised, say), 'unbind module verify NAME --adopt' brings one over; 'unbind module show NAME' tells its model",
+                self.settings.served_name,
+                named,
+            )
 
     async def end_requests(self, seconds: float) -> None:
         """Admit nothing more, give what runs ``seconds`` to end, and end what remains."""

@@ -41,6 +41,12 @@ class Modules:
         """The modules that servers of this model load: active or in shadow."""
         return self._live((ModuleRow.kind == Kind.MODULE) & (ModuleRow.fingerprint == fingerprint))
 
+    def live_of_others(self, fingerprint: str) -> list[str]:
+        """The names of active modules, shipped ones apart, that are for another model than this one."""
+        foreign = (ModuleRow.kind == Kind.MODULE) & (ModuleRow.fingerprint != fingerprint)
+        posted = (ModuleRow.origin != Origin.SHIPPED) & (ModuleRow.state == ModuleState.ACTIVE)
+        return [str(record["name"]) for record in self._live(foreign & posted)]
+
     def live_guards(self) -> list[dict[str, Any]]:
         """The guards that every server loads: active or in shadow."""
         return self._live(ModuleRow.kind == Kind.GUARD)

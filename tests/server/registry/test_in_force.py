@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import sys
@@ -18,8 +19,9 @@ from server.cli import build
 from server.evidence.bundle import collect, evidence
 from server.registry.audit import Actor, digest_of
 from server.registry.lifecycle import Action, InForce, binds, in_force, standing
-from server.registry.registry import Registry
-from server.registry.tables import JobState, ModuleState
+from server.registry.records import NewModule
+from server.registry.registry import Registry, open_registry
+from server.registry.tables import JobState, ModuleState, Origin
 from server.rules import Rules
 from server.settings import Settings
 from tests.server.registry.test_registry import claim, made_by, submit
@@ -243,3 +245,26 @@ def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeyp
     assert "every request under the profile 'team'" in told
     newest = running.admin("/takedowns?limit=1").body["data"][0]
     assert (newest["name"], newest["options"]) == ("asked", {"scope": "profile:team", "guard": {"run": 8}})
+
+
+def test_a_server_of_another_model_says_at_its_start_what_it_does_without(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = open_registry(Settings(data_dir=tmp_path / "data"))
+    for number in range(7):
+        origin = Origin.SHIPPED if number == 6 else Origin.DROPPED
+        made = NewModule(f"m{number}", f"{number:064x}", MODEL["fingerprint"], f"m{number}.safetensors", origin)
+        registry.modules.adopt(made, 1.0)
+    registry.close()
+    with caplog.at_level(logging.WARNING, "unbind"), live(checkpoint, tmp_path, ("own",)) as running:
+        assert running.complete(headers={"X-Unbind-Modules": "own"}).status == 200
+    (said,) = [record.getMessage() for record in caplog.records if "for another model" in record.getMessage()]
+    assert "than 'tiny', and without effect here: m0, m1, m2, m3, m4 and 1 more. " in said and "--adopt" in said
+
+
+def test_a_server_that_has_all_of_its_modules_warns_of_none(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "unbind"), live(checkpoint, tmp_path, ("own",)):
+        pass
+    assert "another model" not in caplog.text
