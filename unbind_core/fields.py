@@ -6,6 +6,7 @@ A file may come from anybody who can write to a folder, so nothing of it is used
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def _is_texts(value: Any) -> bool:
 
 def _is_partitions(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(rows, list) and all(type(row) is int for row in rows) for rows in value.values()
+        isinstance(rows, list) and set(map(type, rows)) <= {int} for rows in value.values()
     )
 
 
@@ -74,10 +75,13 @@ def _is_free(value: Any) -> bool:
     return isinstance(value, dict) and _plain(value, MOST_NESTED)
 
 
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: JSON may hold such
+
+
 def _plain(value: Any, levels: int) -> bool:
     """Whether any program can read this: text, finite numbers, nested no deeper than ``levels``."""
     if isinstance(value, str):
-        return not any("\ud800" <= character <= "\udfff" for character in value)  # JSON may hold halves of characters
+        return value.isascii() or _HALF.search(value) is None
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     if isinstance(value, float):

@@ -158,8 +158,11 @@ class UnbindModule:
         return module
 
     @classmethod
-    def from_bytes(cls, data: bytes, origin: str = "module file") -> UnbindModule:
-        """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does."""
+    def from_bytes(cls, data: bytes, origin: str = "module file", digest: str | None = None) -> UnbindModule:
+        """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does.
+
+        ``digest``: their SHA-256, in hex, where somebody has just computed it.
+        """
         tensors, described = read(data, origin)
         for name, problem in field_problems(described):
             raise ModuleFileError(f"{origin}: metadata field {name} {problem}; fit it again")
@@ -174,7 +177,7 @@ class UnbindModule:
             raise ModuleFileError(f"{origin}: {error}") from error
         except UNREADABLE as error:
             raise ModuleFileError(f"{origin}: cannot be made a module ({error}); fit it again") from error
-        module.__dict__["digest"] = hashlib.sha256(data).hexdigest()
+        module.__dict__["digest"] = digest or hashlib.sha256(data).hexdigest()
         return module
 
     def require(self, model: ModelIdentity) -> None:

@@ -130,7 +130,7 @@ class ModuleStore:
             return None  # somebody took the file away, and with it the module
         if digest not in self._objects_read:
             data = self._objects.soon(record["file"], digest)
-            module = UnbindModule.from_bytes(data, record["file"])
+            module = UnbindModule.from_bytes(data, record["file"], digest)
             module.require(self._identity)
             if module.name != record["name"]:
                 raise DamagedObject(f"{record['file']}: holds the module '{module.name}'; the record was changed")
