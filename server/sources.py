@@ -9,7 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from server.settings import NULLABLE, PREFIX, SECRETS, Settings, SettingsError
+from server.settings import NULLABLE, PREFIX, SECRETS, Settings
+
+
+class SettingsError(Exception):
+    """A setting that is unknown or has a bad value; the message names its source, the key and the remedy."""
 
 
 def load_settings(
