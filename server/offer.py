@@ -115,16 +115,25 @@ class Offer:
     @property
     def missing_modules(self) -> list[str]:
         """Names that every request must run under and that stand for nothing that is active here, or for something missing."""
+        return sorted(self.demanded - self.applicable)
+
+    @property
+    def demanded(self) -> set[str]:
+        """Names that every request must run under."""
         rules = self._access.current.of(SERVER_SCOPE)
-        demanded = {*self._settings.enforced, *rules.enforced, *rules.modules}
-        demanded |= {*self.scan.enforced([SERVER_SCOPE]), *self.guards.enforced([SERVER_SCOPE])}
-        return sorted(demanded - self.applicable)
+        standing = {*self.scan.enforced([SERVER_SCOPE]), *self.guards.enforced([SERVER_SCOPE])}
+        return {*self._settings.enforced, *rules.enforced, *rules.modules, *standing}
+
+    @property
+    def enforced(self) -> set[str]:
+        """Names of loaded modules that all requests, or those of some key or profile, must run under."""
+        scoped = {name for name, stored in self.scan.modules.items() if stored.scope}
+        return (self.demanded | self._named | scoped) & (self.scan.modules.keys() - self.scan.shadow)
 
     @property
     def missing_enforced(self) -> list[str]:
         """``missing_modules``, and what is active, could not be loaded and is demanded by any key or profile."""
-        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
-        named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
+        named = self._named
         scoped = {record["name"] for record in self._absent if record["scope"] or record["name"] in named}
         return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
 
@@ -132,6 +141,12 @@ class Offer:
     def missing_active(self) -> list[str]:
         """Names of active modules and guards that could not be loaded: a request that names one is refused."""
         return sorted({record["name"] for record in self._absent if record["state"] == ModuleState.ACTIVE})
+
+    @property
+    def _named(self) -> set[str]:
+        """What the rules of any scope turn on."""
+        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
+        return {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
 
     @property
     def _absent(self) -> list[dict[str, Any]]:

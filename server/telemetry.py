@@ -150,6 +150,10 @@ class Telemetry:
         if done.longest:
             self._runs.labels(route).observe(done.longest)
 
+    def register(self, collector: Collector) -> None:
+        """Show what another part of the server counts."""
+        self._registry.register(collector)
+
     def keep_gates(self, counts: Counts) -> None:
         """What everybody is shown of the gates until the next time."""
         self._gates.counts = counts
