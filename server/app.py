@@ -21,6 +21,7 @@ from server.api.inference import chat, completions, fim, infill, native, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.base_service import REFRESH_SECONDS, BaseService
 from server.policy import HEADER
+from server.probing.rounds import Rounds
 from server.service import Service, load_served
 from server.settings import Settings
 from unbind_core.architecture import LoadedModel
@@ -33,7 +34,10 @@ def create_app(
 
     async def made() -> BaseService:
         model = loaded if loaded is not None else await asyncio.to_thread(load_served, settings)
-        return Service(settings, model, refresh_seconds)
+        service = Service(settings, model, refresh_seconds)
+        if settings.canary_seconds:
+            service.beside(Rounds(service).run)
+        return service
 
     inference = (completions, chat, fim, infill, native, tokens, models)
     return assembled(settings, made, [*(part.router for part in inference), console.router])

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from server.guarding import guard_secret
 from server.guards import GuardStore
 from server.offer import Offer
 from server.outage import Outage
+from server.probing.results import Canaries
 from server.ratelimit import RateLimiter
 from server.registry import retention
 from server.registry.access import Access
@@ -55,12 +56,15 @@ class BaseService(ABC):
 
     offer: Offer
     loaded: LoadedModel | None = None
+    internal = False  # whether requests that come this way are the server's own, which nothing counts
 
     def __init__(self, settings: Settings, refresh_seconds: float = REFRESH_SECONDS) -> None:
         """``refresh_seconds``: between two looks at what other processes wrote."""
         self.settings = settings
         self._refresh_seconds = refresh_seconds
         self.telemetry = Telemetry(self._seen, self.computed_by, detail=settings.metrics_detail, works=settings.worker)
+        self.canaries = Canaries()
+        self.telemetry.register(self.canaries.metrics)
         self.registry = open_registry(settings)
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._anchors = [Anchor(settings.data_dir, "the data folder")]
@@ -82,6 +86,7 @@ class BaseService(ABC):
         self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
         self._tasks: list[asyncio.Task[None]] = []
+        self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._ending = asyncio.Event()
 
     @property
@@ -169,9 +174,14 @@ class BaseService(ABC):
         ):
             self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))
         self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
+        self._tasks += [asyncio.create_task(work(), name="unbind-beside") for work in self._beside]
         if self.settings.worker:
             await self.supervisor.start()
         self.ready = True
+
+    def beside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have ``work`` run beside the requests from ``start`` on; it ends by itself once ``ends_within`` says so."""
+        self._beside.append(work)
 
     async def drain(self) -> None:
         """End the worker, admit nothing more and give running requests ``drain_timeout`` seconds to end; what remains then
@@ -232,7 +242,7 @@ class BaseService(ABC):
 
     async def _repeat(self, what: str, work: Callable[[], Awaitable[None]], seconds: float) -> None:
         failing = Outage(f"{what} of this server", log)
-        while not await self._ends_within(seconds):
+        while not await self.ends_within(seconds):
             try:
                 await work()
                 failing.ends()
@@ -243,7 +253,7 @@ class BaseService(ABC):
             except Exception as error:  # noqa: BLE001 - it must go on, whatever happens once
                 failing.begins(error)
 
-    async def _ends_within(self, seconds: float) -> bool:
+    async def ends_within(self, seconds: float) -> bool:
         """Whether this server ends before that many seconds are over."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
@@ -264,7 +274,7 @@ class BaseService(ABC):
                 self._database.begins(error)
             except Exception as error:  # noqa: BLE001 - it must go on, whatever happens once
                 failing.begins(error)
-            if not seconds or await self._ends_within(seconds):
+            if not seconds or await self.ends_within(seconds):
                 return
 
 

@@ -116,24 +116,19 @@ class Offer:
     @property
     def missing_modules(self) -> list[str]:
         """Names that every request must run under and that stand for nothing that is active here, or for something missing."""
-        rules = self._access.current.of(SERVER_SCOPE)
-        demanded = {*self._settings.enforced, *rules.enforced, *rules.modules}
-        demanded |= {*self.scan.enforced([SERVER_SCOPE]), *self.guards.enforced([SERVER_SCOPE])}
-        return sorted(demanded - self.applicable)
+        return sorted(self.demanded_of_all - self.applicable)
 
     @property
     def missing_enforced(self) -> list[str]:
         """``missing_modules``, and what is active, could not be loaded and is demanded by any key or profile."""
-        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
-        named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
+        named = self._named
         scoped = {record["name"] for record in self._absent if record["scope"] or record["name"] in named}
         return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
 
     @property
     def enforced(self) -> dict[str, bool]:
         """Name -> whether it applies, of the modules that any scope enforces; names that a guard alone stands for are left out."""
-        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
-        names = {*self._settings.enforced, *(name for rules in scopes for name in (*rules.enforced, *rules.modules))}
+        names = self.demanded_of_all | self._named
         records = [*(stored.record for stored in self.scan.modules.values()), *self.scan.absent.values()]
         names |= {record["name"] for record in records if record.get("scope") and demanded(record, [record["scope"]])}
         fitted = self._engine.modules.current.keys() | self.scan.absent.keys()
@@ -143,6 +138,19 @@ class Offer:
     def missing_active(self) -> list[str]:
         """Names of active modules and guards that could not be loaded: a request that names one is refused."""
         return sorted({record["name"] for record in self._absent if record["state"] == ModuleState.ACTIVE})
+
+    @property
+    def demanded_of_all(self) -> set[str]:
+        """Names that every request must run under."""
+        rules = self._access.current.of(SERVER_SCOPE)
+        standing = {*self.scan.enforced([SERVER_SCOPE]), *self.guards.enforced([SERVER_SCOPE])}
+        return {*self._settings.enforced, *rules.enforced, *rules.modules, *standing}
+
+    @property
+    def _named(self) -> set[str]:
+        """What the rules of any scope turn on."""
+        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
+        return {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
 
     @property
     def _absent(self) -> list[dict[str, Any]]:

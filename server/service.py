@@ -6,9 +6,10 @@ Routes reach it through the dependency ``service``. Built and torn down by the l
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from fastapi import Request
@@ -22,6 +23,7 @@ from server.offer import Offer
 from server.registry.store import ModuleStore
 from server.settings import Settings
 from server.telemetry.figures import Figures
+from server.telemetry.metrics import Telemetry
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import fim_template, parse_fim_template
 
@@ -52,6 +54,7 @@ class Service(BaseService):
         )
         self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.fingerprint = f"fp_{loaded.identity.fingerprint[:12]}"  # what answers carry: the same for the same model
+        self._unseen = Telemetry(self._figures, self.computed_by, detail=False)
         self._counts: Counts = {}
         self._counting: asyncio.Future[Counts] | None = None
 
@@ -86,6 +89,12 @@ class Service(BaseService):
     def _counted(self, counting: asyncio.Future[Counts]) -> None:
         if not counting.cancelled() and counting.exception() is None:
             self._counts = counting.result()
+
+    def for_itself(self) -> Self:
+        """The same for the server's own requests: what they are is in no metric."""
+        view = copy.copy(self)
+        view.internal, view.telemetry = True, self._unseen
+        return view
 
     @property
     def computes(self) -> bool:

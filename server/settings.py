@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import string
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -80,6 +79,13 @@ class Settings(BaseModel):
     ] = 15.0
     metrics_detail: Annotated[bool, Field(description="histograms of scores, times and lengths too")] = True
     worker_metrics_port: Annotated[int | None, Field(ge=0, le=65535, description="port of a worker's metrics")] = None
+    canary_seconds: Annotated[
+        float,
+        Field(ge=0, le=86_400, description="seconds between two canaries of an active module; 0: none are run"),
+    ] = 0.0
+    ready_needs_canary: Annotated[
+        bool, Field(description="answer /ready with 503 while the canary of an enforced module misses")
+    ] = False
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""
@@ -241,6 +247,12 @@ class Settings(BaseModel):
             values = values | {"retain_calibration": None}
         return values
 
+    @model_validator(mode="after")
+    def _canaries_run(self) -> Self:
+        if self.ready_needs_canary and not self.canary_seconds:
+            raise ValueError("ready_needs_canary: no canaries are run; set canary_seconds as well")
+        return self
+
     @property
     def is_demo(self) -> bool:
         """Whether the demo world is served, whose rows may be shown to anybody."""
@@ -275,21 +287,3 @@ class Settings(BaseModel):
     def audit_head_file(self) -> Path:
         """The file that remembers where the audit trail ends."""
         return self.audit_head or self.data_dir / "audit.head"
-
-    def to_environment(self) -> dict[str, str]:
-        """The settings as a child process reads them back; secrets stay here."""
-        plain = self.model_dump(mode="json", exclude={*SECRETS, "admin_key_file"})
-        made = {
-            PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
-            for key, value in plain.items()
-            if value is not None
-        }
-        return made | {PREFIX + key.upper(): "" for key in NULLABLE if key in plain and plain[key] is None}
-
-
-# An empty variable means "none" for these.
-NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
-
-
-def _written(value: Any) -> str:
-    return ",".join(value) if isinstance(value, list) else str(value)

@@ -1,15 +1,22 @@
-"""Flags over environment over a file over defaults -> the settings. First station of every process; nothing else reads these."""
+"""Flags over environment over a file over defaults -> the settings, and these -> the environment of a child process.
+
+First station of every process; nothing else reads these.
+"""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from server.settings import NULLABLE, PREFIX, SECRETS, Settings
+from server.settings import PREFIX, SECRETS, Settings
+
+# An empty variable means "none" for these.
+NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
 
 
 class SettingsError(Exception):
@@ -54,6 +61,21 @@ def load_settings(
         key = str(first["loc"][0]) if first["loc"] else "settings"
         shown = "" if key in SECRETS else f" ({first.get('input')!r})"
         raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {first['msg']}") from None
+
+
+def written_out(settings: Settings) -> dict[str, str]:
+    """The settings as a child process reads them back; secrets stay here."""
+    plain = settings.model_dump(mode="json", exclude={*SECRETS, "admin_key_file"})
+    made = {
+        PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
+        for key, value in plain.items()
+        if value is not None
+    }
+    return made | {PREFIX + key.upper(): "" for key in NULLABLE if key in plain and plain[key] is None}
+
+
+def _written(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def _read(path: Path) -> dict[str, Any]:

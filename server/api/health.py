@@ -41,6 +41,9 @@ async def ready(served: Served, request: Request) -> dict[str, Any]:
         raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
     if missing := served.offer.missing_enforced:
         raise unavailable(", ".join(missing) if allowed else None)
+    if served.settings.ready_needs_canary and (reason := _canary(served)):
+        told = reason if allowed else "a canary has not found what it should"
+        raise ApiError(503, told, code="canary_missed", headers={"Retry-After": "10"})
     missing = served.offer.missing_active
     reasons = [*served.away, *([f"active, and not loaded: {', '.join(missing)}"] if missing else [])]
     status = "degraded" if reasons else "ready"
@@ -55,6 +58,12 @@ async def ready(served: Served, request: Request) -> dict[str, Any]:
         **({"reasons": reasons} if reasons else {}),
         **({"audit": problems} if (problems := served.registry.trail.problems) else {}),
     }
+
+
+def _canary(served: BaseService) -> str:
+    if served.canaries.pending:
+        return "the canaries have not run yet"
+    return "; ".join(served.canaries.misses(served.offer.enforced))
 
 
 @router.get("/metrics")

@@ -111,6 +111,8 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
     for field, value in answer.items():
         if field == "calibrated":
             table.add_row("[bold]calibrated[/]", ", ".join(str(part) for part in value.values() if part))
+        elif field == "canary":
+            table.add_row("[bold]canary[/]", value["told"])
         elif not isinstance(value, dict):
             table.add_row(f"[bold]{field}[/]", str(value))
     screen.print(table)

@@ -112,7 +112,7 @@ class GenerationRequest:
 
     ``report`` asks for each position's gate activations beside the text. ``strips``: from the first position at which a gate
     that acts is open, to the end of the answer, log-probabilities are withheld and nothing steers the choice of tokens.
-    ``guards``: whose runs the answer must not hold.
+    ``guards``: whose runs the answer must not hold. ``internal``: it is the server's own, and no client's.
     """
 
     prompt: tuple[int, ...]
@@ -121,6 +121,12 @@ class GenerationRequest:
     report: bool = False
     strips: bool = False
     guards: GuardSet | None = None
+    internal: bool = False
+
+    @cached_property
+    def quiet(self) -> bool:
+        """Whether it stays out of what is counted of the gates."""
+        return self.internal or self.sampling.warms_up
 
     @cached_property
     def watches(self) -> bool:

@@ -92,6 +92,10 @@ class Telemetry:
         for reason in DENIALS:
             self._denials.labels(reason)
 
+    def register(self, collector: Collector) -> None:
+        """Show what another part of the server counts."""
+        self._registry.register(collector)
+
     def denied(self, code: str | None) -> None:
         """Count a refusal, where policy or a key was its reason."""
         if code in DENIALS:

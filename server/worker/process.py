@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from server.settings import PREFIX, Settings
+from server.sources import written_out
 from server.telemetry.work import WorkPort
 from server.worker.child import die_with_parent
 from unbind_core.errors import UnbindError
@@ -140,7 +141,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(settings.worker_threads), "OMP_WAIT_POLICY": "PASSIVE"}
     # The one secret that a worker needs itself; the processes of its stages get files that are opened already.
     secret = {f"{PREFIX}PRIVATE_KEY": settings.private_key} if settings.private_key else {}
-    return without_settings(os.environ) | settings.to_environment() | threads | secret
+    return without_settings(os.environ) | written_out(settings) | threads | secret
 
 
 class Heart:

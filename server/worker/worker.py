@@ -24,6 +24,7 @@ from server.registry.refusals import CancelRequested, JointOutdated, LeaseLost, 
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState
 from server.settings import Settings
+from server.sources import written_out
 from server.worker.hands import Child
 from server.worker.locks import device
 from server.worker.made import new_module
@@ -107,7 +108,7 @@ class Worker:
         return self._standby
 
     def _child(self) -> Child:
-        return Child(self._command, without_settings(os.environ) | self.settings.to_environment())
+        return Child(self._command, without_settings(os.environ) | written_out(self.settings))
 
     def _claim(self) -> Claim | None:
         settings = self.settings

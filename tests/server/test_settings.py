@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from server.cli.flags import with_settings
 from server.settings import DEMO, Settings
-from server.sources import SettingsError, load_settings
+from server.sources import SettingsError, load_settings, written_out
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_retain_rows_of_one_s_own_are_not_calibrated_on_the_demo_s() -> None:
 
 def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> None:
     made = Settings(model=Path("mine"), admin_key="secret", worker=False, retain_test=None, port=5)
-    environment = made.to_environment()
+    environment = written_out(made)
     assert "secret" not in environment.values() and "secret" not in repr(made)
     assert load_settings({}, environment) == made.model_copy(update={"admin_key": ""})
 
@@ -67,7 +67,7 @@ def test_the_admin_key_comes_from_a_file_that_holds_a_secret(tmp_path: Path) -> 
     secret.write_text("from-a-file\n")
     assert load_settings({}, {"UNBIND_ADMIN_KEY_FILE": str(secret)}).admin_key == "from-a-file"
     made = load_settings({"admin_key_file": secret}, {"UNBIND_ADMIN_KEY": ""})
-    assert made.admin_key == "from-a-file" and not any("ADMIN_KEY" in name for name in made.to_environment())
+    assert made.admin_key == "from-a-file" and not any("ADMIN_KEY" in name for name in written_out(made))
     with pytest.raises(SettingsError, match="environment: admin_key_file: given beside admin_key"):
         load_settings({}, {"UNBIND_ADMIN_KEY_FILE": str(secret), "UNBIND_ADMIN_KEY": "other"})
     for content, says in ((None, "cannot be read"), (b" \n", "is empty"), (b"\xff\xfe", "not text")):
@@ -86,7 +86,7 @@ def test_modules_of_the_server_and_profiles_come_from_the_file_and_travel(tmp_pa
     )
     made = load_settings({}, {}, file)
     assert made.enforced == {"a": 1.0, "b": 1.0} and made.profiles["team"].modules == {"c": 0.5}
-    assert load_settings({}, made.to_environment()) == made
+    assert load_settings({}, written_out(made)) == made
     flags = load_settings(
         {"enforced": "a, b", "cors_origins": "x,y", "profiles": '{"team": {"modules": {"c": 0.5}}}'}, {}
     )

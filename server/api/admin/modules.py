@@ -167,7 +167,9 @@ def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
     loaded = stored is not None and stored.digest == record["digest"]
     current = served.modules.current.get(record["name"])
     if loaded and current is not None and current.digest == record["digest"]:
-        return {**served.modules.describe(record["name"]), **record, "loaded": True}
+        canary = served.canaries.about(record["name"], record["digest"])
+        told = {"canary": canary} if canary else {}
+        return {**served.modules.describe(record["name"]), **record, "loaded": True, **told}
     return {**record, "loaded": False, **_withheld(served, record)}
 
 

@@ -128,6 +128,7 @@ class Generation:
             report=self._report,
             strips=self._when_open != "allow",
             guards=self.guard_set,
+            internal=self.served.internal,
         )
         flight, deltas = self.served.engine.submit(request)
         report = None

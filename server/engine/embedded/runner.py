@@ -97,9 +97,9 @@ class Runner:
         placement = Placement.of(slots, starts, counts, written.to(self.device), self._attention.in_place)
         positions = positions.clamp_(max=self.max_length - 1).to(self.device)
         told = None
-        if phase == "prefill" and any(flight.request.sampling.warms_up for flight in flights):
-            warm = torch.tensor([flight.request.sampling.warms_up for flight in flights])
-            told = (real & ~warm[:, None]).to(self.device)
+        if any(flight.request.quiet for flight in flights):
+            quiet = torch.tensor([flight.request.quiet for flight in flights])
+            told = (real & ~quiet[:, None]).to(self.device)
         selection = self._select(flights, phase)
         record: Record | None = [] if any(flight.request.report for flight in flights) else None
         opened: list[Tensor] | None = [] if any(_looks(flight) for flight in flights) else None

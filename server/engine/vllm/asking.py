@@ -26,7 +26,7 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
         extra["unbind"] = digest
         if watched:
             extra |= {"leg": leg, "report": flight.request.report}
-        if sampling.warms_up:
+        if flight.request.quiet:
             extra["quiet"] = True
     bias = dict(sampling.logit_bias) if steered and sampling.logit_bias else None
     asked = SamplingParams(

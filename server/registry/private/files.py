@@ -14,7 +14,7 @@ from typing import Any
 from server.registry import files
 from server.registry.private.store import PrivateStore
 from server.settings import Settings
-from unbind_core.rows import ForgetRow, forget_digest
+from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 
 class TakedownFiles:
@@ -35,6 +35,12 @@ class TakedownFiles:
     def has_forget(self, digest: str) -> bool:
         """Whether the rows are still kept. Raises StoreUnreachable."""
         return files.has_forget(self.data_dir, digest) if self.store is None else self.store.has(forget_name(digest))
+
+    def load_forget(self, digest: str) -> list[ForgetRow]:
+        """The rows of a forget set that is kept. Raises OSError, StoreUnreachable, DataError."""
+        if self.store is None:
+            return files.load_forget(files.forget_file(self.data_dir, digest))
+        return parse_forget(self.store.get(forget_name(digest)).decode().splitlines())
 
     def purge(self, digest: str, job_ids: Sequence[str]) -> None:
         """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it.

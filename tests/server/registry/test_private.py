@@ -14,7 +14,7 @@ from server.registry.objects import StoreUnreachable
 from server.registry.private.files import TakedownFiles
 from server.registry.private.store import PrivateStore, Unreadable
 from server.settings import Settings
-from server.sources import SettingsError, load_settings
+from server.sources import SettingsError, load_settings, written_out
 from server.worker.process import environment_of
 from unbind_core.rows import ForgetRow
 
@@ -122,4 +122,4 @@ def test_the_worker_gets_the_key_and_the_processes_of_its_stages_do_not(tmp_path
     settings = Settings(data_dir=tmp_path, private_store=str(tmp_path / "p"), private_key=NEW.hex())
     assert environment_of(settings)["UNBIND_PRIVATE_KEY"] == NEW.hex()
     assert load_settings(environment=environment_of(settings)).private_keys == [NEW]
-    assert "UNBIND_PRIVATE_KEY" not in settings.to_environment()
+    assert "UNBIND_PRIVATE_KEY" not in written_out(settings)
