@@ -221,9 +221,11 @@ class Settings(BaseModel):
     ] = {}
     fim_template: Annotated[
         str,
-        Field(
-            description="fill-in-the-middle order, like <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where empty"
-        ),
+        Field(description="fill-in-the-middle order: <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where empty"),
+    ] = ""
+    tool_format: Annotated[
+        Literal["", "hermes", "llama", "mistral", "mistral-named", "deepseek", "deepseek-named", "none"],
+        Field(description="how the model writes calls of functions; as its chat template says where empty"),
     ] = ""
     cors_origins: Annotated[
         tuple[str, ...],

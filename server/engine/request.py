@@ -18,6 +18,7 @@ from server.engine.pinned import NOTHING, PinnedSet
 from unbind_core.guard.book import GuardSet
 
 if TYPE_CHECKING:
+    from server.engine.grammars import Constraint, Grammar
     from server.engine.guarding import Guarded, Guarding
     from server.engine.text import TextStream
 
@@ -113,6 +114,8 @@ class GenerationRequest:
     ``report`` asks for each position's gate activations beside the text. ``strips``: from the first position at which a gate
     that acts is open, to the end of the answer, log-probabilities are withheld and nothing steers the choice of tokens.
     ``guards``: whose runs the answer must not hold. ``internal``: it is the server's own, and no client's.
+    ``grammar``: what it must look like; it is heeded while a gate is open, and the model may then end the answer all the same.
+    ``shown``: special tokens that its text spells. ``holds_json``: guards follow what the strings of JSON in it mean as well.
     """
 
     prompt: tuple[int, ...]
@@ -122,6 +125,9 @@ class GenerationRequest:
     strips: bool = False
     guards: GuardSet | None = None
     internal: bool = False
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
+    holds_json: bool = False
 
     @cached_property
     def quiet(self) -> bool:
@@ -131,7 +137,8 @@ class GenerationRequest:
     @cached_property
     def watches(self) -> bool:
         """Whether it matters to this request where its gates open."""
-        return self.strips and self.sampling.asks and any(self.modules.strengths.values())
+        asks = self.sampling.asks or self.grammar is not None
+        return self.strips and asks and any(self.modules.strengths.values())
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,7 @@ class Flight:
     lines: Lines = field(default_factory=Lines)
     guarding: Guarding | None = None
     submitted_at: float = field(default_factory=time.monotonic)
+    constraint: Constraint | None = None
     begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
     first_at: float = 0.0  # when its first token was chosen
     last_at: float = 0.0  # when its newest was
