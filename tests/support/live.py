@@ -57,7 +57,9 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The data of server-sent events, each parsed where it is JSON."""
-        lines = [line.removeprefix(b"data: ") for line in self.raw.split(b"\n\n") if line]
+        lines = [
+            part.rpartition(b"data: ")[2] for part in self.raw.split(b"\n\n") if part
+        ]  # behind a name, where it has one
         return [line.decode() if line == b"[DONE]" else json.loads(line) for line in lines]
 
 

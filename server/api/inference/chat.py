@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from server.api.inference.answers import EventStream, whole
 from server.api.inference.bodies.chat import ChatBody
-from server.api.inference.call import Admitted
+from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs, prompt_logprobs
 from server.api.inference.prompts import chat_prompt, size_of
@@ -25,10 +25,8 @@ router = APIRouter(tags=["chat"])
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""
-    size = size_of([message.plain["content"] for message in body.messages])
-    served, kept = call.served, body.kept(call.served.settings.max_model_len)
-    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, kept=kept)
-    generation = call.submit(body, [prompt])
+    generation = await begun(call, body)
+    prompt = generation.prompts[0]
     tokenizer = call.served.loaded.tokenizer
     frame = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -58,6 +56,14 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
         return {**frame, "object": "chat.completion", "choices": choices, "usage": generation.usage(), **of_prompt}
 
     return await whole(call.request, generation, shape)
+
+
+async def begun(call: Call, body: ChatBody) -> Generation:
+    """The conversation's answers on their way: the one beginning of every API that has conversations. Raises what refuses them."""
+    size = size_of([message.plain["content"] for message in body.messages])
+    served, kept = call.served, body.kept(call.served.settings.max_model_len)
+    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, kept=kept)
+    return call.submit(body, [prompt])
 
 
 async def _events(generation: Generation, body: ChatBody, frame: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
