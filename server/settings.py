@@ -12,9 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json
 
 PREFIX = "UNBIND_"
-SECRETS = frozenset(
-    {"admin_key", "guard_key", "private_key", "upstream_key"}
-)  # shown nowhere, and given to no process that has no use for them
+# Shown nowhere, and given to no process that has no use for them.
+SECRETS = frozenset({"admin_key", "guard_key", "private_key", "upstream_key"})
 GUARD_KEY_BYTES = 32
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
@@ -218,9 +217,11 @@ class Settings(BaseModel):
     ] = {}
     fim_template: Annotated[
         str,
-        Field(
-            description="fill-in-the-middle order, like <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where empty"
-        ),
+        Field(description="fill-in-the-middle order: <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where empty"),
+    ] = ""
+    tool_format: Annotated[
+        Literal["", "hermes", "llama", "mistral", "mistral-named", "deepseek", "deepseek-named", "none"],
+        Field(description="how the model writes calls of functions; as its chat template says where empty"),
     ] = ""
     cors_origins: Annotated[
         tuple[str, ...],

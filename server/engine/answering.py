@@ -22,6 +22,10 @@ def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) 
     prompt = (None, *flight.prompt_logprobs) if first and sampling.prompt_logprobs is not None else ()
     if sampling.max_tokens == 0:
         return Delta("", (), "length", prompt_logprobs=prompt)
+    if (constraint := flight.constraint) is not None:
+        constraint.take(token)
+        if constraint.failed and not (token in flight.ends and flight.opened is not None):
+            return Delta("", (), "error", f"the answer's grammar was too much for it: {constraint.failed}")
     flight.output.append(token)
     if first:
         flight.first_at = time.monotonic()
@@ -58,6 +62,9 @@ def _read(flight: Flight, token: int) -> tuple[str, FinishReason | None, int | s
         return text, "length", None
     if stop:
         return text, "stop", stop
+    if flight.constraint is not None and flight.constraint.ended:
+        rest, _ = flight.lines.take(flight.text.flush())
+        return text + rest, "stop", None
     late = sampling.predict_seconds and time.monotonic() - flight.first_at > sampling.predict_seconds
     if len(flight.output) < sampling.max_tokens and not (late and flight.lines.any_ended):
         return text, None, None

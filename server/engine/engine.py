@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.grammars import Grammars
 from server.engine.modules import Counts, ModuleTable
 from server.engine.request import Delta, Flight, GenerationRequest
 from unbind_core.module import UnbindModule
@@ -59,6 +60,7 @@ class Engine(ABC):
 
     tokenizer: PreTrainedTokenizerBase
     modules: ModuleTable
+    grammars: Grammars
 
     @abstractmethod
     def start(self) -> None:

@@ -28,14 +28,22 @@ def flight_of(
     sampling, guarding = request.sampling, None
     if request.guards is not None:
         shows = bool(sampling.logprobs or sampling.prompt_logprobs)
-        guarding = Guarding(request.guards, tokenizer, request.prompt, cuts=bool(sampling.stop), shows=shows)
+        guarding = Guarding(
+            request.guards,
+            tokenizer,
+            request.prompt,
+            cuts=bool(sampling.stop),
+            shows=shows,
+            holds_json=request.holds_json,
+        )
     return Flight(
         request,
-        TextStream(tokenizer, sampling.stop, sampling.min_tokens),
+        TextStream(tokenizer, sampling.stop, sampling.min_tokens, request.shown),
         deliver,
         uniform_source(sampling.seed),
         ends=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends),
         model_ends=ends,
         lines=Lines(sampling.least_indent),
         guarding=guarding,
+        constraint=request.grammar.begin() if request.grammar is not None else None,
     )

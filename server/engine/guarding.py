@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from server.engine.request import Delta, TokenLogprob, withheld_logprob
 from server.engine.text import TextStream
 from unbind_core.guard.book import GuardSet
-from unbind_core.guard.follower import Follower
+from unbind_core.guard.escapes import meant
+from unbind_core.guard.follower import Follower, Verdict
 from unbind_core.guard.index import GuardIndex
 
 MOST_AT_ONCE = 64  # tokens barred at one position, after which the answer ends
@@ -37,12 +38,22 @@ class Guarding:
     """Follows one answer's text, and the text that its likeliest tokens would make where log-probabilities show them."""
 
     def __init__(
-        self, guards: GuardSet, tokenizer: PreTrainedTokenizerBase, prompt: tuple[int, ...], *, cuts: bool, shows: bool
+        self,
+        guards: GuardSet,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: tuple[int, ...],
+        *,
+        cuts: bool,
+        shows: bool,
+        holds_json: bool = False,
     ) -> None:
         def sent() -> str:
             return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
 
         self._answer = Follower(guards, sent, cuts=cuts)
+        # and as what the strings of JSON in it mean: an escape can hide a letter of a run
+        self._meant = Follower(guards, sent, cuts=cuts) if holds_json else None
+        self._escape, self._before = "", ""  # what has come of an escape that is not whole, and what had before
         # what is withheld breaks this text up, so that nothing in it counts as the client's own
         self._likeliest = Follower(guards, str) if shows else None
         self._spelt = TextStream(tokenizer, ())
@@ -57,14 +68,14 @@ class Guarding:
 
     def accepts(self, token: int, text: str) -> bool:
         """Whether ``token``, which adds ``text``, may follow; else it is barred, and another must be chosen, unless ``blocked``."""
-        verdict = self._answer.take(text)
+        verdict = self._take(text)
         steering = next((index for index in verdict.now if index.action == "steer"), None)
         if steering is None:
             self._now = verdict.now
             self.blocked = next(iter(verdict.now if self._cuts else verdict.sure), None)
             self.long, self.barred = verdict.long or bool(verdict.now), []
             return True
-        self._answer.undo()
+        self._undo()
         if not self.barred:
             self._bars[steering] += 1
         self.barred.append(token)
@@ -74,8 +85,35 @@ class Guarding:
             self.blocked = steering
         return False
 
+    def _take(self, text: str) -> Verdict:
+        verdict = self._answer.take(text)
+        if self._meant is None:
+            return verdict
+        self._before = self._escape
+        said, self._escape = meant(self._escape, text)
+        other = self._meant.take(said)
+        return Verdict(
+            tuple(dict.fromkeys((*verdict.sure, *other.sure))),
+            tuple(dict.fromkeys((*verdict.now, *other.now))),
+            tuple(dict.fromkeys((*verdict.counted, *other.counted))),
+            verdict.long or other.long,
+        )
+
+    def _undo(self) -> None:
+        self._answer.undo()
+        if self._meant is not None:
+            self._meant.undo()
+            self._escape = self._before
+
+    def gives_up(self) -> None:
+        """Nothing is left that may follow: what was barred and what the grammar forbids is all there is."""
+        self.blocked = max(self._bars, key=lambda index: self._bars[index])
+        self._bars[self.blocked] -= 1
+
     def lets(self, token: int, text: str, ends: bool) -> bool:
         """As ``accepts``, for a token that may end the answer (``ends``); true as well where nothing may follow any more."""
+        if self.blocked is not None:
+            return True
         if ends and not text:
             self.barred = []
             return True
@@ -117,4 +155,6 @@ class Guarding:
     def outcome(self) -> Guarded:
         """What was done so far."""
         bars = {index.name: count for index, count in self._bars.items() if count}
-        return Guarded(bars, self.blocked, self._answer.counted, self._answer.longest)
+        followers = [self._answer] if self._meant is None else [self._answer, self._meant]
+        counted = frozenset[str]().union(*(follower.counted for follower in followers))
+        return Guarded(bars, self.blocked, counted, max(follower.longest for follower in followers))

@@ -16,6 +16,7 @@ from server.engine.pinned import NOTHING, PinnedSet
 from unbind_core.guard.book import GuardSet
 
 if TYPE_CHECKING:
+    from server.engine.grammars import Constraint, Grammar
     from server.engine.guarding import Guarded, Guarding
     from server.engine.text import TextStream
 
@@ -111,6 +112,8 @@ class GenerationRequest:
     ``report`` asks for each position's gate activations beside the text. ``strips``: from the first position at which a gate
     that acts is open, to the end of the answer, log-probabilities are withheld and nothing steers the choice of tokens.
     ``guards``: whose runs the answer must not hold.
+    ``grammar``: what it must look like; it is heeded while a gate is open, and the model may then end the answer all the same.
+    ``shown``: special tokens that its text spells. ``holds_json``: guards follow what the strings of JSON in it mean as well.
     """
 
     prompt: tuple[int, ...]
@@ -119,11 +122,15 @@ class GenerationRequest:
     report: bool = False
     strips: bool = False
     guards: GuardSet | None = None
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
+    holds_json: bool = False
 
     @cached_property
     def watches(self) -> bool:
         """Whether it matters to this request where its gates open."""
-        return self.strips and self.sampling.asks and any(self.modules.strengths.values())
+        asks = self.sampling.asks or self.grammar is not None
+        return self.strips and asks and any(self.modules.strengths.values())
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,7 @@ class Flight:
     opened: int | None = None
     lines: Lines = field(default_factory=Lines)
     guarding: Guarding | None = None
+    constraint: Constraint | None = None
     begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
     first_at: float = 0.0  # when its first token was chosen
 

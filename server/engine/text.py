@@ -6,7 +6,7 @@ Sits between the sampler and the answer: one ``TextStream`` for each request.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,16 +20,23 @@ class TextStream:
     """Turns one request's tokens into text, a piece at a time.
 
     A piece is held back while it ends in half a character or in what may become a stop string. ``min_tokens``: what the first
-    so many tokens complete stops nothing.
+    so many tokens complete stops nothing. ``shown``: special tokens that the text spells.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        shown: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces_of(tokenizer)
         self._utf8 = getincrementaldecoder("utf-8")("replace") if self._pieces.byte_level else None
         self._stops = automaton(tuple(one for one in stop if one))
         self._state = 0
         self._stop_ids = {self._pieces.by_text[text]: text for text in stop if text in self._pieces.by_text}
+        self._shown = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in shown}
         self._unstopped = min_tokens  # tokens that are still to come before anything stops
         self._ids: list[int] = []
         self._from = 0  # decoding starts here: the tokenizer may need what stands before to place a space
@@ -41,6 +48,8 @@ class TextStream:
         self._unstopped -= 1
         if token in self._stop_ids and self._unstopped < 0:
             return self.flush(), self._stop_ids[token]
+        if token in self._shown:
+            return self._release(self._late() + self._shown[token])
         if self._utf8 is not None:
             return self._release(self._utf8.decode(self._pieces.spell(token)))
         self._ids.append(token)
@@ -53,6 +62,8 @@ class TextStream:
 
     def peek(self, token: int) -> str:
         """The text that ``token`` would add, stop strings or not; nothing changes."""
+        if token in self._shown:
+            return self._shown[token]
         if self._utf8 is not None:
             state = self._utf8.getstate()
             text = self._utf8.decode(self._pieces.spell(token))
@@ -64,16 +75,20 @@ class TextStream:
 
     def flush(self) -> str:
         """What is still held back, at the end of the answer."""
-        late = ""
-        if self._utf8 is not None:
-            late = self._utf8.decode(b"", final=True)
-        elif self._done < len(self._ids):
-            before = self._decode(self._ids[self._from : self._done])
-            late = self._decode(self._ids[self._from :])[len(before) :]
-            self._done = len(self._ids)
-        text, _ = self._release(late)
+        text, _ = self._release(self._late())
         text, self._held, self._state = text + self._held, "", 0
         return text
+
+    def _late(self) -> str:
+        """Half a character that no token completes any more; what comes next is decoded by itself."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        late = ""
+        if self._done < len(self._ids):
+            before = self._decode(self._ids[self._from : self._done])
+            late = self._decode(self._ids[self._from :])[len(before) :]
+        self._ids, self._from, self._done = [], 0, 0
+        return late
 
     def _decode(self, ids: list[int]) -> str:
         return (

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from server.api.inference.bodies.fields import MAX_CHOICES, Name
 from server.api.inference.bodies.generation import UnbindOptions
 from server.errors import field_error, invalid
-from server.proxy.escapes import Unescaped
+from unbind_core.guard.escapes import Unescaped
 
 MOST_PROMPTS = 1024
 # field -> the values with which an answer can be followed

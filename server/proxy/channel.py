@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from server.proxy.escapes import Unescaped
 from unbind_core.guard.book import GuardSet
+from unbind_core.guard.escapes import Unescaped
 from unbind_core.guard.index import GuardIndex
 from unbind_core.guard.textguard import TextGuard
 

@@ -12,13 +12,15 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from server.api.caller import Caller, charge_answers, charge_tokens, inference
+from server.api.inference.bodies.forms import Wanted
 from server.api.inference.bodies.generation import GenerationBody, UnbindOptions
-from server.api.inference.generation import Generation
+from server.api.inference.generation import Asked, Generation
 from server.api.inference.prompts import Prompt
 from server.api.models import check_model
 from server.api.profiles import PREFIX, profile_rules
 from server.base_service import BaseService
-from server.errors import ApiError
+from server.engine.grammars import Grammar, GrammarError, GrammarsBusy
+from server.errors import ApiError, invalid
 from server.policy import HEADER, Assigned, assign, requested, resolve, standing, when_open
 from server.registry.access import SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
@@ -33,8 +35,30 @@ class Call:
     def __init__(self, request: Request, served: Service, caller: Caller) -> None:
         self.request, self.served, self.caller = request, served, caller
 
-    def submit(self, body: GenerationBody, prompts: Sequence[Prompt], *, echo: bool = False) -> Generation:
-        """Everything that can refuse, then the requests in the engine's queue."""
+    async def grammar(self, wanted: Wanted | None) -> Grammar | None:
+        """The grammar of the form that an answer must have. Raises ApiError naming the field where it cannot be had."""
+        if wanted is None:
+            return None
+        try:
+            return await self.served.engine.grammars.compiled(wanted.form)
+        except GrammarError as error:
+            raise invalid(f"{wanted.field}: {error}", wanted.field, "invalid_grammar") from None
+        except GrammarsBusy as busy:
+            raise ApiError(429, str(busy), code="queue_full", headers={"Retry-After": "2"}) from None
+
+    def submit(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        *,
+        echo: bool = False,
+        grammar: Grammar | None = None,
+        shown: frozenset[int] = frozenset(),
+        holds_json: bool = False,
+    ) -> Generation:
+        """Everything that can refuse, then the requests in the engine's queue. ``grammar``, ``shown``, ``holds_json``: see
+        ``GenerationRequest``.
+        """
         options = body.unbind
         refuse_report(options, self.caller)
         charge_answers(self.served, self.caller, len(prompts) * body.n)
@@ -50,6 +74,7 @@ class Call:
             told=self.caller.may("report"),
             route=getattr(self.request.scope.get("route"), "path", "unknown"),
             echo=echo,
+            asked=Asked(grammar, shown, holds_json),
         )
         generation.submit(body)
         return generation

@@ -15,8 +15,10 @@ from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs, prompt_logprobs
-from server.api.inference.prompts import chat_prompt, size_of
+from server.api.inference.prompts import Prompt, chat_prompt
 from server.api.inference.report import Report
+from server.api.inference.tools.calling import Calling, Speech, calling_of, wanted_form
+from server.service import Service
 
 router = APIRouter(tags=["chat"])
 
@@ -25,7 +27,7 @@ router = APIRouter(tags=["chat"])
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""
-    generation = await begun(call, body)
+    generation, calling = await begun(call, body)
     prompt = generation.prompts[0]
     tokenizer = call.served.loaded.tokenizer
     frame = {
@@ -35,21 +37,25 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
         "system_fingerprint": call.served.fingerprint,
     }
     if body.stream:
-        return EventStream(generation, _events(generation, body, {**frame, "object": "chat.completion.chunk"}))
+        frame["object"] = "chat.completion.chunk"
+        return EventStream(generation, _events(generation, body, frame, calling))
 
     def shape(results: list[Result]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": result.text, "refusal": None},
-                "logprobs": chat_logprobs(tokenizer, result.logprobs) if body.logprobs else None,
-                "finish_reason": result.reason,
-                "stop_reason": result.stop_reason,
-                **({"token_ids": result.tokens} if body.return_token_ids else {}),
-                **generation.reported(choice),
-            }
-            for choice, result in zip(generation.choices, results, strict=True)
-        ]
+        choices = []
+        for choice, result in zip(generation.choices, results, strict=True):
+            speech = calling.speech() if calling else Speech()
+            speech.deltas(result.text, last=True)
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": speech.message,
+                    "logprobs": chat_logprobs(tokenizer, result.logprobs) if body.logprobs else None,
+                    "finish_reason": speech.reason(result.reason),
+                    "stop_reason": result.stop_reason,
+                    **({"token_ids": result.tokens} if body.return_token_ids else {}),
+                    **generation.reported(choice),
+                }
+            )
         of_prompt: dict[str, Any] = {"prompt_token_ids": list(prompt.ids)} if body.return_token_ids else {}
         if body.prompt_logprobs is not None:
             of_prompt["prompt_logprobs"] = prompt_logprobs(tokenizer, results[0].prompt_logprobs, body.prompt_logprobs)
@@ -58,18 +64,39 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
     return await whole(call.request, generation, shape)
 
 
-async def begun(call: Call, body: ChatBody) -> Generation:
-    """The conversation's answers on their way: the one beginning of every API that has conversations. Raises what refuses them."""
-    size = size_of([message.plain["content"] for message in body.messages])
-    served, kept = call.served, body.kept(call.served.settings.max_model_len)
-    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, kept=kept)
-    return call.submit(body, [prompt])
+async def begun(call: Call, body: ChatBody) -> tuple[Generation, Calling | None]:
+    """The conversation's answers on their way, and how they call functions: the one beginning of every API that has conversations.
+
+    Raises what refuses them.
+    """
+    calling = calling_of(call.served, body)
+    wanted = wanted_form(body, calling)
+    prompt = await prompted(call.served, body)
+    generation = call.submit(
+        body,
+        [prompt],
+        grammar=await call.grammar(wanted),
+        shown=calling.shown if calling else frozenset(),
+        holds_json=bool(calling or wanted),
+    )
+    return generation, calling
 
 
-async def _events(generation: Generation, body: ChatBody, frame: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def prompted(served: Service, body: ChatBody, most: int | None = None) -> Prompt:
+    """The conversation as a prompt, of at most ``most`` tokens. Raises ApiError."""
+    size, kept = sum(message.size for message in body.messages), body.kept(served.settings.max_model_len)
+    return await served.encoder.run(
+        size, chat_prompt, served, body.messages, body, most=most, kept=kept, tools=body.offered
+    )
+
+
+async def _events(
+    generation: Generation, body: ChatBody, frame: dict[str, Any], calling: Calling | None
+) -> AsyncIterator[dict[str, Any]]:
     tokenizer = generation.served.loaded.tokenizer
+    speeches = [calling.speech() if calling else Speech() for _ in generation.choices]
 
-    def event(index: int, delta: dict[str, str], reason: str | None = None, **more: Any) -> dict[str, Any]:
+    def event(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return {**frame, "choices": [{**choice, **more}], **generation.usage_so_far(body)}
 
@@ -83,10 +110,15 @@ async def _events(generation: Generation, body: ChatBody, frame: dict[str, Any])
         more: dict[str, Any] = {"logprobs": chat_logprobs(tokenizer, delta.logprobs)} if delta.logprobs else {}
         if body.return_token_ids and delta.tokens:
             more["token_ids"] = list(delta.tokens)
-        if delta.text or more or delta.activations:
-            yield event(choice.index, {"content": delta.text}, **more, **Report.part(choice.report, delta, last=False))
+        speech = speeches[choice.index]
+        said = speech.deltas(delta.text, last=delta.finish_reason is not None)
+        if more or delta.activations or said:
+            more |= Report.part(choice.report, delta, last=False)
+            yield event(choice.index, said[0] if said else {"content": ""}, **more)
+        for part in said[1:]:
+            yield event(choice.index, part)
         if delta.finish_reason:
             ended = {"stop_reason": delta.stop_reason, **Report.end(choice.report)}
-            yield event(choice.index, {}, delta.finish_reason, **ended)
+            yield event(choice.index, {}, speech.reason(delta.finish_reason), **ended)
     if body.include_usage:
         yield {**frame, "choices": [], "usage": generation.usage()}

@@ -29,7 +29,8 @@ async def complete(body: CompletionBody, call: Admitted) -> Response:
     size = size_of(body.prompt, body.suffix)
     served, kept = call.served, body.kept(call.served.settings.max_model_len)
     prompts = await served.encoder.run(size, completion_prompts, served, body.prompt, body.suffix, body.echo, kept)
-    generation = call.submit(body, prompts, echo=body.echo)
+    grammar = await call.grammar(body.wanted_form)
+    generation = call.submit(body, prompts, echo=body.echo, grammar=grammar, holds_json=grammar is not None)
     frame = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",

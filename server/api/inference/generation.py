@@ -16,6 +16,7 @@ from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.opening import refuse_asking
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
+from server.engine.grammars import Grammar
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
 from server.policy import HEADER, OFF, Assigned, labels
@@ -61,6 +62,15 @@ def ended_by(delta: Delta) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a route asks of its answers beside their sampling: see ``GenerationRequest``."""
+
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()
+    holds_json: bool = False
+
+
 class Generation:
     """The choices of one call."""
 
@@ -76,6 +86,7 @@ class Generation:
         told: bool = False,
         route: str = "",
         echo: bool = False,
+        asked: Asked = Asked(),
     ) -> None:
         """``told``: whether the caller may hear which guard ended an answer; ``route``: where guards' doings are counted."""
         self.served, self.prompts = served, prompts
@@ -83,6 +94,7 @@ class Generation:
         self.choices: list[Choice] = []
         self.started = time.perf_counter()
         self._report, self._told, self._route, self._echo = report, told, route, echo
+        self._asked = asked
         self._when_open = when_open
         self._charge = charge  # told of every token used
 
@@ -120,7 +132,7 @@ class Generation:
             )
         sampling = body.sampling(tokens, index, self._echo)
         if self._when_open == "refuse" and labels(self.pinned):
-            refuse_asking(sampling)
+            refuse_asking(sampling, constrained=self._asked.grammar is not None)
         request = GenerationRequest(
             tuple(prompt.ids),
             sampling,
@@ -128,6 +140,9 @@ class Generation:
             report=self._report,
             strips=self._when_open != "allow",
             guards=self.guard_set,
+            grammar=self._asked.grammar,
+            shown=self._asked.shown,
+            holds_json=self._asked.holds_json,
         )
         flight, deltas = self.served.engine.submit(request)
         report = None

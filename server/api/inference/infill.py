@@ -13,9 +13,10 @@ from starlette.responses import Response
 from server.api.inference.answers import EventStream, whole
 from server.api.inference.bodies.dialects import LlamaBody
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, MAX_CHOICES, Text
+from server.api.inference.bodies.forms import NativeFormBody
 from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Choice, Generation, Result, ended_by
-from server.api.inference.prompts import infill_prompt, size_of
+from server.api.inference.prompts import Prompt, infill_prompt, size_of
 from server.api.inference.report import Report
 from server.engine.request import Sampling
 
@@ -30,7 +31,7 @@ class ExtraFile(BaseModel):
     text: Text
 
 
-class NativeBody(LlamaBody):
+class NativeBody(LlamaBody, NativeFormBody):
     """What llama.cpp's clients send. Greedy where no temperature is given: an editor wants the likeliest text."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, validate_by_name=True)
@@ -72,11 +73,13 @@ async def infill(body: InfillBody, call: Admitted) -> Response:
     prompt = await call.served.encoder.run(
         size, infill_prompt, call.served, body.input_prefix, body.input_suffix, extra, body.prompt, new
     )
-    return await native_answer(call, call.submit(body, [prompt]), body)
+    return await native_answer(call, body, [prompt])
 
 
-async def native_answer(call: Call, generation: Generation, body: NativeBody) -> Response:
+async def native_answer(call: Call, body: NativeBody, prompts: list[Prompt]) -> Response:
     """The answer in llama.cpp's shape: an object, or an array of them where there are several."""
+    grammar = await call.grammar(body.wanted_form)
+    generation = call.submit(body, prompts, grammar=grammar, holds_json=grammar is not None)
     if body.stream:
         return EventStream(generation, _events(generation, body), done=b"")
 

@@ -5,6 +5,7 @@ The chat is made and answered by what ``/v1/chat/completions`` uses; here are th
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
@@ -17,16 +18,16 @@ from server.api.inference.answers import EventStream, named_bytes, whole
 from server.api.inference.bodies.anthropic import NAMES, CountBody, MessagesBody
 from server.api.inference.bodies.conversation import named_as
 from server.api.inference.call import Admitted
-from server.api.inference.chat import begun
+from server.api.inference.chat import begun, prompted
 from server.api.inference.generation import Generation, Result
-from server.api.inference.prompts import chat_prompt, size_of
 from server.api.inference.tokens import most_tokens
+from server.api.inference.tools.calling import Calling, Speech, calling_of
 from server.api.models import check_model
 from server.service import Service, service
 
 router = APIRouter(tags=["chat"])
 Event = dict[str, Any]
-REASONS = {"stop": "end_turn", "length": "max_tokens", "content_filter": "refusal"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "content_filter": "refusal", "tool_calls": "tool_use"}
 REFUSED = "the answer would have held text that a takedown protects"
 
 
@@ -34,8 +35,8 @@ REFUSED = "the answer would have held text that a takedown protects"
 async def say(body: MessagesBody, call: Admitted) -> Response:
     """Answer the messages; modules are named as in completions."""
     with named_as(NAMES):
-        generation = await begun(call, body.chat())
-    answering = _Answering(generation, body)
+        generation, calling = await begun(call, body.chat())
+    answering = _Answering(generation, body, calling)
     if body.stream:
         return EventStream(generation, answering.events(), done=b"", encode=named_bytes)
     return await whole(call.request, generation, answering.whole)
@@ -47,26 +48,30 @@ async def count(body: CountBody, served: Annotated[Service, Depends(service)]) -
     check_model(served, body.model)
     with named_as(NAMES):
         chat = body.chat()
-        size = size_of([message.plain["content"] for message in chat.messages])
-        prompt = await served.encoder.run(size, chat_prompt, served, chat.messages, chat, most_tokens(served))
+        calling_of(served, chat)
+        prompt = await prompted(served, chat, most_tokens(served))
     return {"input_tokens": len(prompt.ids)}
 
 
 class _Answering:
     """One message on its way: what it says of itself, and the events by which its blocks come."""
 
-    def __init__(self, generation: Generation, body: MessagesBody) -> None:
+    def __init__(self, generation: Generation, body: MessagesBody, calling: Calling | None) -> None:
         self._generation, self._body = generation, body
         self._choice = generation.choices[0]
+        self._speech = calling.speech() if calling else Speech()
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._blocks = 0
+        self._blocks: list[Event] = []
+        self._open = ""  # the type of the last block while more of it may come
+        self._text = ""  # of the last block, or its input
 
     def whole(self, results: list[Result]) -> Event:
-        """The message at once."""
+        """The message at once: what a stream would say in its parts."""
         (result,) = results
-        ended = _ended(result.reason, result.stop_reason)
-        told = self._generation.reported(self._choice)
-        return {**self._message([{"type": "text", "text": result.text}]), **ended, **told}
+        for _ in (*self._taken(result.text, last=True), *self._closed()):
+            pass
+        ended = self._reason(result.reason, result.stop_reason)
+        return {**self._message(self._blocks), **ended, **self._generation.reported(self._choice)}
 
     async def events(self) -> AsyncIterator[Event]:
         """The message as it comes. What fails is raised."""
@@ -76,24 +81,56 @@ class _Answering:
                 started = True
                 yield {"type": "message_start", "message": self._message([])}
                 yield {"type": "ping"}
-            if delta.text:
-                for event in self._said(delta.text):
-                    yield event
+            for event in self._taken(delta.text, last=delta.finish_reason is not None):
+                yield event
             if delta.finish_reason:
-                if not self._blocks:
-                    for event in self._said(""):
-                        yield event
-                yield {"type": "content_block_stop", "index": self._blocks - 1}
-                ended = {"delta": _ended(delta.finish_reason, delta.stop_reason), "usage": self._usage()}
+                for event in self._closed():
+                    yield event
+                ended = {"delta": self._reason(delta.finish_reason, delta.stop_reason), "usage": self._usage()}
                 yield {"type": "message_delta", **ended, **self._generation.reported(self._choice)}
                 yield {"type": "message_stop"}
 
-    def _said(self, text: str) -> Iterator[Event]:
-        """Text, its block begun before."""
-        if not self._blocks:
-            self._blocks = 1
-            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-        yield {"type": "content_block_delta", "index": self._blocks - 1, "delta": {"type": "text_delta", "text": text}}
+    def _taken(self, text: str, *, last: bool) -> Iterator[Event]:
+        """What the next part of the answer says, in text and in calls; of an answer that says nothing, an empty text."""
+        for part in self._speech.deltas(text, last=last):
+            if "content" in part:
+                if self._open != "text":
+                    yield from self._opened({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part["content"]}, part["content"])
+            for call in part.get("tool_calls", ()):
+                if "id" in call:
+                    block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                    yield from self._opened(block)
+                if more := call["function"]["arguments"]:
+                    yield self._delta({"type": "input_json_delta", "partial_json": more}, more)
+        if last and not self._blocks:
+            yield from self._opened({"type": "text", "text": ""})
+
+    def _opened(self, block: Event) -> Iterator[Event]:
+        yield from self._closed()
+        self._blocks.append(block)
+        self._open, self._text = block["type"], ""
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+
+    def _delta(self, delta: Event, text: str) -> Event:
+        self._text += text
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _closed(self) -> Iterator[Event]:
+        """The end of the block that is open, if one is."""
+        if not self._open:
+            return
+        said = {"text": self._text} if self._open == "text" else {"input": _input(self._text)}
+        self._blocks[-1], self._open = {**self._blocks[-1], **said}, ""
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _reason(self, reason: str, stopped_by: int | str | None) -> Event:
+        """Why the message ended: of what ends one by request only strings have a name there."""
+        found = REASONS[self._speech.reason(reason)]
+        if found == "end_turn" and isinstance(stopped_by, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+        details = {"stop_details": {"type": "refusal", "category": None, "explanation": REFUSED}}
+        return {"stop_reason": found, "stop_sequence": None, **(details if found == "refusal" else {})}
 
     def _message(self, content: list[Event]) -> Event:
         return {
@@ -119,9 +156,10 @@ class _Answering:
         }
 
 
-def _ended(reason: str, stopped_by: int | str | None) -> Event:
-    """Why a message ended: of what ends one by request only strings have a name there."""
-    if isinstance(stopped_by, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-    refused = {"type": "refusal", "category": None, "explanation": REFUSED} if reason == "content_filter" else None
-    return {"stop_reason": REASONS[reason], "stop_sequence": None, **({"stop_details": refused} if refused else {})}
+def _input(arguments: str) -> Event:
+    """What a tool is called with; arguments that are no object, as where a limit ended them, as the text that they are."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}

@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from server.api.caller import inference
 from server.api.health import show_version
-from server.api.inference.bodies.chat import Messages, TemplateOptions
+from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.completions import PromptBody
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
+from server.api.inference.bodies.messages import Messages
 from server.api.inference.call import Admitted
 from server.api.inference.infill import NativeBody, native_answer
 from server.api.inference.prompts import chat_prompt, completion_prompts, size_of
@@ -37,13 +38,13 @@ async def complete(body: NativeCompletionBody, call: Admitted) -> Response:
     """Continue the prompt, answered as by ``/infill``."""
     size = size_of(body.prompt)
     prompts = await call.served.encoder.run(size, completion_prompts, call.served, body.prompt, None, False)
-    return await native_answer(call, call.submit(body, prompts), body)
+    return await native_answer(call, body, prompts)
 
 
 @router.post("/apply-template", dependencies=[Depends(inference)])
 async def apply_template(body: TemplateBody, served: Served) -> dict[str, str]:
     """The text that a chat's prompt is made of."""
-    size = size_of([message.plain["content"] for message in body.messages])
+    size = size_of([message.text for message in body.messages])
     prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body)
     return {"prompt": prompt.text}
 

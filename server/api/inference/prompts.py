@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
-from server.api.inference.bodies.chat import Message, TemplateOptions
+from server.api.inference.bodies.chat import TemplateOptions
+from server.api.inference.bodies.messages import Message
+from server.api.inference.bodies.tools import Tool
+from server.api.inference.tools.formats import format_of, template_of
 from server.errors import invalid
 from server.service import Service
 from unbind_core.encoding import beginning, fim_ids
@@ -92,10 +96,11 @@ def chat_prompt(
     options: TemplateOptions,
     most: int | None = None,
     kept: int | None = None,
+    tools: Sequence[Tool] = (),
 ) -> Prompt:
     """A conversation through the tokenizer's own chat template: its last ``kept`` tokens, or all, which ``most`` bounds.
 
-    Raises ApiError where there is no template or it refuses them.
+    ``tools``: functions that the template tells of. Raises ApiError where there is no template or it refuses them.
     """
     tokenizer = served.loaded.tokenizer
     if not tokenizer.chat_template:
@@ -104,10 +109,21 @@ def chat_prompt(
             param="messages",
             code="no_chat_template",
         )
+    template = template_of(tokenizer)
+    for place, message in enumerate(messages):
+        if message.tool_calls and "tool_calls" not in template:
+            raise invalid(
+                f"messages.{place}.tool_calls: this model's chat template knows no calls of functions; leave them out",
+                f"messages.{place}.tool_calls",
+                "unsupported_parameter",
+            )
+    form = format_of(template, served.settings.tool_format)
+    as_text = form is not None and form.arguments_as_text and not re.search(r"arguments\W*\|\s*tojson", template)
     going_on, begun = options.continue_final_message, options.add_generation_prompt
     try:
         text = tokenizer.apply_chat_template(
-            [message.plain for message in messages],
+            [message.plain(arguments_as_text=as_text) for message in messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=begun if begun is not None else not going_on,
             continue_final_message=going_on,

@@ -20,6 +20,7 @@ from server.api.inference.call import Admitted
 from server.api.inference.chat import begun
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs
+from server.api.inference.tools.calling import Calling, Speech
 from server.engine.request import TokenLogprob
 from server.errors import ApiError
 
@@ -32,8 +33,8 @@ Event = dict[str, Any]
 async def respond(body: ResponsesBody, call: Admitted) -> Response:
     """Answer the input; modules are named as in completions."""
     with named_as(NAMES):
-        generation = await begun(call, body.chat())
-    answering = _Answering(generation, body)
+        generation, calling = await begun(call, body.chat())
+    answering = _Answering(generation, body, calling)
     if body.stream:
         return EventStream(generation, answering.events(), done=b"", encode=named_bytes)
     return await whole(call.request, generation, answering.whole)
@@ -42,21 +43,24 @@ async def respond(body: ResponsesBody, call: Admitted) -> Response:
 class _Answering:
     """One response on its way: what it says of itself, and the events by which its items come."""
 
-    def __init__(self, generation: Generation, body: ResponsesBody) -> None:
+    def __init__(self, generation: Generation, body: ResponsesBody, calling: Calling | None) -> None:
         self._generation, self._body = generation, body
         self._choice = generation.choices[0]
+        self._speech = calling.speech() if calling else Speech()
         self._created = time.time()
         self._id = f"resp_{uuid.uuid4().hex}"
         self._sent = 0
         self._items: list[Event] = []
-        self._open, self._text, self._logprobs = False, "", list[TokenLogprob | None]()
+        self._open = ""  # the type of the last item while more of it may come
+        self._text = ""  # of the last item, or its arguments
+        self._logprobs: list[TokenLogprob | None] = []
+        self._unsaid: list[TokenLogprob | None] = []  # of text that has not left yet
 
     def whole(self, results: list[Result]) -> Event:
-        """The response at once."""
+        """The response at once: what the last event of a stream would say."""
         (result,) = results
-        status = "completed" if result.reason == "stop" else "incomplete"
-        item = self._message(status, [self._part(result.text, result.logprobs)])
-        return {**self._response(status, result.reason, [item]), **self._generation.reported(self._choice)}
+        *_, last = (*self._taken(result.text, result.logprobs, last=True), *self._ended(result.reason))
+        return dict(last["response"])
 
     async def events(self) -> AsyncIterator[Event]:
         """The response as it comes. What fails before the first token is raised, what fails later told by ``response.failed``."""
@@ -67,9 +71,8 @@ class _Answering:
                     started = True
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=self._response("in_progress"))
-                if delta.text or delta.logprobs:
-                    for event in self._said(delta.text, delta.logprobs):
-                        yield event
+                for event in self._taken(delta.text, delta.logprobs, last=delta.finish_reason is not None):
+                    yield event
                 if delta.finish_reason:
                     for event in self._ended(delta.finish_reason):
                         yield event
@@ -78,33 +81,71 @@ class _Answering:
                 raise
             yield self._event("response.failed", response=self._response("failed", error=error))
 
-    def _said(self, text: str, logprobs: Sequence[TokenLogprob | None]) -> Iterator[Event]:
+    def _taken(self, text: str, logprobs: Sequence[TokenLogprob | None], *, last: bool) -> Iterator[Event]:
+        """What the next part of the answer says, in text and in calls."""
+        self._unsaid += logprobs
+        for part in self._speech.deltas(text, last=last):
+            if "content" in part:
+                yield from self._said(part["content"])
+            for call in part.get("tool_calls", ()):
+                if "id" in call:
+                    yield from self._called(call["id"], call["function"]["name"])
+                if more := call["function"]["arguments"]:
+                    self._text += more
+                    yield self._of_item("response.function_call_arguments.delta", delta=more)
+
+    def _said(self, text: str) -> Iterator[Event]:
         """Text, the message and its part begun before."""
-        if not self._open:
-            yield self._opened(self._message("in_progress", []))
-            yield self._of_part("response.content_part.added", part=self._part("", ()))
+        if self._open != "message":
+            yield from self._closed("completed")
+            message = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
+            yield self._opened(message)
+            yield self._of_item("response.content_part.added", content_index=0, part=self._part("", ()))
         self._text += text
-        self._logprobs += logprobs
-        yield self._of_part("response.output_text.delta", delta=text, logprobs=self._scores(logprobs))
+        self._logprobs += self._unsaid
+        scores, self._unsaid = self._scores(self._unsaid), []
+        yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=scores)
+
+    def _called(self, call_id: str, name: str) -> Iterator[Event]:
+        """A call begins; the tokens that spell it have no place for scores."""
+        yield from self._closed("completed")
+        self._unsaid = []
+        call = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": call_id,
+            "name": name,
+            "arguments": "",
+        }
+        yield self._opened(call)
 
     def _opened(self, item: Event) -> Event:
-        self._items.append(item)
-        self._open, self._text, self._logprobs = True, "", []
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        self._items.append({**item, "status": "in_progress"})
+        self._open, self._text, self._logprobs = item["type"], "", []
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _closed(self, status: str) -> Iterator[Event]:
-        """The ends of the item that is open."""
-        part = self._part(self._text, self._logprobs)
-        yield self._of_part("response.output_text.done", text=self._text, logprobs=part["logprobs"])
-        yield self._of_part("response.content_part.done", part=part)
-        self._items[-1] = {**self._items[-1], "status": status, "content": [part]}
-        self._open = False
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
+        """The ends of the item that is open, if one is."""
+        if not self._open:
+            return
+        item = {**self._items[-1], "status": status}
+        if self._open == "message":
+            part = self._part(self._text, self._logprobs)
+            text = {"text": self._text, "logprobs": part["logprobs"]}
+            yield self._of_item("response.output_text.done", content_index=0, **text)
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+            item["content"] = [part]
+        else:
+            item["arguments"] = self._text
+            arguments = {"name": item["name"], "arguments": self._text}
+            yield self._of_item("response.function_call_arguments.done", **arguments)
+        self._open, self._items[-1] = "", item
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _ended(self, reason: str) -> Iterator[Event]:
-        """The ends of the last item and of the response, which says what an answer at once does."""
-        if not self._items:
-            yield from self._said("", ())
+        """The ends of the last item and of the response."""
+        if not self._items or (self._unsaid and self._open == "message"):
+            yield from self._said("")
         status = "completed" if reason == "stop" else "incomplete"
         yield from self._closed(status)
         response = self._response(status, reason, self._items)
@@ -114,19 +155,8 @@ class _Answering:
         self._sent += 1
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
-    def _of_part(self, kind: str, **fields: Any) -> Event:
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
-        return self._event(kind, **place, **fields)
-
-    @staticmethod
-    def _message(status: str, content: list[Event]) -> Event:
-        return {
-            "type": "message",
-            "id": f"msg_{uuid.uuid4().hex}",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _part(self, text: str, logprobs: Sequence[TokenLogprob | None]) -> Event:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._scores(logprobs)}

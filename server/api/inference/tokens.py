@@ -9,8 +9,9 @@ from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictInt, mode
 from starlette.responses import JSONResponse
 
 from server.api.caller import inference
-from server.api.inference.bodies.chat import Messages, TemplateOptions
+from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.fields import Text
+from server.api.inference.bodies.messages import Messages
 from server.api.inference.logprobs import token_bytes
 from server.api.inference.prompts import chat_prompt, check_ids, size_of
 from server.errors import field_error
@@ -53,9 +54,7 @@ class DetokenizeBody(BaseModel):
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, served: Served) -> JSONResponse:
     """Text -> token ids. A text may be longer than a request may, so that clients can ask by how much."""
-    size = size_of(
-        body.content or "", body.prompt or "", *(message.plain["content"] for message in body.messages or ())
-    )
+    size = size_of(body.content or "", body.prompt or "", *(message.text for message in body.messages or ()))
     return await served.encoder.run(size, _tokenized, served, body)
 
 

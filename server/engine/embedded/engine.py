@@ -25,6 +25,7 @@ from server.engine.embedded.scheduler import LEAST_PASS, Scheduler
 from server.engine.embedded.step import Stepper
 from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull
 from server.engine.flights import flight_of, uniform_source
+from server.engine.grammars import Grammars
 from server.engine.letters import Letters
 from server.engine.modules import Counts, ModuleTable
 from server.engine.request import (
@@ -68,6 +69,7 @@ class EmbeddedEngine(Engine):
         self.scheduler = Scheduler(max_slots, max_length, queue_limit, chunk_tokens, self.lanes.count)
         self.stepper = Stepper(self.scheduler, self.runner, self.lanes, self.modules, least_pass)
         self._ends = end_ids(model, tokenizer)
+        self.grammars = Grammars(tokenizer, self.runner.vocabulary, self._ends)
         self._wake, self._closing = threading.Condition(), threading.Lock()
         self._arrived: deque[Flight] = deque()
         self._errands: deque[Callable[[], None]] = deque()
@@ -104,6 +106,7 @@ class EmbeddedEngine(Engine):
                 self._thread.join()
             self.lanes.close()
             self.runner.close()
+            self.grammars.close()
 
     # What other threads call.
 

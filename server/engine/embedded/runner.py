@@ -42,6 +42,7 @@ class Runner:
         self.model = model
         self.bank = bank
         self.max_length = max_length
+        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self._config: Any = self.model.config.get_text_config()
         self._full, self._window = _attention_kinds(self._config, type(model).__name__)
         self.cache = SlotCache(len(decoder_layers(model)), slots, max_length)

@@ -22,7 +22,8 @@ def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[b
     special = [
         i
         for i, f in enumerate(flights)
-        if sound[i] and (f.barred or (not f.request.sampling.greedy and (_hot(f) or f.steered)))
+        if sound[i]
+        and (f.barred or f.constraint is not None or (not f.request.sampling.greedy and (_hot(f) or f.steered)))
     ]
     if not special:
         return chosen, sound
@@ -31,8 +32,7 @@ def sample(logits: Tensor, flights: Sequence[Flight]) -> tuple[list[int], list[b
     for row, flight in zip(rows, picked, strict=True):
         if flight.steered:
             _reshape(row, flight)
-        if flight.barred:
-            row[torch.tensor(flight.barred, device=row.device)] = -torch.inf
+        _bind(row, flight)
     for i, token in zip(special, rows.argmax(dim=-1).tolist(), strict=True):
         chosen[i] = token
     hot = [i for i, flight in enumerate(picked) if _hot(flight)]
@@ -51,6 +51,27 @@ def choose(logits: Tensor, flights: list[Flight]) -> tuple[list[int], list[bool]
         for i, token in zip(asked, again, strict=True):
             tokens[i] = token
     return tokens, sound
+
+
+def _bind(row: Tensor, flight: Flight) -> None:
+    """What may not follow at all, on one row [V] in place: what the grammar forbids and what guards have barred."""
+    if flight.constraint is not None:
+        allowed = torch.from_numpy(flight.constraint.allowed(or_end=flight.opened is not None))
+        narrow(row, allowed.to(row.device))
+    if flight.barred:
+        row[torch.tensor(flight.barred, device=row.device)] = -torch.inf
+        if flight.guarding is not None and not row.isfinite().any():
+            flight.guarding.gives_up()
+
+
+def narrow(row: Tensor, allowed: Tensor) -> None:
+    """Leave only what is ``allowed`` [V] in a row of logits [V], in place.
+
+    Where ``min_tokens`` forbids all of it, as nothing but the end is left, the end stands.
+    """
+    row[~allowed] = -torch.inf
+    if not row.isfinite().any():
+        row[allowed] = 0.0
 
 
 def _stands(flight: Flight, token: int) -> bool:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.proxy.escapes import Unescaped
 from server.proxy.following import Following
 from server.proxy.refusal import Unguardable
 from tests.support.slow_matcher import longest_run
 from unbind_core.guard.book import GuardBook, GuardSet
+from unbind_core.guard.escapes import Unescaped
 from unbind_core.guard.index import Secret, build_index
 
 RUN = 10

@@ -15,15 +15,24 @@ from pydantic import (
     StrictStr,
     Tag,
     field_validator,
+    model_validator,
 )
 
 from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.conversation import as_chat
 from server.api.inference.bodies.fields import Text, TokenCount
 from server.api.inference.bodies.generation import GenerationBody
+from server.api.inference.bodies.tools import FunctionName
+from server.errors import field_error
 
 # a chat's field -> what it is called here
-NAMES = {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
+NAMES = {
+    "messages": "messages",
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
 Id = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
 
@@ -44,7 +53,7 @@ class ToolUseBlock(BaseModel):
 
     type: Literal["tool_use"]
     id: Id
-    name: Id
+    name: FunctionName
     input: dict[str, Any]
 
     @property
@@ -130,7 +139,7 @@ class Tool(BaseModel):
     """A tool of the client's own; there are no others here."""
 
     type: Literal["custom"] = "custom"
-    name: Id
+    name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: StrictBool | None = None
@@ -147,8 +156,14 @@ class ToolChoice(BaseModel):
     """Whether tools are called, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Id | None = None
+    name: FunctionName | None = None
     disable_parallel_tool_use: StrictBool = False
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise field_error("name", "goes with the type tool, and with no other")
+        return self
 
     @property
     def chosen(self) -> Any:
@@ -181,7 +196,7 @@ class ConversationBody(GenerationBody):
         list[StrictStr] | None,
         Field(max_length=1024, validation_alias=AliasChoices("stop_sequences", "stop")),
     ] = None
-    tools: Annotated[list[Tool], Field(max_length=256)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=512)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig = OutputConfig()
     mcp_servers: Annotated[list[Any], Field(max_length=0, description="not offered")] = Field(default_factory=list)

@@ -1,61 +1,18 @@
-"""Bodies of conversations: messages, how the prompt that is made of them ends, and the request for an answer."""
+"""Bodies of conversations: how the prompt that is made of messages ends, and the request for an answer."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from server.api.inference.bodies.dialects import ScoredBody
-from server.api.inference.bodies.fields import Text, TokenCount
+from server.api.inference.bodies.fields import TokenCount
+from server.api.inference.bodies.forms import FormBody
 from server.api.inference.bodies.generation import LenientBody
-from server.api.inference.bodies.unsupported import unsupported
+from server.api.inference.bodies.messages import Messages
+from server.api.inference.bodies.tools import ToolBody
 from server.errors import field_error
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | list[dict[str, Any]] | None = None
-    refusal: Text | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-
-    @field_validator("content")
-    @classmethod
-    def _text_only(cls, value: Any) -> Any:
-        for part in value if isinstance(value, list) else ():
-            if not isinstance(_text_of(part), str):
-                raise ValueError("parts must be of type text with their text; this server reads nothing else")
-        return value
-
-    @field_validator("tool_calls", "function_call")
-    @classmethod
-    def _no_calls(cls, value: Any) -> Any:
-        if value:
-            raise unsupported("")
-        return value
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """Role and text as chat templates take them; ``developer`` is the newer name of ``system``."""
-        content = self.content if self.content is not None else self.refusal
-        text = "".join(_text_of(part) for part in content) if isinstance(content, list) else content or ""
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-def _text_of(part: dict[str, Any]) -> Any:
-    """A part's text, which for a refusal stands under its own name; None for parts of other types."""
-    match part.get("type"):
-        case "text" | "input_text":
-            return part.get("text")
-        case "refusal":
-            return part.get("refusal")
-    return None
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 class TemplateOptions(LenientBody):
@@ -76,7 +33,7 @@ class TemplateOptions(LenientBody):
         return self
 
 
-class ChatBody(ScoredBody, TemplateOptions):
+class ChatBody(ScoredBody, TemplateOptions, ToolBody, FormBody):
     """``POST /v1/chat/completions``."""
 
     messages: Messages

@@ -8,6 +8,7 @@ from pydantic import Field, StrictBool, StrictInt, field_validator, model_valida
 
 from server.api.inference.bodies.dialects import ScoredBody
 from server.api.inference.bodies.fields import MAX_CHOICES, MAX_TOKENS, Text
+from server.api.inference.bodies.forms import FormBody
 from server.api.inference.bodies.generation import GenerationBody
 from server.errors import field_error
 
@@ -38,7 +39,7 @@ class PromptBody(GenerationBody):
         return value
 
 
-class CompletionBody(PromptBody, ScoredBody):
+class CompletionBody(PromptBody, ScoredBody, FormBody):
     """``POST /v1/completions``."""
 
     suffix: Text | None = None

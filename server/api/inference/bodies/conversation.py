@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,13 +58,21 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         raise _renamed(translate(error), names) from None
 
 
+def _name_of(field: str, names: Mapping[str, str]) -> str:
+    """A chat's field as the client knows it: without the objects that only a chat has, and the places of messages, which differ."""
+    if re.match(r"messages\.\d", field):
+        return names["messages"]
+    field = field.replace(".function", "", 1)
+    for own, theirs in names.items():
+        if field == own or field.startswith(f"{own}."):
+            return theirs + field.removeprefix(own)
+    return field
+
+
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     field = error.param or ""
-    first, dot, rest = field.partition(".")
-    if first not in names:
-        return error
-    renamed = names[first] + dot + rest
+    renamed = _name_of(field, names)
     message = (
         error.message.replace(f"{field}:", f"{renamed}:", 1) if error.message.startswith(f"{field}:") else error.message
     )
-    return ApiError(error.status, message, param=renamed, code=error.code, headers=error.headers)
+    return ApiError(error.status, message, param=renamed or None, code=error.code, headers=error.headers)

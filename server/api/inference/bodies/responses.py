@@ -20,6 +20,8 @@ from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.conversation import as_chat
 from server.api.inference.bodies.fields import Text, TokenCount
 from server.api.inference.bodies.generation import GenerationBody
+from server.api.inference.bodies.messages import CalledFunction
+from server.api.inference.bodies.tools import Function, Named
 from server.errors import field_error
 
 LOGPROBS = "message.output_text.logprobs"
@@ -31,6 +33,7 @@ NAMES = {
     "logprobs": "include",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
 Id = Annotated[StrictStr, Field(min_length=1, max_length=256)]
@@ -50,13 +53,11 @@ class MessageItem(BaseModel):
         return text_parts(value)
 
 
-class CallItem(BaseModel):
+class CallItem(CalledFunction):
     """A tool that the model called."""
 
     type: Literal["function_call"]
     call_id: Id
-    name: Id
-    arguments: Text
 
 
 class OutputItem(BaseModel):
@@ -133,21 +134,16 @@ class TextOptions(BaseModel):
     format: Format | None = None
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(Function):
     """A tool of the client's own; there are no others here."""
 
     type: Literal["function"]
-    name: Id
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: StrictBool | None = None
 
 
-class NamedTool(BaseModel):
+class NamedTool(Named):
     """The one tool that must be called."""
 
     type: Literal["function"]
-    name: Id
 
 
 class ResponsesBody(GenerationBody):
@@ -163,7 +159,7 @@ class ResponsesBody(GenerationBody):
     include: Annotated[list[StrictStr], Field(max_length=64)] = Field(default_factory=list)
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
     text: TextOptions = TextOptions()
-    tools: Annotated[list[FunctionTool], Field(max_length=256)] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], Field(max_length=512)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: StrictBool = True
     metadata: Annotated[

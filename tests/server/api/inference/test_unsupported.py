@@ -19,19 +19,11 @@ BODIES: dict[str, dict[str, Any]] = {
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 ASKED: list[tuple[str, Any]] = [
     ("tools", [TOOL]),
-    ("tool_choice", "required"),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("guided_decoding_backend", "x"),
     ("functions", [{"name": "f"}]),
     ("function_call", {"name": "f"}),
     ("web_search_options", {}),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("grammar", 'root ::= "yes"'),
-    ("json_schema", {}),
-    ("structured_outputs", {"regex": "a+"}),
-    ("guided_json", {"a": 1}),
-    ("guided_choice", ["a", "b"]),
-    ("guided_regex", "a+"),
+    ("structural_tag", "x"),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
     ("prediction", {"type": "content", "content": "x"}),
@@ -89,11 +81,22 @@ def test_values_that_ask_for_nothing_pass(server: Live, path: str) -> None:
 
 
 def test_what_one_route_has_another_refuses(server: Live) -> None:
-    for name, value in (("echo", True), ("suffix", "x"), ("n_probs", 3), ("repeat_penalty", 1.5)):
+    for name, value in (("echo", True), ("suffix", "x"), ("n_probs", 3), ("repeat_penalty", 1.5), ("grammar", "x")):
         refused = server.call("/v1/chat/completions", {**BODIES["/v1/chat/completions"], name: value})
         assert (refused.error["code"], refused.error["param"]) == ("unsupported_parameter", name)
     assert server.complete(echo=True, suffix="x").status == 200
     assert server.call("/completion", {**BODIES["/completion"], "repeat_penalty": 1.5}).status == 200
+    asked: list[tuple[str, Any]] = [
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("json_schema", {}),
+        ("structured_outputs", {"regex": "a+"}),
+        ("guided_json", {"a": 1}),
+        ("guided_choice", ["a", "b"]),
+    ]
+    for name, value in asked:
+        refused = server.call("/v1/fim/completions", {**BODIES["/v1/fim/completions"], name: value})
+        assert (refused.error["code"], refused.error["param"]) == ("unsupported_parameter", name)
 
 
 def test_every_refused_field_has_a_value_that_passes_everywhere(server: Live) -> None:
@@ -105,11 +108,12 @@ def test_every_refused_field_has_a_value_that_passes_everywhere(server: Live) ->
         assert answer.status == 200, (path, answer.raw)
 
 
-def test_calls_of_tools_in_a_conversation_are_refused(server: Live) -> None:
+def test_calls_in_a_conversation_are_refused_where_the_template_knows_none(server: Live) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     refused = server.call("/v1/chat/completions", {"messages": messages})
     assert (refused.status, refused.error["code"]) == (400, "unsupported_parameter")
+    assert "chat template knows no calls" in refused.error["message"]
     assert refused.error["param"] == "messages.1.tool_calls"
     messages[1] = {"role": "assistant", "content": "hello", "tool_calls": [], "refusal": None}
     assert server.call("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).status == 200

@@ -51,6 +51,22 @@ class Unescaped:
         return self._place
 
 
+def meant(begun: str, text: str) -> tuple[str, str]:
+    """What ``text`` means after an escape that has ``begun``, and what of the newest escape has come."""
+    if not begun and "\\" not in text:
+        return text, ""
+    found = []
+    for character in text:
+        if not begun and character != "\\":
+            found.append(character)
+            continue
+        begun += character
+        if (meaning := _meaning(begun)) is not None:
+            found.append(meaning)
+            begun = ""
+    return "".join(found), begun
+
+
 def _meaning(escape: str) -> str | None:
     """What an escape stands for; None while more of it is to come. What is no escape stands for itself."""
     if len(escape) < 2:

@@ -1,0 +1,76 @@
+"""Functions that a chat's answer may call, and how freely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
+
+from server.api.inference.bodies.generation import LenientBody
+from server.errors import field_error
+
+FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class Function(BaseModel):
+    """A function as OpenAI's clients describe it."""
+
+    name: FunctionName
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(BaseModel):
+    """One of ``tools``."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Named(BaseModel):
+    """A function's name."""
+
+    name: FunctionName
+
+
+class NamedFunction(BaseModel):
+    """``tool_choice`` that names one function."""
+
+    type: Literal["function"]
+    function: Named
+
+
+class ToolBody(LenientBody):
+    """What a chat may say of functions."""
+
+    tools: Annotated[tuple[Tool, ...], Field(max_length=512)] = ()
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction, Field(description="of tools; auto by default")
+    ] = "auto"
+    parallel_tool_calls: Annotated[StrictBool, Field(description="whether an answer may have several calls")] = True
+
+    @model_validator(mode="after")
+    def _there_are_such(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise field_error("tools", "has two functions of one name; rename one")
+        chosen = self.tool_choice
+        if chosen == "required" and not names:
+            raise field_error("tool_choice", "asks for a call, and there are no tools; send tools, or leave it out")
+        if isinstance(chosen, NamedFunction) and chosen.function.name not in names:
+            raise field_error("tool_choice", "names a function that is not among tools; name one that is")
+        return self
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The functions that the answer may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def demanded(self) -> Sequence[Tool]:
+        """Those of which one must be called."""
+        if isinstance(self.tool_choice, NamedFunction):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else ()

@@ -1,0 +1,130 @@
+"""What a chat asks of calls: which format its model writes them in, what the grammar demands, and what the answers then say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.api.inference.bodies.chat import ChatBody
+from server.api.inference.bodies.forms import Wanted
+from server.api.inference.bodies.tools import Tool
+from server.api.inference.tools.formats import ToolFormat, format_of, lark, shown_tokens, template_of
+from server.api.inference.tools.reading import Argued, Begun, Event, Reader, Said
+from server.engine.grammars import SPACING, Form
+from server.errors import invalid
+from server.service import Service
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How the answers of a chat call functions."""
+
+    form: ToolFormat
+    functions: tuple[str, ...]
+    most: int | None
+    special: dict[str, int]
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Special tokens that are part of the text, as calls are found by them."""
+        return frozenset(self.special.values())
+
+    def speech(self) -> Speech:
+        """A new answer."""
+        return Speech(Reader(self.form, self.functions, self.most), self.form.id_length)
+
+
+def calling_of(served: Service, body: ChatBody) -> Calling | None:
+    """None where the body offers no functions. Raises ApiError 400 where the model calls none."""
+    if not body.offered:
+        return None
+    tokenizer = served.loaded.tokenizer
+    form = format_of(template_of(tokenizer), served.settings.tool_format)
+    if form is None:
+        raise invalid(
+            "tools: this model's chat template takes no functions in a format that is known here; leave it out, or name the "
+            "format in the setting tool_format",
+            "tools",
+            "unsupported_parameter",
+        )
+    names = tuple(tool.function.name for tool in body.offered)
+    return Calling(form, names, None if body.parallel_tool_calls else 1, shown_tokens(tokenizer, form))
+
+
+def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
+    """What the answer must look like: what the body says of it, and a call where one is demanded. Raises ApiError."""
+    wanted = body.wanted_form
+    if calling is None or (wanted is None and not body.demanded):
+        return wanted
+    if wanted is not None and wanted.form.kind != "json":
+        raise invalid(f"{wanted.field}: does not go with tools; leave one of them out", wanted.field)
+    functions = [(tool.function.name, _schema(tool)) for tool in body.demanded or body.offered]
+    or_answer = None
+    if wanted is not None and not body.demanded:
+        or_answer = _spaced(json.loads(wanted.form.text), lenient=wanted.form.lenient)
+    text = lark(calling.form, functions, calling.special, several=body.parallel_tool_calls, or_answer=or_answer)
+    return Wanted(Form("grammar", text), "tools")
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    found = tool.function.parameters or nothing
+    return _spaced({"type": "object", **found}, lenient=not tool.function.strict)
+
+
+def _spaced(schema: Any, *, lenient: bool) -> dict[str, Any]:
+    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return {**schema, "x-guidance": {**SPACING, "lenient": lenient}}
+
+
+@dataclass
+class Speech:
+    """One answer as a chat tells it: its content and its calls."""
+
+    reader: Reader | None = None
+    id_length: int = 24
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def deltas(self, text: str, *, last: bool = False) -> list[dict[str, Any]]:
+        """What the next piece of the answer's text says, as the deltas of a stream; ``last``: none follows."""
+        if self.reader is None:
+            self.content += text
+            return [{"content": text}] if text else []
+        events = self.reader.push(text) if text else []
+        events += self.reader.flush() if last else []
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Said(text):
+                self.content += text
+                return {"content": text}
+            case Begun(index, name):
+                call = {"id": self._id(), "type": "function", "function": {"name": name, "arguments": ""}}
+                self.calls.append(call)
+                return {"tool_calls": [{"index": index, **copy.deepcopy(call)}]}
+            case Argued(index, text):
+                self.calls[index]["function"]["arguments"] += text
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _id(self) -> str:
+        """Mistral's templates take nine letters and nothing else."""
+        made = "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
+        return made if self.id_length < 24 else f"call_{made}"
+
+    def reason(self, reason: str) -> str:
+        """Why the answer ended, with its calls in mind."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The whole answer."""
+        said = {"role": "assistant", "content": self.content, "refusal": None}
+        return said | {"content": self.content or None, "tool_calls": self.calls} if self.calls else said

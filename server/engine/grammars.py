@@ -1,0 +1,156 @@
+"""What an answer must look like: a form as clients give it -> a compiled grammar -> which tokens may follow, one answer each.
+
+Compiling is bounded and done on a thread of its own, so that a hostile schema holds up nobody but others who bring new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
+
+LONGEST = 65_536  # characters of a form
+REMEMBERED = 64  # compiled grammars
+WAITING = 32  # forms that wait for their turn
+SECONDS = 1.0  # of a processor, for one form
+# On one line, with room for a blank where models like one: white space without end would never end an answer.
+SPACING = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
+
+
+class GrammarError(ValueError):
+    """A form that cannot be compiled; the message says why."""
+
+
+class GrammarsBusy(Exception):
+    """Too many forms wait to be compiled."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must look like. ``text``: a JSON schema, a regular expression, a JSON list of texts, or a grammar as llama.cpp
+    (GBNF) or llguidance (Lark) write them. ``lenient``: leave out the keywords of a schema that a grammar cannot hold.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+    lenient: bool = False
+
+    def source(self) -> str:
+        """The form as llguidance takes it. Raises GrammarError."""
+        if len(self.text) > LONGEST:
+            raise GrammarError(f"has {len(self.text)} characters, and {LONGEST} are the most; send a smaller one")
+        try:
+            match self.kind:
+                case "json":
+                    options = json.dumps({**SPACING, "lenient": self.lenient})
+                    return LLMatcher.grammar_from_json_schema(self.text, overrides=json.loads(options))
+                case kind:
+                    return grammar_from(kind, self.text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise GrammarError(f"is not understood: {str(error)[:300]}") from None
+
+
+class Constraint:
+    """One answer under a grammar: which tokens may follow, and whether it is complete."""
+
+    def __init__(self, matcher: LLMatcher, width: int, ends: frozenset[int]) -> None:
+        self._matcher, self._width, self._ends = matcher, width, sorted(ends)
+        self.failed = ""  # why the grammar can say nothing more
+
+    def allowed(self, *, or_end: bool = False) -> NDArray[np.bool_]:
+        """By token, whether it may follow; ``or_end``: the model may end the answer whatever it lacks."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        found = np.unpackbits(bits, count=self._width, bitorder="little").astype(np.bool_)
+        if or_end:
+            found[self._ends] = True
+        return found
+
+    def take(self, token: int) -> None:
+        """Go on by ``token``."""
+        if not self._matcher.consume_token(token):
+            self.failed = self._matcher.get_error()[:200] or "the answer left the grammar"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete and nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+
+class Grammar:
+    """A compiled grammar, for any number of answers. ``source`` compiles to it anywhere."""
+
+    def __init__(self, source: str, matcher: LLMatcher, width: int, ends: frozenset[int]) -> None:
+        self.source = source
+        self._matcher, self._width, self._ends = matcher, width, ends
+
+    def begin(self) -> Constraint:
+        """A new answer."""
+        return Constraint(self._matcher.deep_copy(), self._width, self._ends)
+
+
+class Grammars:
+    """Compiles for one tokenizer of the fast kind, and remembers.
+
+    ``width``: logits of the model; ``ends``: tokens with which it ends an answer.
+    """
+
+    def __init__(self, tokenizer: Any, width: int, ends: frozenset[int]) -> None:
+        self._tokenizer, self._width, self._ends = tokenizer, width, ends
+        self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tokens: LLTokenizer | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unbind-grammar")
+        self._room = threading.BoundedSemaphore(WAITING)
+
+    async def compiled(self, form: Form) -> Grammar:
+        """The form's grammar, compiled off the event loop. Raises GrammarError, GrammarsBusy."""
+        if not self._room.acquire(blocking=False):
+            raise GrammarsBusy("too many grammars wait to be compiled; try again")
+        done = self._pool.submit(lambda: self.of(form.source()))
+        done.add_done_callback(lambda _: self._room.release())
+        return await asyncio.wrap_future(done)
+
+    def of(self, source: str) -> Grammar:
+        """The grammar of a source. Raises GrammarError where it does not compile within the limits."""
+        with self._lock:
+            if (known := self._known.get(source)) is not None:
+                self._known.move_to_end(source)
+                return known
+            made = self._known[source] = self._compile(source)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+            return made
+
+    def load(self) -> LLTokenizer:
+        """What the vocabulary spells, read on first use. Raises GrammarError for a tokenizer that tells it to nobody."""
+        if self._tokens is None:
+            try:
+                self._tokens = from_tokenizer(self._tokenizer, self._width, sorted(self._ends))
+            except (ValueError, TypeError) as error:
+                raise GrammarError(f"cannot be had with this model's tokenizer: {str(error)[:200]}") from None
+        return self._tokens
+
+    def _compile(self, source: str) -> Grammar:
+        tokens, begun = self.load(), time.thread_time()
+        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+        matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            reason = matcher.get_error().split("\n<backtrace>")[0].strip()
+            raise GrammarError(f"does not compile: {reason[:300]}")
+        if time.thread_time() - begun > SECONDS:
+            raise GrammarError(f"takes over {SECONDS:g} s to compile; send a simpler one")
+        return Grammar(source, matcher, self._width, self._ends)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
