@@ -134,16 +134,18 @@ class TextOptions(BaseModel):
     format: Format | None = None
 
 
-class FunctionTool(Function):
-    """A tool of the client's own; there are no others here."""
+class _OfFunctions(BaseModel):
+    """There are no other tools here."""
 
     type: Literal["function"]
 
 
-class NamedTool(Named):
+class FunctionTool(Function, _OfFunctions):  # in this order the type is looked at first
+    """A tool of the client's own."""
+
+
+class NamedTool(Named, _OfFunctions):
     """The one tool that must be called."""
-
-    type: Literal["function"]
 
 
 class ResponsesBody(GenerationBody):
