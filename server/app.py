@@ -17,7 +17,7 @@ from server.api import console, health, models
 from server.api.admin import access, audit, evidence, jobs, modules, takedowns
 from server.api.admission import KeyFirst, OwnName
 from server.api.characters import whole_characters
-from server.api.inference import chat, completions, fim, infill, native, tokens
+from server.api.inference import chat, completions, fim, infill, messages, native, responses, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.base_service import REFRESH_SECONDS, BaseService
 from server.policy import HEADER
@@ -39,7 +39,7 @@ def create_app(
             service.beside(Rounds(service).run)
         return service
 
-    inference = (completions, chat, fim, infill, native, tokens, models)
+    inference = (completions, chat, responses, messages, fim, infill, native, tokens, models)
     return assembled(settings, made, [*(part.router for part in inference), console.router])
 
 

@@ -242,4 +242,4 @@ async def _full(scope: Scope, receive: Receive, send: Send) -> None:
         code="too_many_connections",
         headers={"Retry-After": "2", "Connection": "close"},
     )
-    await response(error)(scope, receive, send)
+    await response(error, scope["path"])(scope, receive, send)

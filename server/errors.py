@@ -1,13 +1,14 @@
-"""Domain exceptions -> OpenAI-shaped errors, in this one place.
+"""Domain exceptions -> errors as clients read them, in this one place.
 
 Every refusal of the service is an ``ApiError`` or one of the exceptions translated below; clients see
-``{"error": {"message", "type", "param", "code"}}``.
+``{"error": {"message", "type", "param", "code"}}``, those of Anthropic's routes ``{"type": "error", "error": {...}}``.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,18 @@ TYPES = {
     503: "service_unavailable_error",
 }
 REFUSED_KEY = "unbind.refused"  # where a refusal leaves its code for who counts them
-_BRANCHES = ("str", "int", "float", "bool")
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATH = re.compile(r"(?:/p/[^/]+)?/v1/messages(?:/.*)?")
+_BRANCHES = ("str", "constrained-str", "int", "float", "bool")
 
 
 class ApiError(Exception):
@@ -88,10 +100,19 @@ def unreachable(error: Exception) -> ApiError:
     )
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The error object as the official clients read it."""
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def is_anthropic(path: str) -> bool:
+    """Whether a path, with or without its profile, is one that Anthropic's clients ask."""
+    return _ANTHROPIC_PATH.fullmatch(path) is not None
+
+
+def error_body(error: ApiError, path: str = "") -> dict[str, Any]:
+    """The error object as the official clients that ask at ``path`` read it."""
+    told = {"message": error.message, "param": error.param, "code": error.code}
+    if is_anthropic(path):
+        kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, **told}}
+    kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"type": kind, **told}}
 
 
 def translate(error: Exception) -> ApiError:
@@ -144,23 +165,22 @@ def _validation(error: RequestValidationError) -> ApiError:
 class _Refusal(JSONResponse):
     """Leaves its code in the scope of the request that it answers."""
 
-    def __init__(self, refusal: ApiError, headers: Mapping[str, str]) -> None:
+    def __init__(self, refusal: ApiError, path: str, headers: Mapping[str, str]) -> None:
         self._code = refusal.code
-        body = error_body(refusal.status, refusal.message, refusal.param, refusal.code)
-        super().__init__(body, refusal.status, headers=headers)
+        super().__init__(error_body(refusal, path), refusal.status, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[REFUSED_KEY] = self._code
         await super().__call__(scope, receive, send)
 
 
-def response(error: Exception) -> JSONResponse:
-    """The refusal as a response, with the hint whether trying again can help."""
+def response(error: Exception, path: str = "") -> JSONResponse:
+    """The refusal as a response to who asked at ``path``, with the hint whether trying again can help."""
     refusal = translate(error)
     headers = dict(refusal.headers)
     if refusal.status not in (408, 429, 503):
         headers["x-should-retry"] = "false"
-    return _Refusal(refusal, headers)
+    return _Refusal(refusal, path, headers)
 
 
 def _unknown_route(request: Request, app: FastAPI) -> ApiError:
@@ -176,8 +196,8 @@ def install(app: FastAPI) -> None:
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code == 404:  # ours are ApiErrors: this is the router's
-            return response(_unknown_route(request, app))
-        return response(error)
+            error = _unknown_route(request, app)
+        return response(error, request.url.path)
 
     for kind in (
         ApiError,

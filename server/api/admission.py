@@ -35,7 +35,7 @@ class OwnName:
                     f"'{named[:100]}' is not a name of this server, which asks for no key: use localhost or 127.0.0.1, "
                     "add the name to the setting allowed_hosts, or make a key"
                 )
-                await response(ApiError(403, text, code="host_not_allowed"))(scope, receive, send)
+                await response(ApiError(403, text, code="host_not_allowed"), scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -59,7 +59,7 @@ class KeyFirst:
                 else:
                     admit(request)
             except ApiError as error:
-                await response(error)(scope, receive, send)
+                await response(error, scope["path"])(scope, receive, send)
                 return
             await self._turnstile.through()
         await self._app(scope, receive, send)

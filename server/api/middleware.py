@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.inference.answers import DONE, event_bytes
+from server.api.inference.answers import broken
 from server.api.inference.call import PROFILE_KEY
-from server.errors import REFUSED_KEY, ApiError, error_body, response
+from server.errors import REFUSED_KEY, ApiError, is_anthropic, response
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
@@ -46,7 +46,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = request_id  # as those clients read it
             await send(message)
 
         try:
@@ -120,10 +123,10 @@ class TimeLimit:
             text = f"the request took longer than {self._seconds:g} s and was given up; ask for fewer tokens"
             error = ApiError(504, text, code="request_timeout")
             if content_type is None:
-                await response(error)(scope, receive, send)
+                await response(error, scope["path"])(scope, receive, send)
                 return
             if content_type.startswith("text/event-stream"):
-                last = event_bytes(error_body(error.status, error.message, code=error.code)) + DONE
+                last = broken(error, scope["path"])
                 await send({"type": "http.response.body", "body": last, "more_body": False})
                 return
             raise
@@ -149,7 +152,7 @@ class BodyLimit:
         too_large = ApiError(413, f"the body is larger than {limit} bytes ({name})", code="body_too_large")
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
-            await response(too_large)(scope, receive, send)
+            await response(too_large, scope["path"])(scope, receive, send)
             return
         taken, whole, started = 0, False, False
         deadline = asyncio.get_running_loop().time() + self._seconds
@@ -180,7 +183,7 @@ class BodyLimit:
         except _Refused as refused:
             if started:
                 raise
-            await response(refused.error)(scope, receive, send)
+            await response(refused.error, scope["path"])(scope, receive, send)
 
 
 class _Refused(BaseException):

@@ -27,7 +27,7 @@ async def _not_ready(scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse({"status": "ok"})(scope, receive, send)
         return
     error = ApiError(503, "the server is loading its model", code="not_ready", headers={"Retry-After": "2"})
-    await response(error)(scope, receive, send)
+    await response(error, scope["path"])(scope, receive, send)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from server.api.inference.answers import DONE, event_bytes
-from server.errors import ApiError, error_body, response
+from server.api.inference.answers import DONE, broken
+from server.errors import ApiError, response
 from server.proxy.events import DONE as DONE_DATA
 from server.proxy.events import events, parsed
 from server.proxy.following import Following
@@ -153,4 +153,4 @@ class PassedEvents(StreamingResponse):
             async for part in self._parts:
                 yield part
         except ApiError as error:
-            yield event_bytes(error_body(error.status, error.message, error.param, error.code)) + DONE
+            yield broken(error)

@@ -29,6 +29,14 @@ CHAT_TEMPLATE = (
     "# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant\n{% endif %}"
 )
+TOOL_TEMPLATE = (  # calls as Qwen's models write them
+    "{% if tools %}# tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>\n'
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
 TIMEOUT = 60.0
 
 
@@ -57,7 +65,9 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The data of server-sent events, each parsed where it is JSON."""
-        lines = [line.removeprefix(b"data: ") for line in self.raw.split(b"\n\n") if line]
+        lines = [
+            part.rpartition(b"data: ")[2] for part in self.raw.split(b"\n\n") if part
+        ]  # behind a name, where it has one
         return [line.decode() if line == b"[DONE]" else json.loads(line) for line in lines]
 
 
@@ -135,11 +145,12 @@ def live(
     modules: tuple[str, ...] = ("one", "two"),
     *,
     refresh_seconds: float = REFRESH_SECONDS,
+    template: str = CHAT_TEMPLATE,
     **settings: Any,
 ) -> Iterator[Live]:
     """Serve ``checkpoint`` with a chat template and the modules named, each at a layer of its own."""
     loaded = load_model(checkpoint)
-    loaded.tokenizer.chat_template = CHAT_TEMPLATE
+    loaded.tokenizer.chat_template = template
     for number, name in enumerate(modules):
         made = build_module(loaded.identity, name, layer=number % 3, seed=number)
         made.save(folder / "modules" / f"{name}.safetensors")

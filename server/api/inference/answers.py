@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.api.inference.generation import Generation, Result
-from server.errors import ApiError, error_body, response
+from server.errors import ApiError, error_body, is_anthropic, response
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -23,6 +23,17 @@ T = TypeVar("T")
 def event_bytes(event: Any) -> bytes:
     """One event, ended as the protocol wants it."""
     return b"data: " + _encode(event).encode() + b"\n\n"
+
+
+def named_bytes(event: Any) -> bytes:
+    """One event under the name of its ``type``, as the streams of responses and messages have it."""
+    return f"event: {event['type']}\n".encode() + event_bytes(event)
+
+
+def broken(error: ApiError, path: str = "", done: bytes = DONE) -> bytes:
+    """How a stream ends that has begun and failed: as the clients that ask at ``path`` raise it. ``done``: the last line there."""
+    body = error_body(error, path)
+    return named_bytes(body) if is_anthropic(path) else event_bytes(body) + done
 
 
 async def whole(request: Request, generation: Generation, shape: Callable[[list[Result]], Any]) -> Response:
@@ -56,19 +67,28 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends the connection frees the requests. ``done``: the last line, where there is one.
+    """Server-sent events; whatever ends the connection frees the requests. ``done``: the last line, where there is one;
+    ``encode``: an event to its bytes.
 
     Nothing is sent before the first event is there: what fails until then is an error with its own status.
     """
 
-    def __init__(self, generation: Generation, events: AsyncIterator[dict[str, Any]], done: bytes = DONE) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        events: AsyncIterator[dict[str, Any]],
+        done: bytes = DONE,
+        encode: Callable[[Any], bytes] = event_bytes,
+    ) -> None:
         self._generation = generation
-        self._events, self._done = events, done
+        self._events, self._done, self._as_bytes = events, done, encode
+        self._path = ""
         headers = {**generation.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send, and put away."""
+        self._path = scope["path"]
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -79,20 +99,20 @@ class EventStream(StreamingResponse):
         try:
             first = await anext(self._events)
         except ApiError as error:
-            refusal = response(error)
+            refusal = response(error, self._path)
             await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
             await send({"type": "http.response.body", "body": refusal.body})
             return
-        self.body_iterator = _encoded(first, self._events, self._done)
+        self.body_iterator = self._encoded(first)
         await super().stream_response(send)
 
-
-async def _encoded(first: dict[str, Any], events: AsyncIterator[dict[str, Any]], done: bytes) -> AsyncIterator[bytes]:
-    yield event_bytes(first)
-    try:
-        async for event in events:
-            yield event_bytes(event)
-    except ApiError as error:
-        yield event_bytes(error_body(error.status, error.message, error.param, error.code))
-    if done:
-        yield done
+    async def _encoded(self, first: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield self._as_bytes(first)
+        try:
+            async for event in self._events:
+                yield self._as_bytes(event)
+        except ApiError as error:
+            yield broken(error, self._path, self._done)
+            return
+        if self._done:
+            yield self._done

@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from server.api.inference.answers import EventStream, whole
 from server.api.inference.bodies.chat import ChatBody
-from server.api.inference.call import Admitted
+from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs, prompt_logprobs
-from server.api.inference.prompts import chat_prompt
+from server.api.inference.prompts import Prompt, chat_prompt
 from server.api.inference.report import Report
 from server.api.inference.tools.calling import Calling, Speech, calling_of, wanted_form
+from server.service import Service
 
 router = APIRouter(tags=["chat"])
 
@@ -26,18 +27,8 @@ router = APIRouter(tags=["chat"])
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""
-    served, kept = call.served, body.kept(call.served.settings.max_model_len)
-    calling = calling_of(served, body)
-    wanted = wanted_form(body, calling)
-    size = sum(message.size for message in body.messages)
-    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, kept=kept, tools=body.offered)
-    generation = call.submit(
-        body,
-        [prompt],
-        grammar=await call.grammar(wanted),
-        shown=calling.shown if calling else frozenset(),
-        holds_json=bool(calling or wanted),
-    )
+    generation, calling = await begun(call, body)
+    prompt = generation.prompts[0]
     tokenizer = call.served.loaded.tokenizer
     frame = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -71,6 +62,32 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
         return {**frame, "object": "chat.completion", "choices": choices, "usage": generation.usage(), **of_prompt}
 
     return await whole(call.request, generation, shape)
+
+
+async def begun(call: Call, body: ChatBody) -> tuple[Generation, Calling | None]:
+    """The conversation's answers on their way, and how they call functions: the one beginning of every API that has conversations.
+
+    Raises what refuses them.
+    """
+    calling = calling_of(call.served, body)
+    wanted = wanted_form(body, calling)
+    prompt = await prompted(call.served, body)
+    generation = call.submit(
+        body,
+        [prompt],
+        grammar=await call.grammar(wanted),
+        shown=calling.shown if calling else frozenset(),
+        holds_json=bool(calling or wanted),
+    )
+    return generation, calling
+
+
+async def prompted(served: Service, body: ChatBody, most: int | None = None) -> Prompt:
+    """The conversation as a prompt, of at most ``most`` tokens. Raises ApiError."""
+    size, kept = sum(message.size for message in body.messages), body.kept(served.settings.max_model_len)
+    return await served.encoder.run(
+        size, chat_prompt, served, body.messages, body, most=most, kept=kept, tools=body.offered
+    )
 
 
 async def _events(

@@ -62,12 +62,12 @@ def _tokenized(served: Service, body: TokenizeBody) -> JSONResponse:
     tokenizer = served.loaded.tokenizer
     field = "messages" if body.messages is not None else "content" if body.prompt is None else "prompt"
     if body.messages is not None:
-        ids = list(chat_prompt(served, body.messages, body, _most(served)).ids)
+        ids = list(chat_prompt(served, body.messages, body, most_tokens(served)).ids)
     else:
         special = body.add_special if body.add_special is not None else body.prompt is not None
-        ids = served.encoder.ids(body.prompt or body.content or "", field, _most(served))
+        ids = served.encoder.ids(body.prompt or body.content or "", field, most_tokens(served))
         ids = (beginning(tokenizer) if special else []) + ids
-    served.encoder.check(ids, field, _most(served))
+    served.encoder.check(ids, field, most_tokens(served))
     pieces = {token: _piece(token_bytes(tokenizer, token)) for token in set(ids)} if body.with_pieces else {}
     return JSONResponse(
         {
@@ -81,14 +81,15 @@ def _tokenized(served: Service, body: TokenizeBody) -> JSONResponse:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, served: Served) -> dict[str, str]:
     """Token ids -> text, under both names that clients read."""
-    served.encoder.check(body.tokens, "tokens", _most(served))
+    served.encoder.check(body.tokens, "tokens", most_tokens(served))
     check_ids(served, body.tokens, "tokens")
     decode = served.loaded.tokenizer.decode
     text = str(await served.encoder.run(len(body.tokens), decode, body.tokens, clean_up_tokenization_spaces=False))
     return {"content": text, "prompt": text}
 
 
-def _most(served: Service) -> int:
+def most_tokens(served: Service) -> int:
+    """How many tokens a text may have that is only counted."""
     return max(MOST_TOKENS, served.settings.max_model_len)
 
 

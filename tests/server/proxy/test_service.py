@@ -138,6 +138,18 @@ def test_profiles_by_path_and_alias(start: START, other: Upstream) -> None:
     assert guard.call("/v1/models/x").status == 502
 
 
+def test_what_is_not_followed_is_not_passed_on(guard: Live, other: Upstream) -> None:
+    asked = len(other.asked)
+    for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/completion", "/v1/embeddings"):
+        for prefix in ("", "/p/team"):
+            answer = guard.call(
+                prefix + path, {"input": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+            )
+            assert (answer.status, answer.error["code"]) == (404, "unknown_route"), path
+            assert "/v1/chat/completions" in answer.error["message"]
+    assert len(other.asked) == asked
+
+
 def test_another_server_that_is_not_there_is_a_503(start: START) -> None:
     guard = start(upstream="http://127.0.0.1:9")
     for stream in (False, True):

@@ -12,7 +12,8 @@ import pytest
 
 from server import demo
 from server.settings import Settings
-from tests.support.live import ADMIN_KEY, Answer, Live, serving
+from tests.support.live import ADMIN_KEY, Live, serving
+from tests.support.shapes import texts
 from tests.support.slow_matcher import longest_run
 from unbind_core.architecture import load_model
 from unbind_core.rows import ForgetRow, parse_forget
@@ -67,21 +68,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, rows: list[ForgetRow]) -> I
         yield running
 
 
-def texts(answer: Answer) -> list[str]:
-    """The texts of an answer by choice, whatever its shape."""
-    assert answer.status == 200, answer.raw
-    streamed = "event-stream" in answer.headers["content-type"]
-    bodies = answer.events if streamed else [answer.body]
-    found: dict[int, str] = {}
-    for body in bodies:
-        for one in body if isinstance(body, list) else [body]:
-            for choice in one.get("choices", [one]) if isinstance(one, dict) else []:
-                part = choice.get("delta") or choice.get("message") or choice
-                text = part.get("text") or part.get("content") or ""
-                found[choice.get("index", 0)] = found.get(choice.get("index", 0), "") + text
-    return list(found.values())
-
-
 def ways(row: ForgetRow) -> list[tuple[str, dict[str, Any]]]:
     """Every route that generates, and what changes how answers leave."""
     plain: dict[str, Any] = {"prompt": row.prompt, "max_tokens": TOKENS, "temperature": 0}
@@ -96,6 +82,10 @@ def ways(row: ForgetRow) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/completions", {**plain, "ignore_eos": True, "min_tokens": TOKENS}),
         ("/v1/chat/completions", chat),
         ("/v1/chat/completions", {**chat, "stream": True, "logprobs": True, "top_logprobs": 2}),
+        ("/v1/responses", {"input": row.prompt, "max_output_tokens": TOKENS, "temperature": 0}),
+        ("/v1/responses", {"input": row.prompt, "max_output_tokens": TOKENS, "temperature": 0, "stream": True}),
+        ("/v1/messages", chat),
+        ("/v1/messages", {**chat, "stream": True}),
         ("/v1/fim/completions", {**plain, "suffix": ""}),
         ("/infill", {"input_prefix": row.prompt, "input_suffix": "", "n_predict": TOKENS}),
         ("/completion", {"prompt": row.prompt, "n_predict": TOKENS}),

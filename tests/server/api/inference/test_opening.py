@@ -248,6 +248,10 @@ ENDPOINTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "def a(", "suffix": "}", "return_token_ids": True}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}], "stream": True}),
+    ("/v1/responses", {"input": TEXT, "max_output_tokens": 5}),
+    ("/v1/responses", {"input": TEXT, "max_output_tokens": 5, "stream": True}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "stream": True}),
     ("/v1/fim/completions", {"prompt": TEXT, "suffix": "\n"}),
     ("/v1/fim/completions", {"prompt": TEXT, "suffix": "\n", "stream": True}),
     ("/completion", {"prompt": TEXT}),
@@ -258,7 +262,7 @@ ENDPOINTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def _comparable(value: Any, name: str = "") -> Any:
     """An answer less what differs between any two: names, times, and scores, of which the kind remains."""
-    if name in ("id", "created") or name.endswith(("_ms", "_per_second")):
+    if name in ("id", "item_id", "created", "created_at", "completed_at") or name.endswith(("_ms", "_per_second")):
         return type(value)
     if name == "token_logprobs":
         return len(value)
