@@ -59,13 +59,20 @@ async def state(
     served: Annotated[Service, Depends(service)], caller: Annotated[Caller, Depends(holder("inference"))]
 ) -> dict[str, Any]:
     """The model, who asks and what they may, the modules and, in the demo world, rows to try. Forget sets of others are never
-    shown.
+    shown. ``applies``: not in shadow, where it would only be measured.
     """
+    modules = served.engine.modules.current
     return {
         "model": served.settings.served_name,
         "caller": {"name": caller.name, "scopes": sorted(caller.scopes)},
         "modules": [
-            {"name": name, "label": entry.label} for name, entry in sorted(served.engine.modules.current.items())
+            {
+                "name": name,
+                "label": modules[name].label if name in modules else None,
+                "guard": name in served.guards.names,
+                "applies": name in served.offer.applicable,
+            }
+            for name in sorted(modules.keys() | served.guards.names)
         ],
         "rows": _cached_rows() if served.settings.is_demo else [],
     }

@@ -25,9 +25,14 @@ export const Field = ({ label, id, hint, children }) => html`<div class="field">
 // A state in a word; `kind` as of a note.
 export const Badge = ({ kind = "", children }) => html`<span class=${"badge " + kind}>${children}</span>`
 
-// A wide table scrolls within itself, by keyboard as well. `columns`: headings; `label`: what the table is.
-export const Table = ({ label, columns, children }) => html`<div class="scroll" role="region" aria-label=${label} tabindex="0">
-  <table><thead><tr>${columns.map(name => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead><tbody>${children}</tbody></table></div>`
+// A wide table scrolls within itself, by keyboard as well. `columns`: headings; `label`: what the table is. `stacked`: on a narrow
+// screen each row is a block and its cells, made by `cell`, stand below each other.
+export const Table = ({ label, columns, stacked, children }) => html`<div class="scroll" role="region" aria-label=${label} tabindex="0">
+  <table class=${stacked ? "stacked" : ""} role="table"><thead role="rowgroup"><tr role="row">${columns.map(name =>
+    html`<th scope="col" role="columnheader" key=${name}>${name}</th>`)}</tr></thead><tbody role="rowgroup">${children}</tbody></table></div>`
+
+// A cell of a stacked table, which has its column's name with it.
+export const Cell = ({ of, children, ...rest }) => html`<td role="cell" data-label=${of} ...${rest}>${children}</td>`
 
 // A button that is off while `onClick`, which may be asynchronous, is at work.
 export function Button({ onClick, children, kind = "", disabled, ...rest }) {
