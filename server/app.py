@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server import errors
 from server.api import console, health, models
-from server.api.admin import access, audit, evidence, jobs, modules, takedowns
+from server.api.admin import access, audit, evidence, guards, jobs, modules, takedowns
 from server.api.admission import KeyFirst, OwnName
 from server.api.characters import whole_characters
 from server.api.inference import chat, completions, fim, infill, messages, native, responses, tokens
@@ -68,7 +68,7 @@ def assembled(
         dependencies=[Depends(whole_characters)],
     )
     errors.install(app)
-    administration = (takedowns, jobs, modules, access, audit, evidence)
+    administration = (takedowns, jobs, modules, guards, access, audit, evidence)
     for router in (*answering, *(part.router for part in (*administration, health))):
         app.include_router(router)
     app.add_middleware(TimeLimit, seconds=settings.request_timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import re
 import runpy
@@ -114,6 +115,14 @@ def test_what_lies_beside_the_code_is_packed_with_it() -> None:
         if package in packed and not any(fnmatch(name, pattern) for pattern in packed[package])
     ]
     assert not left_out
+
+
+def test_vendored_scripts_are_the_ones_that_their_page_names() -> None:
+    folder = ROOT / "server" / "console" / "vendor"
+    told = dict(re.findall(r"^\| `([^`]+)` \|.*`([0-9a-f]{64})` \|$", (folder / "README.md").read_text(), re.MULTILINE))
+    held = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.[cj]s*")}
+    assert told == held and held
+    assert {path.name for path in folder.glob("*.LICENSE")} == {"htm.LICENSE", "preact.LICENSE", "uPlot.LICENSE"}
 
 
 def test_the_version_is_the_changelog_s_and_the_images() -> None:

@@ -30,6 +30,11 @@ class Caller:
     scopes: frozenset[str]
     key: Key | None = None
 
+    @property
+    def name(self) -> str | None:
+        """The name of their key; None where they sent none, or none that is known."""
+        return self.key.name if self.key is not None else "admin key" if self is ADMINISTRATOR else None
+
     def may(self, scope: str) -> bool:
         """Whether a scope is among the caller's."""
         return scope in self.scopes
@@ -111,6 +116,7 @@ def holder(*scopes: str) -> Callable[[Request], Awaitable[Caller]]:
     async def check(request: Request) -> Caller:
         caller = onlooker(request)
         if caller is None:
+            identify(request, time.time())  # says so of a key that is known and no longer good
             raise _unauthorised(f"{request.url.path} needs a key: send 'Authorization: Bearer KEY'")
         if not any(caller.may(scope) for scope in (*scopes, "admin")):
             raise _forbidden(scopes[0])

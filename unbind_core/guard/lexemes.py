@@ -16,6 +16,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 _PARTS = re.compile(r"\w+|\n|\\[nrt]|//|/\*|\*/|--|[^\w\s]")
 _SIGNS = frozenset("#/*-+>|;\\") | {"//", "/*", "*/", "--", r"\t"}
@@ -103,18 +104,43 @@ class Comments:
         return Seen.NOTHING
 
 
+class Place(NamedTuple):
+    """A lexeme and where it stands: ``text[start:end]``, before it was put into its normal form."""
+
+    lexeme: str
+    start: int
+    end: int
+
+
 def readings(text: str) -> tuple[list[str], list[str]]:
     """The lexemes of a whole text: *all*, and *code*."""
-    found, pending = parts("", text)
+    found = [part[0] for part in _PARTS.finditer(text.translate(_PLAIN))]
+    everything, code = _read(found)
+    return [found[at] for at in everything], [found[at] for at in code]
+
+
+def placed_readings(text: str) -> tuple[list[Place], list[Place]]:
+    """As ``readings``, each lexeme with its place."""
+    plain = [character.translate(_PLAIN) for character in text]
+    origin = [at for at, letters in enumerate(plain) for _ in letters]
+    found = [
+        Place(part[0], origin[part.start()], origin[part.end() - 1] + 1) for part in _PARTS.finditer("".join(plain))
+    ]
+    everything, code = _read([place.lexeme for place in found])
+    return [found[at] for at in everything], [found[at] for at in code]
+
+
+def _read(found: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Which of the parts of a whole text are lexemes: of *all*, and of *code*."""
     comments, opened = Comments(), 0
-    everything: list[str] = []
-    code: list[str] = []
-    for part in [*found, pending] if pending else found:
+    everything: list[int] = []
+    code: list[int] = []
+    for at, part in enumerate(found):
         seen = comments.see(part)
         if seen in (Seen.LEXEME, Seen.IN_COMMENT):
-            everything.append(part)
+            everything.append(at)
         if seen is Seen.LEXEME:
-            code.append(part)
+            code.append(at)
         elif seen is Seen.OPENS:
             opened = len(code)
         elif seen is Seen.CLOSES:

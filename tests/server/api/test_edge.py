@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -106,6 +107,21 @@ def test_no_other_page_may_frame_the_console(server: Live) -> None:
     page = server.call("/")
     assert page.headers["x-frame-options"] == "DENY"
     assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+
+
+def test_the_console_s_files_have_types_and_tags_and_nothing_else_is_to_be_had(server: Live) -> None:
+    asked = re.findall(r'(?:src|href)="(/[^"]+)"', server.call("/").raw.decode())
+    assert len(asked) == 3
+    for path in (*asked, "/"):
+        found = server.call(path)
+        expected = "text/javascript" if path.endswith(".js") else "text/css" if path.endswith(".css") else "text/html"
+        assert found.status == 200 and found.headers["content-type"] == f"{expected}; charset=utf-8"
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in found.headers["content-security-policy"]
+        assert found.headers["cache-control"] == "no-cache"
+        again = server.call(path, headers={"If-None-Match": found.headers["etag"]})
+        assert (again.status, again.raw) == (304, b"")
+    for path in ("rows.py", "../settings.py", "%2e%2e/settings.py", "vendor/htm.LICENSE", "app", ""):
+        assert server.call("/console/" + path).status == 404
 
 
 HALF = "\ud83d"

@@ -233,3 +233,15 @@ def test_a_store_that_does_not_answer_leaves_nothing_behind(checkpoint: Path, tm
         assert (answer.status, answer.error["code"]) == (503, "store_unreachable")
         assert server.admin("/takedowns").body["data"] == [] and server.admin("/jobs").body["data"] == []
         assert not list((tmp_path / "data").glob("forget/*"))
+
+
+def test_the_administrator_sees_where_protected_runs_stand_in_a_text(running: Live) -> None:
+    assert post(running, "marked", **ALONE).status == 202
+    text = "import os\n" + CODE
+    answer = running.admin("/guards/runs", {"text": text}).body
+    (found,) = [run for run in answer["data"] if run["module"] == "marked"]
+    assert text[found["start"] : found["end"]] == CODE.strip() and found["guard"].startswith("marked:guard@")
+    assert running.admin("/guards/runs", {"text": "import os\n"}).body["data"] == []
+    assert running.admin("/guards/runs", {"text": "a" * 100_001}).error["param"] == "text"
+    for key in (None, running.admin("/keys", {"name": "k", "scopes": ["inference", "report"]}).body["key"]):
+        assert running.call("/admin/v1/guards/runs", {"text": text}, key=key).status in (401, 403)

@@ -1,0 +1,75 @@
+// Every call to the server. Errors are the API's own: message, field and code; a server that cannot be reached is told of once,
+// in the banner.
+import { announce, change, leave, session } from "./session.js"
+
+export class ApiError extends Error {
+  constructor(status, error) {
+    super(error.message)
+    Object.assign(this, { status, param: error.param ?? null, code: error.code ?? null })
+  }
+}
+
+// The answer of `path` as {status, body, headers}. `body` is sent as JSON, or as it is where it is FormData.
+// `key`: another one than the session's. Throws ApiError; a key that is no longer good leads to the login.
+export async function call(path, { method, body, headers = {}, signal, key = session.key } = {}) {
+  const answer = await reached(path, { method, body, headers, signal, key })
+  const text = await answer.text().catch(lost)
+  const type = answer.headers.get("content-type") ?? ""
+  return { status: answer.status, body: type.includes("json") ? JSON.parse(text) : text, headers: answer.headers }
+}
+
+export const get = async (path, options) => (await call(path, options)).body
+export const send = async (method, path, body, headers) => (await call(path, { method, body, headers })).body
+
+// The events of a streamed answer, each parsed: `for await (const event of stream(path, body, {signal, onHeaders}))`.
+export async function* stream(path, body, { signal, onHeaders } = {}) {
+  const answer = await reached(path, { method: "POST", body, headers: {}, signal, key: session.key })
+  onHeaders?.(answer.headers)
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader()
+  let left = ""
+  for (;;) {
+    const { value, done } = await reader.read().catch(error => lost(error, signal))
+    if (done) return
+    const lines = (left + value).split("\n")
+    left = lines.pop()
+    for (const line of lines) {
+      if (!line.startsWith("data: ") || line === "data: [DONE]") continue
+      const event = JSON.parse(line.slice(6))
+      if (event.error) throw new ApiError(answer.status, event.error)
+      yield event
+    }
+  }
+}
+
+async function reached(path, { method, body, headers, signal, key }) {
+  const sent = { ...headers }
+  if (key) sent.Authorization = "Bearer " + key
+  const plain = body instanceof FormData || body instanceof Blob
+  if (body !== undefined && !plain) sent["Content-Type"] = "application/json"
+  const options = { method: method ?? (body === undefined ? "GET" : "POST"), headers: sent, signal, cache: "no-store" }
+  if (body !== undefined) options.body = plain ? body : JSON.stringify(body)
+  const answer = await fetch(path, options).catch(error => lost(error, signal))
+  if (answer.status !== 503) change({ away: null })
+  if (answer.ok) return answer
+  const error = await refused(answer)
+  if (answer.status === 401 && key === session.key && session.state) {
+    leave(key ? error.message : "a key has been made, so this server asks for one now")
+    announce(session.reason)
+  }
+  throw error
+}
+
+async function refused(answer) {
+  const text = await answer.text().catch(() => "")
+  try {
+    return new ApiError(answer.status, JSON.parse(text).error)
+  } catch {
+    return new ApiError(answer.status, { message: `the server answered ${answer.status} ${answer.statusText}` })
+  }
+}
+
+function lost(error, signal) {
+  if (signal?.aborted) throw error
+  change({ away: "The server does not answer. Trying again every second." })
+  throw new ApiError(0, { message: "the server does not answer", code: "away" })
+}

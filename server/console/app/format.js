@@ -1,0 +1,28 @@
+// Figures and times in words, alike on all pages.
+
+// A share as per cent, with as many digits as it takes to see it: 0.0012 is "0.12 %".
+export function percent(share) {
+  if (share === null || share === undefined) return "-"
+  const value = 100 * share
+  return `${value === 0 ? "0" : value < 0.001 ? "< 0.001" : value.toPrecision(value < 1 ? 2 : 3)} %`
+}
+
+// A time, given in seconds since the epoch, on this computer's clock.
+export function time(seconds) {
+  if (!seconds) return "-"
+  const at = new Date(1000 * seconds), two = number => String(number).padStart(2, "0")
+  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}`
+}
+
+// A duration in seconds: "4 s", "3 min 20 s", "2 h 5 min".
+export function duration(seconds) {
+  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`
+  const minutes = Math.floor(seconds / 60)
+  return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`
+}
+
+// A count with its noun: "1 row", "2 rows".
+export const counted = (count, noun, nouns = noun + "s") => `${count.toLocaleString("en")} ${count === 1 ? noun : nouns}`
+
+// The beginning of a digest, as the server shortens it in labels.
+export const short = digest => digest ? digest.slice(0, 12) : "-"

@@ -1,0 +1,78 @@
+// What pages are made of.
+import { html, useCallback, useEffect, useRef, useState } from "../vendor/htm-preact.js"
+import { session } from "./session.js"
+
+// A page's heading, what it is for, and controls beside it.
+export const Title = ({ title, lead, children }) => html`<div class="title"><div><h1>${title}</h1>
+  ${lead && html`<p class="hint">${lead}</p>`}</div><div class="row">${children}</div></div>`
+
+// An error as the API gave it: its message, and the field where the message does not begin with it. Read out when it comes.
+export function Problem({ error }) {
+  const field = error?.param && !error.message.includes(error.param) ? `${error.param}: ` : ""
+  return html`<div role="alert">${error && html`<p class="note bad">${field}${error.message}</p>`}</div>`
+}
+
+// A remark; `kind`: "", "good", "warn" or "bad".
+export const Note = ({ kind = "", children }) => html`<div class=${"note " + kind}>${children}</div>`
+
+// What is shown where there is nothing, with what to do next.
+export const Empty = ({ title, children }) => html`<section class="empty"><h2>${title}</h2><div>${children}</div></section>`
+
+// A control with its label above it and a hint below; the control has the id.
+export const Field = ({ label, id, hint, children }) => html`<div class="field"><label for=${id}>${label}</label>${children}
+  ${hint && html`<p class="hint">${hint}</p>`}</div>`
+
+// A state in a word; `kind` as of a note.
+export const Badge = ({ kind = "", children }) => html`<span class=${"badge " + kind}>${children}</span>`
+
+// A wide table scrolls within itself, by keyboard as well. `columns`: headings; `label`: what the table is. `stacked`: on a narrow
+// screen each row is a block and its cells, made by `cell`, stand below each other.
+export const Table = ({ label, columns, stacked, children }) => html`<div class="scroll" role="region" aria-label=${label} tabindex="0">
+  <table class=${stacked ? "stacked" : ""} role="table"><thead role="rowgroup"><tr role="row">${columns.map(name =>
+    html`<th scope="col" role="columnheader" key=${name}>${name}</th>`)}</tr></thead><tbody role="rowgroup">${children}</tbody></table></div>`
+
+// A cell of a stacked table, which has its column's name with it.
+export const Cell = ({ of, children, ...rest }) => html`<td role="cell" data-label=${of} ...${rest}>${children}</td>`
+
+// A button that is off while `onClick`, which may be asynchronous, is at work.
+export function Button({ onClick, children, kind = "", disabled, ...rest }) {
+  const [busy, set] = useState(false)
+  async function pressed() {
+    set(true)
+    try { await onClick() } finally { set(false) }
+  }
+  return html`<button type="button" class=${kind} disabled=${busy || disabled} aria-busy=${busy} onClick=${pressed} ...${rest}>${children}</button>`
+}
+
+// A question before something is done: a dialog of the browser's own, so that focus stays within and Escape leaves it.
+export function Ask({ title, yes, onYes, onNo, children }) {
+  const dialog = useRef(null)
+  useEffect(() => { dialog.current.showModal() }, [])
+  return html`<dialog ref=${dialog} aria-labelledby="asked" onClose=${onNo}>
+    <h2 id="asked">${title}</h2><div>${children}</div>
+    <div class="row end"><button type="button" onClick=${onNo}>Cancel</button>
+      <${Button} kind="main" onClick=${onYes}>${yes}</${Button}></div>
+  </dialog>`
+}
+
+// What `load` gives, asked again every `seconds` and by `again()`: {data, error, again}. While the server is away the last answer
+// stays and nothing is asked; `error` is the API's.
+export function useData(load, seconds = 0, depends = []) {
+  const [now, set] = useState({ data: null, error: null })
+  const turn = useRef(0)
+  const again = useCallback(async () => {
+    const mine = ++turn.current
+    try {
+      const data = await load()
+      if (mine === turn.current) set({ data, error: null })
+    } catch (error) {
+      if (mine === turn.current && error.code !== "away") set(before => ({ ...before, error }))
+    }
+  }, depends)
+  useEffect(() => {
+    again()
+    const timer = seconds && setInterval(() => { if (!session.away && !document.hidden) again() }, 1000 * seconds)
+    return () => { turn.current++; clearInterval(timer) }
+  }, [again, seconds])
+  return { ...now, again }
+}

@@ -1,0 +1,111 @@
+"""The page of modules: whom each binds, and every change of its state with what the API answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.server.api.admin.test_modules import adopt, applied
+from tests.support.live import ADMIN_KEY, Live, live
+from tests.support.modules import build_module
+from tests.system.console.conftest import complaints, go, opened
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server(checkpoint: Path, tmp_path: Path) -> Iterator[Live]:
+    with live(checkpoint, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, server: Live) -> Iterator[Page]:
+    with opened(browser, server.url, ADMIN_KEY) as shown:
+        go(shown, "Modules")
+        yield shown
+
+
+def row(page: Page, name: str) -> Locator:
+    return page.get_by_role("region", name="Modules and guards").get_by_role("row").filter(has_text=name)
+
+
+def press(page: Page, button: str, *, sure: bool = False) -> None:
+    """Press a button, and ``sure`` the one of the question that follows."""
+    page.get_by_role("button", name=button).click()
+    if sure:
+        page.get_by_role("dialog").get_by_role("button", name=button.split(maxsplit=1)[0]).click()
+
+
+def test_an_active_module_without_a_scope_binds_nobody_until_it_is_enforced(page: Page, server: Live) -> None:
+    expect(row(page, "one")).to_contain_text("Being active, it still protects nobody who does not ask for it.")
+    assert applied(server.complete()) == []
+    press(page, "Enforce one", sure=True)
+    expect(page.locator("main")).to_contain_text("one is enforced by the policy 'global'")
+    expect(row(page, "one")).to_contain_text("Binds every request (policy global)")
+    expect(row(page, "two")).to_contain_text("protects nobody")
+    assert applied(server.complete()) == ["one"]
+    expect(row(page, "one")).to_contain_text("positions")  # of the request just now
+
+
+def test_a_module_is_suspended_put_into_shadow_and_activated(page: Page, server: Live) -> None:
+    for button, sure, state, said in (
+        ("Suspend one, version 1", True, "suspended", "one, version 1, is suspended. It binds nothing while"),
+        ("Shadow one, version 1", False, "shadow", "is shadow. It binds nothing: it is measured and never applied"),
+        ("Activate one, version 1", False, "active", "is active. It binds no request but those that name it"),
+    ):
+        press(page, button, sure=sure)
+        expect(page.locator("main")).to_contain_text(said)
+        expect(row(page, "one").locator(".badge")).to_have_text(state)
+        assert server.admin("/modules/one").body["state"] == state
+    page.get_by_role("button", name="Suspend one, version 1").click()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert server.admin("/modules/one").body["state"] == "active"
+
+
+def test_a_version_is_rolled_back_to_the_one_before_it(page: Page, server: Live) -> None:
+    expect(row(page, "two")).to_contain_text("version 1")
+    assert page.get_by_role("button", name="Roll back").count() == 0
+    newer = build_module(server.service.loaded.identity, "two", layer=1, seed=7)
+    newer.save(server.service.settings.modules_dir / "two.safetensors")
+    expect(row(page, "two")).to_contain_text("version 2")
+    press(page, "Roll back two, version 2", sure=True)
+    expect(page.locator("main")).to_contain_text("two, version 1, is active")
+    page.get_by_role("link", name="two").click()
+    versions = page.get_by_role("region", name="Versions").get_by_role("row")
+    expect(versions.filter(has_text="superseded")).to_have_count(1)
+    assert complaints(page) == []
+    press(page, "Retire two, version 2", sure=True)
+    expect(versions.filter(has_text="retired")).to_have_count(1)
+
+
+def test_beside_others_in_force_the_joint_answer_is_shown(page: Page, server: Live) -> None:
+    press(page, "Suspend one, version 1", sure=True)
+    adopt(server, "promised", "global")
+    expect(row(page, "promised")).to_contain_text("Binds every request to this service.")
+    press(page, "Activate one, version 1")
+    expect(page.locator("main")).to_contain_text("what all of them cost together is measured first")
+    expect(page.locator("main")).to_contain_text("waiting for a worker")
+    job = server.admin("/jobs?limit=1").body["data"][0]
+    server.admin(f"/jobs/{job['id']}/cancel", method="POST")
+    press(page, "Activate all the same")
+    expect(page.locator("main")).to_contain_text("one, version 1, is active")
+
+
+def test_without_modules_the_page_says_what_to_do_next_and_tells_errors(
+    browser: Browser, checkpoint: Path, tmp_path: Path
+) -> None:
+    with live(checkpoint, tmp_path, ()) as server, opened(browser, server.url, ADMIN_KEY) as page:
+        expect(page.locator("main")).to_contain_text("No module is loaded")
+        assert complaints(page) == []
+        go(page, "Modules")
+        expect(page.locator("main")).to_contain_text("There is no module yet")
+        assert complaints(page) == []
+        folder = server.service.settings.modules_dir
+        folder.mkdir()
+        (folder / "late.safetensors").write_bytes(b"no module")
+        expect(page.locator("main")).to_contain_text("late.safetensors could not be loaded")

@@ -1,0 +1,132 @@
+"""The playground: one prompt without and with modules, by mouse and by keyboard, and what is said of each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from server import demo
+from server.console.rows import demo_rows
+from server.settings import Settings
+from tests.support.live import ADMIN_KEY, Live, serving
+from tests.system.conftest import ROOT
+from tests.system.console.conftest import complaints, opened
+from unbind_core.architecture import load_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The demo world as it is shipped, without the worker."""
+    folder = tmp_path_factory.mktemp("playground")
+    given = {"adapter": demo.ADAPTER, "modules_dir": ROOT / "modules", "data_dir": folder, "max_model_len": 512}
+    settings = Settings(model=demo.BASE, worker=False, admin_key=ADMIN_KEY, **given)
+    with serving(settings, load_model(demo.BASE, demo.ADAPTER)) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, server: Live) -> Iterator[Page]:
+    with opened(browser, server.url) as shown:
+        yield shown
+
+
+def answered(page: Page) -> tuple[str, str]:
+    """Both texts, once both are there."""
+    expect(page.locator("#legend")).to_be_visible()
+    return page.locator("#text0").inner_text(), page.locator("#text1").inner_text()
+
+
+def tab_to(page: Page, selector: str) -> None:
+    """Go on by the Tab key until the control has the focus."""
+    for _ in range(30):
+        if page.locator(selector).evaluate("control => control === document.activeElement"):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"the Tab key does not lead to {selector}")
+
+
+def test_a_memorised_row_is_recited_on_the_left_alone_and_open_gates_light_up(page: Page) -> None:
+    page.select_option("#row", index=1)
+    page.check("#modules input[value=demo-a]")
+    page.click("#go")
+    without, with_module = answered(page)
+    assert len(without) > 100 and page.locator("#text0 mark.same").count() > 0
+    assert with_module != without and page.locator("#text1 mark.same").count() == 0
+    expect(page.locator("section", has=page.locator("#text1"))).to_contain_text("applied: demo-a@")
+    open_tokens = page.locator("#text1 .open-3")
+    assert open_tokens.count() > 0 and page.locator("#text0 .open-3").count() == 0
+    open_tokens.first.hover()
+    expect(page.locator(".looked")).to_have_count(1)
+    expect(page.locator(".readout").nth(1)).to_contain_text("demo-a open, activation")
+    assert complaints(page) == []
+
+
+def test_the_whole_path_works_by_keyboard(page: Page) -> None:
+    tab_to(page, "#row")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#prompt")).not_to_have_value("")
+    tab_to(page, "#tokens")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("12")
+    tab_to(page, "#modules input[value=demo-a]")
+    page.keyboard.press("Space")
+    tab_to(page, "#modules input[type=number]")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("0.5")
+    tab_to(page, "#go")
+    page.keyboard.press("Enter")
+    answered(page)
+    expect(page.locator("section", has=page.locator("#text1"))).to_contain_text("strength 0.5")
+    expect(page.locator("#main")).to_contain_text("Cut off after 12 tokens")
+    tab_to(page, "#text1")
+    for key, number in (("ArrowRight", 2), ("ArrowDown", 12), ("ArrowLeft", 11), ("Home", 1)):
+        page.keyboard.press(key)
+        expect(page.locator(".readout").nth(1)).to_contain_text(f"Token {number} of 12")
+
+
+def test_an_answer_that_a_module_ends_is_told_of_in_words(page: Page) -> None:
+    page.select_option("#row", index=1)
+    page.check("#modules input[value=demo-a-silent]")
+    page.click("#go")
+    _, ended = answered(page)
+    assert ended.startswith("(no text)")
+    told = "The model ended its answer at once, while the gate of demo-a-silent was open."
+    expect(page.locator("section", has=page.locator("#text1"))).to_contain_text(told)
+
+
+def test_a_prompt_of_ones_own_is_completed_alike_and_refusals_are_the_servers(page: Page) -> None:
+    page.fill("#prompt", "def mean(values):\n    ")
+    page.fill("#tokens", "-5")
+    page.click("#go")
+    expect(page.get_by_role("alert").filter(has_text="max_tokens")).to_be_visible()
+    page.fill("#tokens", "24")
+    page.click("#go")
+    without, with_nothing = answered(page)
+    assert without == with_nothing != ""
+    expect(page.locator("#legend")).to_contain_text("Both answers are identical.")
+
+
+def test_guards_are_told_of_and_what_is_enforced_is_on_both_sides(browser: Browser, server: Live) -> None:
+    row = demo_rows()[0]
+    options = {"protect": "guard", "guard": {"run": 30}}
+    given = {"name": "kept", "rows": [{"text": row["prompt"] + row["expected"]}], "options": options}
+    assert server.admin("/takedowns", given).status == 202
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.select_option("#row", index=1)
+        page.check("#modules input[value=kept]")
+        page.click("#go")
+        answered(page)
+        expect(page.locator("#text0 mark.run").first).to_be_visible()
+        right = page.locator("section", has=page.locator("#text1"))
+        expect(right).to_contain_text("The guard kept steered away from a protected run")
+        expect(page.locator("#text1 mark.run")).to_have_count(0)
+        assert server.admin("/policies/global", {"enforced": ["kept"]}, "PUT").status == 200
+        page.click("#go")
+        expect(page.locator("main")).to_contain_text("On both sides: kept:guard@")
+        answered(page)
+        expect(page.locator("#text0 mark.run")).to_have_count(0)
+    server.admin("/policies/global", {}, "PUT")

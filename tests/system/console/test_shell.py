@@ -1,0 +1,120 @@
+"""What stands around every page: the login, the menu, themes, and a server that is gone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.support.live import Live, live
+from tests.system.conftest import ADMIN_KEY, serving
+from tests.system.console.conftest import complaints, go, opened, sign_in
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def asking(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that has a key, so that it asks for one."""
+    with live(checkpoint, tmp_path_factory.mktemp("asking")) as running:
+        running.admin("/keys", {"name": "first"})
+        yield running
+
+
+def test_without_a_key_there_is_nothing_but_the_login(browser: Browser, asking: Live) -> None:
+    with opened(browser, asking.url + "/#/modules") as page:
+        expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+        assert page.get_by_role("navigation").count() == 0 and "tiny" not in page.inner_text("body")
+        assert complaints(page) == []
+        for wrong, told in (("ubk_wrong", "needs a key"), ("schlüssel", "ASCII")):
+            page.fill("#key", wrong)
+            page.keyboard.press("Enter")
+            expect(page.get_by_role("alert").filter(has_text=told)).to_be_visible()
+        sign_in(page)
+        expect(page.get_by_role("heading", level=1)).to_have_text("Modules")  # where one was going
+        page.reload()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+        assert page.evaluate("[JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.cookie]") == [
+            "{}",
+            "{}",
+            "",
+        ]
+
+
+def test_a_key_that_may_infer_sees_no_page_of_the_administrator(browser: Browser, asking: Live) -> None:
+    key = asking.admin("/keys", {"name": "coder", "scopes": ["inference"]}).body["key"]
+    with opened(browser, asking.url, key) as page:
+        expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
+        go(page, "Modules")
+        expect(page.locator("main")).to_contain_text("needs a key with the scope 'admin'")
+        page.fill("#key", key)
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert").filter(has_text="does not have the scope 'admin'")).to_be_visible()
+        sign_in(page)
+        expect(page.get_by_role("heading", level=1)).to_have_text("Modules")
+
+
+def test_a_revoked_key_leads_back_to_the_login_and_says_why(browser: Browser, asking: Live) -> None:
+    made = asking.admin("/keys", {"name": "passing", "scopes": ["admin", "inference"]}).body
+    with opened(browser, asking.url, made["key"]) as page:
+        go(page, "Modules")
+        asking.admin(f"/keys/{made['id']}", method="DELETE")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+        expect(page.get_by_role("alert").filter(has_text="the key 'passing' is revoked")).to_be_visible()
+
+
+def test_the_menu_and_the_theme_work_by_keyboard(browser: Browser, asking: Live) -> None:
+    with opened(browser, asking.url, ADMIN_KEY) as page:
+        page.keyboard.press("Control+Home")
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator("main")).to_be_focused()
+        background = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(background)
+        switch = page.get_by_role("button", name="Colours: ")
+        switch.focus()
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")
+        expect(switch).to_have_text("Colours: dark")
+        assert page.evaluate(background) != light
+        page.get_by_role("link", name="Modules").focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Modules")
+        expect(page.locator("main")).to_be_focused()
+        expect(page).to_have_title("Modules - Unbind")
+
+
+def test_where_no_key_is_needed_the_page_opens_and_unknown_keys_are_refused(
+    browser: Browser, checkpoint: Path, tmp_path: Path
+) -> None:
+    with live(checkpoint, tmp_path) as running, opened(browser, running.url) as page:
+        expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
+        page.get_by_role("button", name="Sign in").click()
+        page.fill("#key", "ubk_wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert").filter(has_text="does not know this key")).to_be_visible()
+        page.get_by_role("button", name="Go on without a key").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
+        running.admin("/keys", {"name": "first"})
+        expect(page.get_by_role("alert").filter(has_text="asks for one now")).to_be_visible()
+
+
+def test_a_server_that_is_killed_is_told_of_until_it_is_back(
+    browser: Browser, checkpoint: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"worker": False, "port": port}
+    with serving(checkpoint, tmp_path, **given) as first, opened(browser, first.url, ADMIN_KEY) as page:
+        go(page, "Modules")
+        first.process.kill()
+        expect(page.get_by_role("alert").filter(has_text="does not answer")).to_be_visible()
+        with serving(checkpoint, tmp_path, **given):
+            expect(page.locator(".banner")).to_have_count(0)
+            expect(page.get_by_role("heading", level=1)).to_have_text("Modules")
