@@ -20,6 +20,8 @@ from fastapi import Request
 
 from server.engine.engine import EngineStopped
 from server.engine.modules import Counts, ModuleTable
+from server.exporting.audit import AuditFeeds
+from server.exporting.otel import open_tracing
 from server.guarding import guard_secret
 from server.guards import GuardStore
 from server.offer import Offer
@@ -60,6 +62,7 @@ class BaseService(ABC):
         self.settings = settings
         self._refresh_seconds = refresh_seconds
         self.telemetry = Telemetry(lambda: replace(self._figures(), registry=self._database, store=self._stored))
+        self.tracing = open_tracing(settings)
         self.canaries = Canaries()
         self.telemetry.register(self.canaries.metrics)
         self.registry = open_registry(settings)
@@ -71,6 +74,7 @@ class BaseService(ABC):
         patience = LOOKS * max(refresh_seconds, REFRESH_SECONDS)
         self._database = Outage("the registry's database", log, patience)
         self._stored = Outage("the module store", log, patience * STORE_REFRESHES)
+        self._audit = AuditFeeds(settings, self.registry)
         self.access = Access(self.registry.transactions)
         self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
@@ -149,6 +153,10 @@ class BaseService(ABC):
             ("retention", self._purge, self._refresh_seconds),
             ("module store", self._look_at_store, STORE_REFRESHES * self._refresh_seconds),
             ("gate counts", self._count_gates, self.settings.metrics_interval),
+            *(
+                (f"audit trail's way to {feed.where}", feed.send_new, self._refresh_seconds)
+                for feed in self._audit.feeds
+            ),
         ):
             self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))
         self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
@@ -174,12 +182,15 @@ class BaseService(ABC):
         await self.drain()
         self.registry.trail.leave()
         self._ending.set()
+        await asyncio.to_thread(self._audit.close)
         if self._tasks:  # what looks at the registry now gives its connection back before all are closed
             await asyncio.wait(self._tasks, timeout=END_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.telemetry.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         await self._close()
         self.registry.close()
 

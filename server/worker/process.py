@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from server.exporting.otel import open_tracing
 from server.settings import PREFIX, Settings
 from server.sources import written_out
 from server.worker.child import die_with_parent
@@ -153,8 +154,15 @@ def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES)
         die_with_parent(signal.SIGTERM, parent)
     os.nice(settings.worker_nice)
     try:
+        tracing = open_tracing(settings)
         worker = Worker(settings, stop, stages, Heart().beat if parent is not None else None)
     except UnbindError as error:  # one line: while a database is away every start ends so
         log.error("the worker cannot start: %s", error)
         sys.exit(1)
+    if tracing is not None:
+        from server.exporting.jobs import TracedJobs
+
+        worker.registry.jobs = TracedJobs(worker.registry.transactions, tracing)
     worker.run()
+    if tracing is not None:
+        tracing.close()

@@ -35,6 +35,7 @@ class Choice:
     tokens: int = 0
     first_at: float | None = None
     last_at: float = 0.0
+    reason: str | None = None
 
 
 @dataclass
@@ -153,6 +154,7 @@ class Generation:
         lead = choice.prompt.text if self._echo else ""
         while True:
             delta = await choice.deltas.get()
+            choice.reason = delta.finish_reason
             if delta.error is not None:
                 raise self._failed(delta.error)
             choice.last_at = time.perf_counter()
@@ -251,6 +253,11 @@ class Generation:
         """The ``unbind`` part of a finished choice, where there is something to tell."""
         told = choice.report.whole() if choice.report else {}
         return {"unbind": told} if told else {}
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The modules and guards that this answer was made under."""
+        return self._labels
 
     @property
     def headers(self) -> dict[str, str]:
