@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
@@ -20,6 +19,8 @@ from fastapi import Request
 
 from server.engine.engine import EngineStopped
 from server.engine.modules import Gates, ModuleTable
+from server.exporting.audit import AuditFeeds
+from server.exporting.otel import open_tracing
 from server.guarding import guard_secret
 from server.guards import GuardStore
 from server.offer import Offer
@@ -27,7 +28,7 @@ from server.outage import Outage
 from server.probing.results import Canaries
 from server.ratelimit import RateLimiter
 from server.registry import retention
-from server.registry.access import Access
+from server.registry.access import Access, kept_admin_key
 from server.registry.anchor import Anchor
 from server.registry.estimate import Standing, standing
 from server.registry.objects import ObjectStore
@@ -39,7 +40,6 @@ from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel
-from unbind_core.files import write_text
 from unbind_core.guard.book import GuardBook
 
 log = logging.getLogger("unbind.service")
@@ -63,6 +63,7 @@ class BaseService(ABC):
         self.settings = settings
         self._refresh_seconds = refresh_seconds
         self.telemetry = Telemetry(self._seen, self.computed_by, detail=settings.metrics_detail, works=settings.worker)
+        self.tracing = open_tracing(settings)
         self.canaries = Canaries()
         self.telemetry.register(self.canaries.metrics)
         self.registry = open_registry(settings)
@@ -74,6 +75,7 @@ class BaseService(ABC):
         patience = LOOKS * max(refresh_seconds, REFRESH_SECONDS)
         self._database = Outage("the registry's database", log, patience)
         self._stored = Outage("the module store", log, patience * STORE_REFRESHES)
+        self._audit = AuditFeeds(settings, self.registry)
         self.access = Access(self.registry.transactions)
         self.limiter = RateLimiter()
         self.admin_key = settings.admin_key or kept_admin_key(settings)
@@ -171,6 +173,10 @@ class BaseService(ABC):
             ("module store", self._look_at_store, STORE_REFRESHES * self._refresh_seconds),
             ("gate counts", self._count_gates, self.settings.metrics_interval),
             ("jobs", self._count_jobs, JOBS_REFRESHES * self._refresh_seconds),
+            *(
+                (f"audit trail's way to {feed.where}", feed.send_new, self._refresh_seconds)
+                for feed in self._audit.feeds
+            ),
         ):
             self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))
         self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
@@ -196,12 +202,15 @@ class BaseService(ABC):
         await self.drain()
         self.registry.trail.leave()
         self._ending.set()
+        await asyncio.to_thread(self._audit.close)
         if self._tasks:  # what looks at the registry now gives its connection back before all are closed
             await asyncio.wait(self._tasks, timeout=END_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.telemetry.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         await self._close()
         self.registry.close()
 
@@ -276,16 +285,6 @@ class BaseService(ABC):
                 failing.begins(error)
             if not seconds or await self.ends_within(seconds):
                 return
-
-
-def kept_admin_key(settings: Settings) -> str:
-    """The admin key in the data directory, made on first use and readable by its owner alone."""
-    path = settings.data_dir / "admin.key"
-    if path.is_file() and (kept := path.read_text(encoding="utf-8").strip()):
-        return kept
-    key = f"ubk_{secrets.token_urlsafe(24)}"
-    write_text(path, key + "\n")
-    return key
 
 
 def service_of(request: Request) -> BaseService:

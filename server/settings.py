@@ -80,13 +80,8 @@ class Settings(BaseModel):
     metrics_detail: Annotated[bool, Field(description="histograms of scores, times and lengths too")] = True
     metrics_vllm_names: Annotated[bool, Field(description="show figures under vLLM's names too")] = False
     worker_metrics_port: Annotated[int | None, Field(ge=0, le=65535, description="port of a worker's metrics")] = None
-    canary_seconds: Annotated[
-        float,
-        Field(ge=0, le=86_400, description="seconds between two canaries of an active module; 0: none are run"),
-    ] = 0.0
-    ready_needs_canary: Annotated[
-        bool, Field(description="answer /ready with 503 while the canary of an enforced module misses")
-    ] = False
+    canary_seconds: Annotated[float, Field(ge=0, le=86_400, description="seconds between canaries; 0: none run")] = 0.0
+    ready_needs_canary: Annotated[bool, Field(description="not ready while an enforced module's canary misses")] = False
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""
@@ -203,6 +198,16 @@ class Settings(BaseModel):
         float,
         Field(ge=0, description="seconds between checks of the whole audit trail; 0: only when the server starts"),
     ] = 3600.0
+    audit_log: Annotated[
+        str, Field(description="file that gets a JSON line for each row of the audit trail; - for standard output")
+    ] = ""
+    otel_endpoint: Annotated[
+        str,
+        Field(
+            pattern=r"^(https?://\S+)?$",
+            description="OTLP/HTTP address for traces and audit rows, http://HOST:4318; needs the extra otel",
+        ),
+    ] = ""
     forget_retention_days: Annotated[
         float, Field(ge=0, description="forget rows are deleted so long after their takedown; 0 keeps them")
     ] = 0.0

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.inference.answers import broken
 from server.api.inference.call import PROFILE_KEY
 from server.errors import REFUSED_KEY, ApiError, is_anthropic, response
+from server.exporting.requests import TRACE_KEY, RequestTrace
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
@@ -41,6 +42,7 @@ class RequestLog:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
         status, started = 500, time.perf_counter()
+        self._trace(scope)
 
         async def with_id(message: Message) -> None:
             nonlocal status
@@ -73,7 +75,19 @@ class RequestLog:
                 "seconds": round(seconds, 4),
                 "profile": scope.get(PROFILE_KEY),
             }
+            if (trace := scope.get(TRACE_KEY)) is not None:
+                trace.end(route, status, request_id)
             log.info("%s %s %d %.3fs id=%s", scope["method"], route, status, seconds, request_id, extra=fields)
+
+    def _trace(self, scope: Scope) -> None:
+        """Have the requests of clients followed, where somebody listens."""
+        service = self._owner.state.service
+        if service.tracing is not None and scope["method"] == "POST" and not scope["path"].startswith(ADMINISTRATION):
+            parent = Headers(scope=scope).get("traceparent")
+            settings = service.settings
+            scope[TRACE_KEY] = RequestTrace(
+                service.tracing, parent, settings.host, settings.served_name, time.time_ns()
+            )
 
 
 class ProfilePath:

@@ -19,6 +19,8 @@ from server.registry.audit import Actor, append
 from server.registry.tables import KeyRow, RulesRow
 from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
+from server.settings import Settings
+from unbind_core.files import write_text
 
 SCOPES = ("inference", "report", "metrics", "admin")
 Scope = Literal["inference", "report", "metrics", "admin"]
@@ -194,3 +196,13 @@ def _key(row: KeyRow) -> Key:
         row.revoked_at,
         row.tokens_per_minute,
     )
+
+
+def kept_admin_key(settings: Settings) -> str:
+    """The admin key in the data directory, made on first use and readable by its owner alone."""
+    path = settings.data_dir / "admin.key"
+    if path.is_file() and (kept := path.read_text(encoding="utf-8").strip()):
+        return kept
+    key = f"ubk_{secrets.token_urlsafe(24)}"
+    write_text(path, key + "\n")
+    return key

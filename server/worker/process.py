@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from server.exporting.otel import open_tracing
 from server.settings import PREFIX, Settings
 from server.sources import written_out
 from server.telemetry.work import WorkPort
@@ -187,9 +188,16 @@ def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES)
             told = port.work.take
             log.info("metrics: http://%s:%d/metrics", settings.metrics_host, port.number)
         worker = Worker(settings, stop, stages, beat, told)
+        tracing = open_tracing(settings)
     except UnbindError as error:  # one line: while a database is away every start ends so
         log.error("the worker cannot start: %s", error)
         sys.exit(1)
+    if tracing is not None:
+        from server.exporting.jobs import TracedJobs
+
+        worker.registry.jobs = TracedJobs(worker.registry.transactions, tracing)
     worker.run()
     if port is not None:
         port.close()
+    if tracing is not None:
+        tracing.close()

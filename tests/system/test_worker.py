@@ -22,6 +22,7 @@ from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
 from server.worker.process import environment_of, python
+from tests.support.collector import attributes, collector
 from tests.support.disks import Disk
 from tests.system.conftest import ROOT
 
@@ -203,6 +204,18 @@ def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     assert "less than was aimed at" in short["message"]
     (nothing,) = shop.ended(shop.submit("nothing", fit="ineffective"))
     assert nothing["outcome"] == "ineffective" and nothing["module_id"] is None
+
+
+def test_a_job_and_its_stages_are_spans(tmp_path: Path) -> None:
+    with collector() as received, workshop(tmp_path, otel_endpoint=received.url) as shop:
+        job_id = shop.submit("m")
+        shop.start(OTEL_BSP_SCHEDULE_DELAY="50")
+        shop.ended(job_id)
+        shop.wait(lambda: any(span.name == "job takedown" for span in received.spans))
+        root = next(span for span in received.spans if span.name == "job takedown")
+        assert attributes(root)["unbind.job.id"] == job_id and attributes(root)["unbind.job.state"] == "succeeded"
+        stages = [span.name for span in received.spans if span.parent_span_id == root.span_id]
+        assert stages == [f"stage {name}" for name in ("check", "fit", "verify", "joint", "publish")]
 
 
 def killings(shop: Workshop, count: int, workers: int, seed: int) -> None:

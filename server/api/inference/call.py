@@ -5,6 +5,7 @@ What every route that generates shares, before the prompt is looked at.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
@@ -21,6 +22,7 @@ from server.api.profiles import PREFIX, profile_rules
 from server.base_service import BaseService
 from server.engine.grammars import Grammar, GrammarError, GrammarsBusy
 from server.errors import ApiError, invalid
+from server.exporting.requests import TRACE_KEY
 from server.policy import HEADER, Assigned, assign, requested, resolve, standing, when_open
 from server.registry.access import SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
@@ -62,7 +64,9 @@ class Call:
         options = body.unbind
         refuse_report(options, self.caller)
         charge_answers(self.served, self.caller, len(prompts) * body.n)
+        asked = time.perf_counter()
         assigned, opening = self.modules(body.model, options.modules if options else None)
+        answered = time.perf_counter()
         charge = partial(charge_tokens, self.served, self.caller)
         generation = Generation(
             self.served,
@@ -76,6 +80,8 @@ class Call:
             echo=echo,
             asked=Asked(grammar, shown, holds_json),
         )
+        if (trace := self.request.scope.get(TRACE_KEY)) is not None:
+            trace.policy, trace.generation = (asked, answered), generation
         generation.submit(body)
         return generation
 

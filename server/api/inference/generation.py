@@ -36,6 +36,7 @@ class Choice:
     tokens: int = 0
     first_at: float | None = None
     last_at: float = 0.0
+    reason: str | None = None
 
 
 @dataclass
@@ -168,6 +169,7 @@ class Generation:
         lead = choice.prompt.text if self._echo else ""
         while True:
             delta = await choice.deltas.get()
+            choice.reason = delta.finish_reason
             if delta.error is not None:
                 raise self._failed(delta.error)
             choice.last_at, answers = time.perf_counter(), self.served.telemetry.answers
@@ -270,6 +272,11 @@ class Generation:
         """The ``unbind`` part of a finished choice, where there is something to tell."""
         told = choice.report.whole() if choice.report else {}
         return {"unbind": told} if told else {}
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The modules and guards that this answer was made under."""
+        return self._labels
 
     @property
     def headers(self) -> dict[str, str]:
