@@ -15,6 +15,7 @@ PREFIX = "UNBIND_"
 SECRETS = frozenset(
     {"admin_key", "guard_key", "private_key", "upstream_key"}
 )  # shown nowhere, and given to no process that has no use for them
+FROM_FILES = SECRETS | {"database_url"}  # what a file named by ``NAME_file`` may hold, such as a mounted secret
 GUARD_KEY_BYTES = 32
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
@@ -86,9 +87,6 @@ class Settings(BaseModel):
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""
-    admin_key_file: Annotated[Path | None, Field(description="file that holds admin_key, such as a mounted secret")] = (
-        None
-    )
     guard_key: Annotated[
         str,
         AfterValidator(_key),
@@ -281,7 +279,7 @@ class Settings(BaseModel):
 
     def to_environment(self) -> dict[str, str]:
         """The settings as a child process reads them back; secrets stay here."""
-        plain = self.model_dump(mode="json", exclude={*SECRETS, "admin_key_file"})
+        plain = self.model_dump(mode="json", exclude=set(SECRETS))
         made = {
             PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
             for key, value in plain.items()
