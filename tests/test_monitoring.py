@@ -1,0 +1,56 @@
+"""What watches the service: scrape targets, rules and dashboards agree with what it exports and with each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import yaml
+
+from tests.support.prometheus import RULES
+from tests.support.repository import ROOT
+
+OVERLAY = ROOT / "deploy/kubernetes/overlays/monitoring"
+BASE = ROOT / "deploy/kubernetes/base"
+
+
+def only(path: Any) -> dict[str, Any]:
+    (document,) = yaml.safe_load_all(path.read_text())
+    return dict(document)
+
+
+def test_the_operator_gets_the_rules_that_prometheus_gets() -> None:
+    assert only(OVERLAY / "rules.yaml")["spec"] == RULES
+    made = subprocess.run([sys.executable, ROOT / ".ci/prometheus_rule.py"], capture_output=True, text=True, check=True)
+    assert made.stdout == (OVERLAY / "rules.yaml").read_text(), "run `make docs`"
+
+
+def test_the_operator_scrapes_the_metrics_port_of_servers_and_workers() -> None:
+    assert sorted(only(OVERLAY / "kustomization.yaml")["resources"]) == sorted(
+        path.name for path in OVERLAY.iterdir() if path.name != "kustomization.yaml"
+    )
+    service, monitor = only(OVERLAY / "service.yaml"), only(OVERLAY / "servicemonitor.yaml")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (port,), (endpoint,) = service["spec"]["ports"], monitor["spec"]["endpoints"]
+    assert endpoint["port"] == port["name"]
+    assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]].startswith("unbind")  # which the rules go by
+    for path in (BASE / "deployment.yaml", ROOT / "deploy/kubernetes/overlays/vllm/worker.yaml"):
+        template = only(path)["spec"]["template"]
+        assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+        assert port["targetPort"] in {opened["name"] for opened in template["spec"]["containers"][0]["ports"]}
+
+
+def test_dashboards_query_metrics_that_the_service_exports() -> None:
+    exported = set(re.findall(r'"(unbind_[a-z_]+)"', (ROOT / "server/telemetry.py").read_text()))
+    dashboards = list((ROOT / "deploy/grafana/dashboards").glob("*.json"))
+    assert dashboards
+    for path in dashboards:
+        dashboard = json.loads(path.read_text())
+        expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+        assert expressions
+        for name in re.findall(r"unbind_[a-z_]+", " ".join(expressions)):
+            base = re.sub(r"_(?:total|bucket|sum|count)$", "", name)
+            assert {name, base, base + "_total"} & exported, name
