@@ -27,7 +27,7 @@ FROM build AS build-cuda
 RUN /venv/bin/python -c "import sys, torch; sys.exit(None if torch.version.cuda else 'this is a CPU build of torch: build --target cpu, or give an index with CUDA builds by --build-arg PIP_EXTRA_INDEX_URL')"
 
 FROM base AS runtime
-RUN useradd --system --uid 10001 --home-dir /data --create-home unbind
+RUN useradd --uid 10001 --no-create-home --home-dir /data unbind && install -d -m 700 -o unbind -g unbind /data
 WORKDIR /data
 VOLUME /data
 ENV PATH=/venv/bin:$PATH UNBIND_HOST=0.0.0.0 UNBIND_PORT=8000 UNBIND_DATA_DIR=/data
