@@ -7,7 +7,7 @@
 
 BASE stands in for python:3.11-slim. Needs root, for chroot and mounts. A stage is a folder in FOLDER; the service runs as the
 image's user with a read-only root, no capabilities and no way to new ones, as docker-compose.yml has it, until its health check
-is content, and then gets SIGTERM.
+is content and its model is loaded, and then gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -190,11 +190,13 @@ def serve(stage: Stage) -> None:
         started = time.monotonic()
         server = subprocess.Popen(inside_root(stage, [*bare, *command]), env=environment)
         try:
-            while subprocess.call(inside_root(stage, health), env=environment, stderr=subprocess.DEVNULL):
-                if server.poll() is not None or time.monotonic() - started > START_SECONDS:
-                    raise SystemExit(f"not healthy after {time.monotonic() - started:.0f} s: {server.poll()}")
-                time.sleep(1)
-            say(f"healthy after {time.monotonic() - started:.1f} s")
+            # Healthy is what the image asks for; ready is a model that is loaded.
+            for asked in (health, [word.replace("/health", "/ready") for word in health]):
+                while subprocess.call(inside_root(stage, asked), env=environment, stderr=subprocess.DEVNULL):
+                    if server.poll() is not None or time.monotonic() - started > START_SECONDS:
+                        raise SystemExit(f"no answer after {time.monotonic() - started:.0f} s: {server.poll()}")
+                    time.sleep(1)
+                say(f"{asked[-1].rpartition('/')[2].split(chr(39))[0]} after {time.monotonic() - started:.1f} s")
         finally:
             server.send_signal(signal.SIGTERM)
             say(f"ended with {server.wait(STOP_SECONDS)}")

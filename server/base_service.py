@@ -28,12 +28,14 @@ from server.ratelimit import RateLimiter
 from server.registry import retention
 from server.registry.access import Access
 from server.registry.anchor import Anchor
+from server.registry.estimate import Standing, standing
 from server.registry.objects import ObjectStore
 from server.registry.refusals import AWAY
 from server.registry.registry import open_registry
 from server.registry.trail import Abandoned
 from server.settings import Settings
-from server.telemetry import Figures, Telemetry
+from server.telemetry.figures import Figures
+from server.telemetry.metrics import Telemetry
 from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel
 from unbind_core.files import write_text
@@ -44,6 +46,7 @@ REFRESH_SECONDS = 1.0
 END_SECONDS = 2.0  # for looks that are under way when the server ends
 LOOKS = 5  # of so many in a row one must succeed, else what is looked at counts as away
 STORE_REFRESHES = 10  # the store is looked at so much less often: each look at a bucket is paid for
+JOBS_REFRESHES = 5  # jobs take minutes
 TRAIL_PAUSE_SECONDS = 0.01  # after each page of the audit trail
 
 
@@ -57,7 +60,7 @@ class BaseService(ABC):
         """``refresh_seconds``: between two looks at what other processes wrote."""
         self.settings = settings
         self._refresh_seconds = refresh_seconds
-        self.telemetry = Telemetry(lambda: replace(self._figures(), registry=self._database, store=self._stored))
+        self.telemetry = Telemetry(self._seen, self.computed_by, detail=settings.metrics_detail, works=settings.worker)
         self.registry = open_registry(settings)
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._anchors = [Anchor(settings.data_dir, "the data folder")]
@@ -73,7 +76,8 @@ class BaseService(ABC):
         self.objects = ObjectStore(settings.published_store)
         self.guard_secret = guard_secret(settings)
         self.guard_store = GuardStore(self.objects, self.registry.modules, self.guard_secret)
-        self.supervisor = Supervisor(settings)
+        self.supervisor = Supervisor(settings, told=self.telemetry.work.take)
+        self._jobs: Standing | None = None
         self.ready = False
         self.created = int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
@@ -110,9 +114,25 @@ class BaseService(ABC):
         """Whether what makes the answers is there."""
         return True
 
+    @property
+    def computed_by(self) -> str:
+        """What makes the answers, as the metrics name it."""
+        return self.settings.engine
+
     @abstractmethod
     def _figures(self) -> Figures:
-        """What the metrics show of this moment."""
+        """What the metrics show of this moment, as far as it depends on what makes the answers."""
+
+    def _seen(self) -> Figures:
+        supervisor = self.supervisor
+        return replace(
+            self._figures(),
+            registry=self._database,
+            store=self._stored,
+            enforced=self.offer.enforced,
+            jobs=self._jobs if self._database.told is None else None,
+            worker=(supervisor.pid is not None, supervisor.restarts) if self.settings.worker else None,
+        )
 
     @abstractmethod
     async def gate_counts(self) -> Counts:
@@ -135,6 +155,7 @@ class BaseService(ABC):
         await self._open()
         await self.offer.refresh()
         await self._count_gates()
+        await self._count_jobs()
         if self.settings.metrics_port is not None:
             await asyncio.to_thread(self.telemetry.listen, self.settings.metrics_host, self.settings.metrics_port)
         # Each by itself: what a file, a store or an engine does to one of them must not hold up the revocation of keys.
@@ -144,6 +165,7 @@ class BaseService(ABC):
             ("retention", self._purge, self._refresh_seconds),
             ("module store", self._look_at_store, STORE_REFRESHES * self._refresh_seconds),
             ("gate counts", self._count_gates, self.settings.metrics_interval),
+            ("jobs", self._count_jobs, JOBS_REFRESHES * self._refresh_seconds),
         ):
             self._tasks.append(asyncio.create_task(self._repeat(what, work, seconds), name=f"unbind-{what}"))
         self._tasks.append(asyncio.create_task(self._watch_trail(), name="unbind-trail-watch"))
@@ -200,6 +222,10 @@ class BaseService(ABC):
 
     async def _count_gates(self) -> None:
         self.telemetry.keep_gates(await self._all_counts())
+
+    async def _count_jobs(self) -> None:
+        lease = self.settings.lease_seconds
+        self._jobs = await asyncio.to_thread(standing, self.registry.transactions, time.time(), lease)
 
     async def _all_counts(self) -> Counts:
         return await self.gate_counts()

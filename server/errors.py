@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
 from server.registry.objects import StoreUnreachable
@@ -33,6 +34,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+REFUSED_KEY = "unbind.refused"  # where a refusal leaves its code for who counts them
 _BRANCHES = ("str", "int", "float", "bool")
 
 
@@ -139,15 +141,26 @@ def _validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
 
 
+class _Refusal(JSONResponse):
+    """Leaves its code in the scope of the request that it answers."""
+
+    def __init__(self, refusal: ApiError, headers: Mapping[str, str]) -> None:
+        self._code = refusal.code
+        body = error_body(refusal.status, refusal.message, refusal.param, refusal.code)
+        super().__init__(body, refusal.status, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REFUSED_KEY] = self._code
+        await super().__call__(scope, receive, send)
+
+
 def response(error: Exception) -> JSONResponse:
     """The refusal as a response, with the hint whether trying again can help."""
     refusal = translate(error)
     headers = dict(refusal.headers)
     if refusal.status not in (408, 429, 503):
         headers["x-should-retry"] = "false"
-    return JSONResponse(
-        error_body(refusal.status, refusal.message, refusal.param, refusal.code), refusal.status, headers=headers
-    )
+    return _Refusal(refusal, headers)
 
 
 def _unknown_route(request: Request, app: FastAPI) -> ApiError:

@@ -13,6 +13,7 @@ from server.engine.engine import EngineStopped
 from server.engine.modules import ModuleTable
 from server.guards import GuardStore
 from server.registry.access import SERVER_SCOPE, Access
+from server.registry.lifecycle import demanded
 from server.registry.store import Scan
 from server.registry.tables import ModuleState, Origin
 from server.settings import Settings
@@ -127,6 +128,16 @@ class Offer:
         named = {name for rules in scopes for name in (*rules.enforced, *rules.modules)}
         scoped = {record["name"] for record in self._absent if record["scope"] or record["name"] in named}
         return sorted({*self.missing_modules, *(scoped & set(self.missing_active))})
+
+    @property
+    def enforced(self) -> dict[str, bool]:
+        """Name -> whether it applies, of the modules that any scope enforces; names that a guard alone stands for are left out."""
+        scopes = [*self._access.current.rules.values(), *self._settings.profiles.values()]
+        names = {*self._settings.enforced, *(name for rules in scopes for name in (*rules.enforced, *rules.modules))}
+        records = [*(stored.record for stored in self.scan.modules.values()), *self.scan.absent.values()]
+        names |= {record["name"] for record in records if record.get("scope") and demanded(record, [record["scope"]])}
+        fitted = self._engine.modules.current.keys() | self.scan.absent.keys()
+        return {name: name in self.applicable for name in names if name in fitted or name not in self.guards.records}
 
     @property
     def missing_active(self) -> list[str]:

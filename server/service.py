@@ -21,7 +21,7 @@ from server.engine.modules import Counts, ModuleTable
 from server.offer import Offer
 from server.registry.store import ModuleStore
 from server.settings import Settings
-from server.telemetry import Figures
+from server.telemetry.figures import Figures
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import fim_template, parse_fim_template
 
@@ -97,10 +97,11 @@ class Service(BaseService):
         return self.settings.queue_limit + self.settings.max_slots
 
     def _figures(self) -> Figures:
-        loaded = len(self.engine.modules.current)
         refused = len(self.offer.scan.problems) + len(self.offer.guards.problems)
-        audit = len(self.registry.trail.problems)
-        return Figures(self.engine.stats(), loaded, len(self.offer.missing_active), refused, audit)
+        audit, stats = len(self.registry.trail.problems), self.engine.stats()
+        return Figures(
+            stats.running, len(self.offer.missing_active), refused, audit, stats, modules=self.engine.modules.current
+        )
 
     async def _open(self) -> None:
         await asyncio.to_thread(self.engine.start)

@@ -12,17 +12,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json
 
 PREFIX = "UNBIND_"
-SECRETS = frozenset(
-    {"admin_key", "guard_key", "private_key", "upstream_key"}
-)  # shown nowhere, and given to no process that has no use for them
+# Shown nowhere, and given to no process that has no use for them.
+SECRETS = frozenset({"admin_key", "guard_key", "private_key", "upstream_key"})
 FROM_FILES = SECRETS | {"database_url"}  # what a file named by ``NAME_file`` may hold, such as a mounted secret
 GUARD_KEY_BYTES = 32
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
-
-
-class SettingsError(Exception):
-    """A setting that is unknown or has a bad value; the message names its source, the key and the remedy."""
 
 
 def _parts(value: Any) -> Any:
@@ -84,6 +79,8 @@ class Settings(BaseModel):
     metrics_interval: Annotated[
         float, Field(gt=0, le=3600, description="seconds between two readings of the gates that /metrics shows")
     ] = 15.0
+    metrics_detail: Annotated[bool, Field(description="histograms of scores, times and lengths too")] = True
+    worker_metrics_port: Annotated[int | None, Field(ge=0, le=65535, description="port of a worker's metrics")] = None
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""

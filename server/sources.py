@@ -9,9 +9,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from server.settings import FROM_FILES, NULLABLE, PREFIX, Settings, SettingsError
+from server.settings import FROM_FILES, NULLABLE, PREFIX, Settings
 
 KNOWN = Settings.model_fields.keys() | {f"{key}_file" for key in FROM_FILES}
+
+
+class SettingsError(Exception):
+    """A setting that is unknown or has a bad value; the message names its source, the key and the remedy."""
 
 
 def load_settings(

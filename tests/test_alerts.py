@@ -70,6 +70,7 @@ def quiet() -> dict[str, str]:
             f'unbind_canary_last_hit_timestamp_seconds{{{at},module="m",probe="extraction"}}': rising(60),
             f"unbind_worker_up{{{at}}}": constant(1),
             f'unbind_jobs{{{at},state="queued"}}': constant(0),
+            f'unbind_jobs{{{at},state="running"}}': constant(0),
             f"unbind_job_lease_age_seconds{{{at}}}": constant(0.5),
             f"unbind_job_queue_oldest_seconds{{{at}}}": constant(0),
             f"unbind_registry_reachable{{{at}}}": constant(1),
@@ -147,7 +148,7 @@ QUIET: dict[str, dict[str, str]] = {
     "a server without traffic reads no gate": {
         f"unbind_gate_evaluations_total{{{S1},{GATE}}}": rising(0),
         f"unbind_gate_activations_total{{{S1},{GATE}}}": rising(0),
-        f"unbind_generated_tokens_total{{{S1}}}": rising(0),
+        f'unbind_module_requests_total{{{S1},module="m"}}': rising(0),
     },
     "few positions say little": of_both(f"unbind_gate_evaluations_total{{%s,{GATE}}}", rising(1))
     | of_both(f"unbind_gate_activations_total{{%s,{GATE}}}", rising(0.5)),
@@ -158,6 +159,9 @@ QUIET: dict[str, dict[str, str]] = {
     "an old miss": {MISS: "0x20 1x100"},
     "a restart sets counters back": {f"unbind_gate_evaluations_total{{{S1},{GATE}}}": "0+600x90 0+600x30"},
     "no worker, and nothing to do": of_both("unbind_worker_up{%s}", constant(0)),
+    "jobs that wait behind another, whose worker is not scraped": of_both("unbind_worker_up{%s}", constant(0))
+    | of_both('unbind_jobs{%s,state="queued"}', constant(3))
+    | of_both('unbind_jobs{%s,state="running"}', constant(1)),
     "a rollout of one minute": {
         f'unbind_module_info{{{S2},module="m",digest="d2",layer="2",policy="rewrite"}}': f"_x{MINUTES - 1} 1"
     },

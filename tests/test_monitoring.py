@@ -44,7 +44,8 @@ def test_the_operator_scrapes_the_metrics_port_of_servers_and_workers() -> None:
 
 
 def test_dashboards_query_metrics_that_the_service_exports() -> None:
-    exported = set(re.findall(r'"(unbind_[a-z_]+)"', (ROOT / "server/telemetry.py").read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "server/telemetry").glob("*.py"))
+    exported = set(re.findall(r'"(unbind_[a-z_]+)"', sources))
     dashboards = list((ROOT / "deploy/grafana/dashboards").glob("*.json"))
     assert dashboards
     for path in dashboards:

@@ -91,7 +91,7 @@ def what_is_scaled_kept_and_reached_is_there() -> None:
     scaler, budget = built()["HorizontalPodAutoscaler", "unbind"], built()["PodDisruptionBudget", "unbind"]
     assert scaler["spec"]["scaleTargetRef"]["name"] == "unbind" and scaler["spec"]["minReplicas"] >= 2
     metric = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
-    assert f'"{metric}"' in (ROOT / "server/telemetry.py").read_text()
+    assert f'"{metric}"' in "".join(path.read_text() for path in (ROOT / "server/telemetry").glob("*.py"))
     labels = built()["Deployment", "unbind"]["spec"]["template"]["metadata"]["labels"]
     assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
     reaching = built()["NetworkPolicy", "unbind-reaches"]["spec"]

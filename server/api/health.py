@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -12,6 +11,7 @@ from server.api.caller import Caller, holder, onlooker
 from server.base_service import BaseService, base_service
 from server.errors import ApiError
 from server.policy import unavailable
+from server.telemetry.build import release_of
 
 router = APIRouter(tags=["health"])
 Served = Annotated[BaseService, Depends(base_service)]
@@ -78,7 +78,4 @@ async def describe(request: Request) -> dict[str, Any]:
 @router.get("/version")
 async def show_version() -> dict[str, str]:
     """Which release this is."""
-    try:
-        return {"version": version("unbind-server")}
-    except PackageNotFoundError:
-        return {"version": "unreleased"}
+    return {"version": release_of("unbind-server")}

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.inference.answers import DONE, event_bytes
 from server.api.inference.call import PROFILE_KEY
-from server.errors import ApiError, error_body, response
+from server.errors import REFUSED_KEY, ApiError, error_body, response
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
@@ -61,6 +61,7 @@ class RequestLog:
             telemetry = self._owner.state.service.telemetry
             telemetry.requests.labels(route, str(status)).inc()
             telemetry.seconds.labels(route).observe(seconds)
+            telemetry.denied(scope.get(REFUSED_KEY))
             fields = {
                 "request_id": request_id,
                 "method": scope["method"],

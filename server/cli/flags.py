@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from server.cli.console import notes
-from server.settings import FROM_FILES, Settings, SettingsError
-from server.sources import load_settings
+from server.settings import FROM_FILES, Settings
+from server.sources import SettingsError, load_settings
 
 Parameters = list[inspect.Parameter]
 

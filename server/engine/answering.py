@@ -23,8 +23,12 @@ def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) 
     if sampling.max_tokens == 0:
         return Delta("", (), "length", prompt_logprobs=prompt)
     flight.output.append(token)
+    now = time.monotonic()
     if first:
-        flight.first_at = time.monotonic()
+        flight.first_at = now
+    else:
+        flight.gaps.append(now - flight.last_at)
+    flight.last_at = now
     text, reason, stopped_by = _read(flight, token)
     gates = (flight.activations,) if flight.request.report else ()
     return Delta(text, (token,), reason, None, scored, prompt, gates, stopped_by)

@@ -34,14 +34,19 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for the metrics. ``slots``: requests that can run at once; ``steps`` and what follows: since the start."""
+    """A snapshot for the metrics. ``slots``: requests that can run at once; ``steps`` and what follows: since the start.
+
+    ``kv_usage``: the share of the memory for keys and values that running requests hold. None: this engine does not know.
+    """
 
     running: int
     waiting: int
     slots: int
     steps: int
     failures: int
-    preemptions: int = 0
+    preemptions: int | None = None
+    cancelled: int | None = None
+    kv_usage: float | None = None
 
 
 def check_fits(prompt: int, max_tokens: int, max_length: int) -> None:

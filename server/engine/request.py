@@ -5,6 +5,8 @@ API -> ``GenerationRequest`` -> ``Flight`` (scheduler, runner, sampler) -> ``Del
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -188,8 +190,11 @@ class Flight:
     opened: int | None = None
     lines: Lines = field(default_factory=Lines)
     guarding: Guarding | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
     begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
     first_at: float = 0.0  # when its first token was chosen
+    last_at: float = 0.0  # when its newest was
+    gaps: deque[float] = field(default_factory=deque)  # seconds between tokens, for whoever takes them
 
     @property
     def prompt(self) -> tuple[int, ...]:

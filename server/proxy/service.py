@@ -14,7 +14,6 @@ import torch
 from fastapi import Request
 
 from server.base_service import REFRESH_SECONDS, BaseService
-from server.engine.engine import EngineStats
 from server.engine.modules import Counts, ModuleTable
 from server.errors import ApiError
 from server.offer import Offer
@@ -22,7 +21,7 @@ from server.proxy.upstream import Upstream
 from server.registry.modules import Modules
 from server.registry.store import Scan
 from server.settings import Settings
-from server.telemetry import Figures
+from server.telemetry.figures import Figures
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.module import UnbindModule
 
@@ -78,6 +77,11 @@ class GuardService(BaseService):
         """What is known of the model: by whom it is asked."""
         return {"name": self.title, "fingerprint": None}
 
+    @property
+    def computed_by(self) -> str:
+        """Another server."""
+        return "upstream"
+
     async def gate_counts(self) -> Counts:
         """There are no gates."""
         return {}
@@ -103,9 +107,8 @@ class GuardService(BaseService):
             raise _ending() from None
 
     def _figures(self) -> Figures:
-        stats = EngineStats(running=len(self._running), waiting=0, slots=0, steps=0, failures=0)
         problems, audit = len(self.offer.guards.problems), len(self.registry.trail.problems)
-        return Figures(stats, 0, len(self.offer.missing_active), problems, audit)
+        return Figures(len(self._running), len(self.offer.missing_active), problems, audit)
 
     async def _open(self) -> None:
         """The other server may come later: until then it is told of in each answer."""

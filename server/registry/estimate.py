@@ -1,4 +1,4 @@
-"""How long a job still takes, from what past jobs took: pure functions over their records."""
+"""How long a job still takes, from what past jobs took: pure functions over their records; and how the queue stands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+from sqlalchemy import case, func, select
+
+from server.registry.tables import Job, JobState
+from server.registry.transactions import Transactions
 
 NEAREST = 5
 
@@ -49,3 +54,26 @@ def remaining_seconds(
             return None
         left += median(longer) - in_stage
     return left
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Jobs by state; seconds that the oldest queued one has waited, and that the most silent worker of a running one has said
+    nothing: 0 without such a job.
+    """
+
+    states: Mapping[str, int]
+    waited: float
+    silent: float
+
+
+def standing(transactions: Transactions, now: float, lease: float) -> Standing:
+    """How the queue stands; ``lease``: seconds that workers ask for at each sign of life."""
+    since = case((Job.lease_expires > Job.created_at, Job.lease_expires), else_=Job.created_at)  # later: it came back
+    wanted = select(Job.state, func.count(), func.min(since), func.min(Job.lease_expires)).group_by(Job.state)
+    with transactions.look() as session:
+        found = {state: (count, first, expires) for state, count, first, expires in session.execute(wanted)}
+    waited = now - found[JobState.QUEUED][1] if JobState.QUEUED in found else 0.0
+    silent = now - (found[JobState.RUNNING][2] - lease) if JobState.RUNNING in found else 0.0
+    states = {str(state): int(found[state][0]) if state in found else 0 for state in JobState}
+    return Standing(states, max(0.0, waited), max(0.0, silent))

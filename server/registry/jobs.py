@@ -109,7 +109,7 @@ class Jobs:
                     raise NotAllowed(f"job {job.id} is {job.state}; only a failed or cancelled job can be retried")
                 job.state, job.attempt, job.cancel_requested = JobState.QUEUED, 0, False
                 job.error, job.message, job.finished_at, job.result = None, "", None, None
-                job.stage_progress, job.stage_started_at = 0.0, None
+                job.stage_progress, job.stage_started_at, job.lease_expires = 0.0, None, now
                 append(session, now, actor, "job.retry", job.id, {"finished": sorted(job.stages)})
                 return job_view(job, now)
         except IntegrityError:

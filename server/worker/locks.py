@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from server.registry.files import private
+from server.settings import Settings
 from unbind_core.files import locked
 
 
@@ -15,3 +19,14 @@ def take(data_dir: Path, name: str) -> IO[str] | None:
         return locked(private(data_dir / "locks") / f"{name}.lock", wait=False)
     except BlockingIOError:
         return None
+
+
+@contextmanager
+def device(settings: Settings) -> Iterator[bool]:
+    """Whether this worker may use the device now: one heavy job at a time on each of a machine's devices."""
+    lock = take(settings.data_dir, f"{socket.gethostname()}-{settings.fitting_device.replace(':', '-')}")
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            lock.close()

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from server.settings import PREFIX, Settings
+from server.telemetry.work import WorkPort
 from server.worker.child import die_with_parent
 from unbind_core.errors import UnbindError
 
 log = logging.getLogger("unbind.worker")
 GRACE_SECONDS = 5.0
+BEAT = b"."
 START_SECONDS = 300.0  # until a worker's first sign of life: its imports, and the database that it may have to upgrade
 LOOKS = 5  # silences in a row before a worker counts as hung: one alone may be this process's own
 
@@ -40,8 +44,16 @@ STAGES = python("server.worker.child")
 class Supervisor:
     """Keeps one worker process running for as long as the server runs; ends one that gives no sign of life."""
 
-    def __init__(self, settings: Settings, command: Sequence[str] = WORKER) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str] = WORKER,
+        told: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """``told`` hears what the worker has done, as it says it (``Heart.tell``)."""
         self._settings, self._command = settings, command
+        self._told = told or (lambda _: None)
+        self.restarts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -71,6 +83,7 @@ class Supervisor:
             code = await self._process.wait()
             if time.monotonic() - started > 30:
                 pause = 0.5
+            self.restarts += 1
             log.error("the worker ended with code %s; starting another in %.1f s", code, pause)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 30.0)
@@ -81,15 +94,21 @@ class Supervisor:
         A stopped or stuck worker would keep its device from every other worker of this host.
         """
         assert process.stdout is not None
-        limit, silences = START_SECONDS, 0
+        limit, silences, left = START_SECONDS, 0, b""
         while silences < LOOKS:
             try:
-                if not await asyncio.wait_for(process.stdout.read(4096), limit / LOOKS):
-                    return
+                said = await asyncio.wait_for(process.stdout.read(4096), limit / LOOKS)
             except TimeoutError:
                 silences += 1
-            else:
-                limit, silences = self._settings.hang_seconds, 0
+                continue
+            if not said:
+                return
+            limit, silences = self._settings.hang_seconds, 0
+            *lines, left = (left + said).split(b"\n")
+            left = left.lstrip(BEAT)
+            for line in lines:
+                if news := line.lstrip(BEAT):
+                    self._told(json.loads(news))
         log.error("the worker gave no sign of life for %.0f s (hang_seconds); it is killed", limit)
         process.kill()
 
@@ -125,9 +144,10 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 class Heart:
-    """Signs of life to the supervisor that holds the other end of standard output; what is printed goes to the log."""
+    """Signs of life and news to the supervisor that holds the other end of standard output; what is printed goes to the log."""
 
     def __init__(self) -> None:
+        self._unsent = b""
         self._pipe = os.dup(1)
         os.set_blocking(self._pipe, False)
         os.dup2(2, 1)
@@ -135,7 +155,12 @@ class Heart:
     def beat(self) -> None:
         """Give one. Where nobody reads, nothing waits."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._pipe, b".")
+            self._unsent = self._unsent[os.write(self._pipe, self._unsent or BEAT) :]
+
+    def tell(self, news: Mapping[str, Any]) -> None:
+        """Say what was done, now or with a later beat."""
+        self._unsent += json.dumps(dict(news)).encode() + b"\n"
+        self.beat()
 
 
 def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES) -> None:
@@ -152,8 +177,18 @@ def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES)
         die_with_parent(signal.SIGTERM, parent)
     os.nice(settings.worker_nice)
     try:
-        worker = Worker(settings, stop, stages, Heart().beat if parent is not None else None)
+        beat, told, port = None, None, None
+        if parent is not None:
+            heart = Heart()
+            beat, told = heart.beat, heart.tell
+        elif settings.worker_metrics_port is not None:
+            port = WorkPort(settings.metrics_host, settings.worker_metrics_port)
+            told = port.work.take
+            log.info("metrics: http://%s:%d/metrics", settings.metrics_host, port.number)
+        worker = Worker(settings, stop, stages, beat, told)
     except UnbindError as error:  # one line: while a database is away every start ends so
         log.error("the worker cannot start: %s", error)
         sys.exit(1)
     worker.run()
+    if port is not None:
+        port.close()

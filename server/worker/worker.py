@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState
 from server.settings import Settings
 from server.worker.hands import Child
-from server.worker.locks import take
+from server.worker.locks import device
 from server.worker.made import new_module
 from server.worker.patience import AWAY, POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
 from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, verdict
@@ -53,10 +53,13 @@ class Worker:
         stop: threading.Event,
         command: Sequence[str],
         beat: Callable[[], None] | None = None,
+        told: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """``command`` starts a child process; ``beat`` is called all the time, for whoever watches over this process."""
+        """``command`` starts a child process; ``beat`` is called all the time, for whoever watches over this process, and ``told``
+        hears what was done (``Work.take``).
+        """
         self.settings, self.stop, self._command = settings, stop, command
-        self._beat = beat or (lambda: None)
+        self._beat, self._told = beat or (lambda: None), told or (lambda _: None)
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.registry = open_registry(settings)
         self._patience = Patience(settings, self.registry, stop, self._beat)
@@ -75,7 +78,7 @@ class Worker:
                 self._beat()
                 try:
                     self._ready()
-                    with _device(self.settings) as free:
+                    with device(self.settings) as free:
                         claim = self._claim() if free else None
                         if claim is None and free:
                             self._preparer.go_on()
@@ -203,6 +206,7 @@ class Worker:
                 done[stage] = json.loads((Path(task.folder) / f"{stage}.json").read_text(encoding="utf-8"))
                 self._scratch.keep(claim, Path(task.folder))
                 self._patience.insist(lambda: self.registry.jobs.stage_done(claim, stage, done[stage]))  # noqa: B023
+                self._told({"stage": stage, "seconds": done[stage]["seconds"]})
             if time.monotonic() - reported >= REPORT_SECONDS:
                 reported, sent, changes = time.monotonic(), changes, {}
                 self._patience.report(claim, sent)
@@ -241,6 +245,7 @@ class Worker:
     def _end(self, claim: Claim, state: JobState, **fields: Any) -> None:
         try:
             self._patience.insist(lambda: self.registry.jobs.finish(claim, state, time.time(), **fields))
+            self._told({"ended": state})
         except (LeaseLost, Stopping) as error:
             log.warning("job %s could not be ended: %s", claim.job_id, error)
 
@@ -285,14 +290,4 @@ class Worker:
                 raise StageFailed(str(error)) from None
 
         self._patience.insist(write)
-
-
-@contextmanager
-def _device(settings: Settings) -> Iterator[bool]:
-    """Whether this worker may use the device now: one heavy job at a time on each of a machine's devices."""
-    lock = take(settings.data_dir, f"{socket.gethostname()}-{settings.fitting_device.replace(':', '-')}")
-    try:
-        yield lock is not None
-    finally:
-        if lock is not None:
-            lock.close()
+        self._told({"ended": JobState.SUCCEEDED})

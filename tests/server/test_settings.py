@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from server.cli.flags import with_settings
-from server.settings import DEMO, FROM_FILES, Settings, SettingsError
-from server.sources import KNOWN, load_settings
+from server.settings import DEMO, FROM_FILES, Settings
+from server.sources import KNOWN, SettingsError, load_settings
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:

@@ -154,11 +154,13 @@ class Generation:
             delta = await choice.deltas.get()
             if delta.error is not None:
                 raise self._failed(delta.error)
-            choice.last_at = time.perf_counter()
+            choice.last_at, answers = time.perf_counter(), self.served.telemetry.answers
             if choice.first_at is None and (delta.tokens or delta.finish_reason):
                 choice.first_at = choice.last_at
+                answers.begun(choice.flight)
                 if delta.tokens:
                     self.served.telemetry.first_token.observe(choice.first_at - self.started)
+            answers.went_on(choice.flight)
             choice.tokens += len(delta.tokens)
             self.served.telemetry.generated_tokens.inc(len(delta.tokens))
             self._charge(len(delta.tokens))
@@ -166,6 +168,8 @@ class Generation:
                 choice.report.add(delta)
             if delta.guarded is not None:
                 self.served.telemetry.guarded(self._route, delta.guarded)
+            if delta.finish_reason not in (None, "cancelled"):
+                answers.ended(choice.flight)
             yield replace(delta, text=lead + delta.text) if lead else delta
             lead = ""
             if delta.finish_reason is not None:

@@ -193,9 +193,16 @@ class EmbeddedEngine(Engine):
     def stats(self) -> EngineStats:
         """How busy the engine is."""
         waiting = len(self._arrived) + len(self.scheduler.waiting)
-        slots = self.scheduler.slots
+        slots, stepper = self.scheduler.slots, self.stepper
+        running = len(slots) - slots.count(None)
         return EngineStats(
-            len(slots) - slots.count(None), waiting, len(slots), self.stepper.steps, self.stepper.failures
+            running,
+            waiting,
+            len(slots),
+            stepper.steps,
+            stepper.failures,
+            cancelled=stepper.cancelled,
+            kv_usage=running / len(slots),
         )
 
     # The engine's thread.

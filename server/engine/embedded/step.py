@@ -48,7 +48,7 @@ class Stepper:
         self.scheduler, self.runner, self.lanes, self.modules = scheduler, runner, lanes, modules
         self._least_pass = least_pass
         self.pace = Pace(len(scheduler.slots))
-        self.steps = self.failures = 0
+        self.steps = self.failures = self.cancelled = 0
 
     def step(self, post: Callable[[], None]) -> None:
         """Admit, run, sample, publish; ``post`` sends off what a forward pass has made while others go on."""
@@ -148,6 +148,7 @@ class Stepper:
     def _drop_cancelled(self) -> None:
         for flight in [*self.scheduler.admitted, *self.scheduler.waiting]:
             if flight.cancelled:
+                self.cancelled += 1
                 self._finish(flight, Delta("", (), "cancelled"))
 
     def _end_late_prompts(self) -> None:

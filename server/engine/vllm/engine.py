@@ -66,7 +66,7 @@ class VllmEngine(Engine):
         self._up = False
         self._draining = self._stopping = False
         self._ended = threading.Condition()
-        self._failures = 0
+        self._failures = self._cancelled = 0
         self._background: list[asyncio.Task[None]] = []
 
     # What other threads call.
@@ -158,8 +158,8 @@ class VllmEngine(Engine):
         """See :meth:`Engine.stats`."""
         model, active = self._model, len(self._live)
         running = min(active, self.slots)
-        steps, preemptions = (model.steps, model.preemptions) if model else (0, 0)
-        return EngineStats(running, active - running, self.slots, steps, self._failures, preemptions)
+        seen = (model.preemptions, self._cancelled, model.kv_usage) if model else (0, self._cancelled)
+        return EngineStats(running, active - running, self.slots, model.steps if model else 0, self._failures, *seen)
 
     # The engine's own loop.
 
@@ -254,6 +254,7 @@ class VllmEngine(Engine):
 
     def _admit(self, flight: Flight) -> None:
         if flight.cancelled:
+            self._cancelled += 1
             hand_over(flight, Delta("", (), "cancelled"))
             self._leaves(flight)
             return
@@ -274,6 +275,7 @@ class VllmEngine(Engine):
                 pass
         except asyncio.CancelledError:
             gone = "the server is shutting down" if self._stopping else "" if self._up else GONE
+            self._cancelled += not gone
             hand_over(flight, Delta("", (), "error", gone) if gone else Delta("", (), "cancelled"))
         except EngineDeadError:
             self._failures += 1

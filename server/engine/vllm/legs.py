@@ -72,6 +72,8 @@ class Leg:
         """Take in what the first output tells of the prompt; whether the leg may go on."""
         flight = self._flight
         flight.cached_tokens = output.num_cached_tokens or 0
+        # vLLM has a queue of its own; its processes and this one read the same clock
+        flight.begun_at = getattr(output.metrics, "scheduled_ts", 0.0) or flight.begun_at
         if self._watched and flight.request.watches and flight.opened is None:
             opened = (await self._reports.until(self._name, len(flight.prompt) - 1)).opened
             if opened is not None:

@@ -34,11 +34,13 @@ class _Steps(StatLoggerBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.steps = self.preemptions = 0
+        self.kv_usage: float | None = None
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """One step's statistics."""
         self.steps += 1
         self.preemptions += getattr(iteration_stats, "num_preempted_reqs", 0)
+        self.kv_usage = getattr(scheduler_stats, "kv_cache_usage", self.kv_usage)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
@@ -96,6 +98,12 @@ class Model:
     def preemptions(self) -> int:
         """Requests that had to give their pages up, and were computed again."""
         return sum(logger.preemptions for logger in self._loggers)
+
+    @property
+    def kv_usage(self) -> float | None:
+        """The share of the pages that requests hold, the mean of vLLM's engine cores; None before the first step."""
+        known = [logger.kv_usage for logger in self._loggers if logger.kv_usage is not None]
+        return sum(known) / len(known) if known else None
 
     def generate(self, prompt: Any, parameters: SamplingParams, name: str) -> AsyncGenerator[Any, None]:
         """vLLM's own stream of outputs; closing it ends the request."""

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.engine import EngineStats
 from server.registry.access import Access
 from server.registry.audit import Actor
 from server.registry.objects import ObjectStore
 from server.registry.records import NewModule
 from server.registry.registry import open_registry
 from server.registry.tables import Origin
-from server.telemetry import Figures, Telemetry
+from server.telemetry.figures import Figures
+from server.telemetry.metrics import Telemetry
 from tests.server.api.admin.test_modules import act, adopt, applied
 from tests.support.live import ADMIN_KEY, Live, live
 from tests.support.modules import build_module
@@ -112,7 +112,7 @@ def test_the_counts_come_to_everybody_in_time(checkpoint: Path, tmp_path: Path) 
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    telemetry = Telemetry(lambda: Figures(EngineStats(0, 0, 0, 0, 0), 0, 0, 0, 0))
+    telemetry = Telemetry(lambda: Figures(0, 0, 0, 0), "embedded")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

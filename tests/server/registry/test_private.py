@@ -13,8 +13,8 @@ from server.registry.files import forget_file
 from server.registry.objects import StoreUnreachable
 from server.registry.private.files import TakedownFiles
 from server.registry.private.store import PrivateStore, Unreadable
-from server.settings import Settings, SettingsError
-from server.sources import load_settings
+from server.settings import Settings
+from server.sources import SettingsError, load_settings
 from server.worker.process import environment_of
 from unbind_core.rows import ForgetRow
 

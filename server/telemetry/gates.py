@@ -1,0 +1,74 @@
+"""What gates and guards did, which is shown at set times.
+
+Who sees it at any moment can tell from two readings what the gates made of one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.engine.guarding import Guarded
+from server.engine.modules import Counts
+
+LEXEMES = (8, 12, 16, 20, 25, 30, 35, 40, 45, 49, 50, 75, 100, 200, 500)
+
+
+class Guards:
+    """What guards did to answers, counted as these end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        by = ["module", "route"]
+        self._bars = Counter("unbind_guard_bars", "Runs that an answer was steered away from", by, registry=registry)
+        self._stops = Counter("unbind_guard_stops", "Answers that a guard ended", by, registry=registry)
+        self._would = Counter(
+            "unbind_guard_would_block", "Answers with a run that was only counted", by, registry=registry
+        )
+        self._runs = Histogram(
+            "unbind_guard_run_lexemes",
+            "Longest protected run of an answer, where it is half of what is allowed or more",
+            ["route"],
+            buckets=LEXEMES,
+            registry=registry,
+        )
+
+    def take(self, route: str, done: Guarded) -> None:
+        """Count what guards did to one answer."""
+        for name, bars in done.bars.items():
+            self._bars.labels(name, route).inc(bars)
+        if done.blocked is not None:
+            self._stops.labels(done.blocked.name, route).inc()
+        for name in done.counted:
+            self._would.labels(name, route).inc()
+        if done.longest:
+            self._runs.labels(route).observe(done.longest)
+
+
+def families(counts: Counts) -> Iterable[Metric]:
+    """Positions evaluated and gates open, by module and phase."""
+    labels = ["module", "phase"]
+    evaluated = CounterMetricFamily(
+        "unbind_gate_evaluations", "Positions at which a module's gate was read", labels=labels
+    )
+    opened = CounterMetricFamily(
+        "unbind_gate_activations", "Positions at which a module's gate was open", labels=labels
+    )
+    for name, phases in sorted(counts.items()):
+        for phase, (positions, open_gates) in phases.items():
+            evaluated.add_metric([name, phase], positions)
+            opened.add_metric([name, phase], open_gates)
+    return evaluated, opened
+
+
+class Kept(Collector):
+    """Families as they were when somebody looked last."""
+
+    def __init__(self) -> None:
+        self.families: tuple[Metric, ...] = ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Those."""
+        return self.families

@@ -1,0 +1,133 @@
+"""What a scrape shows: true figures, under the names that operations.md lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.registry.audit import Actor
+from server.registry.estimate import standing
+from server.registry.tables import JobState
+from tests.server.api.admin.test_modules import adopt
+from tests.support.live import ADMIN_KEY, Live, live
+from tests.support.repository import ROOT
+
+ROWS = {"name": "t", "rows": [{"text": "def add(a, b):\n    return a + b\n" * 8}]}
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample of an exposition, by name and labels as they are written."""
+    found = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            found[name] = float(value)
+    return found
+
+
+def scraped(server: Live) -> dict[str, float]:
+    return samples(server.call("/metrics", key=ADMIN_KEY).raw.decode())
+
+
+@pytest.fixture(scope="module")
+def watched(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live(checkpoint, tmp_path_factory.mktemp("metrics"), enforced={"two": 1.0}, worker=False) as running:
+        yield running
+
+
+def documented() -> set[str]:
+    """The names in the table of operations.md."""
+    section = (ROOT / "docs/operations.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([a-z_:*]+)`", row)}
+
+
+def test_the_table_of_metrics_and_the_exposition_agree(watched: Live) -> None:
+    watched.complete(unbind={"modules": ["one"]})
+    families = text_string_to_metric_families(watched.call("/metrics", key=ADMIN_KEY).raw.decode())
+    shown = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    own = {name for name in shown if not name.startswith(("process_", "python_"))}
+    elsewhere = {"process_*", "unbind_engine_preemptions_total"}  # vLLM's
+    elsewhere |= {f"unbind_{name}" for name in ("worker_up", "worker_restarts_total", "worker_jobs_total")}
+    elsewhere |= {"unbind_job_stage_seconds"}  # of servers with a worker
+    assert own == documented() - elsewhere
+    assert any(name.startswith("process_") for name in shown)
+
+
+def test_times_and_lengths_of_answers_are_counted_once_each(watched: Live) -> None:
+    before = scraped(watched)
+    watched.complete(prompt="def add(first, second):\n    return", max_tokens=6, ignore_eos=True)
+    watched.complete(max_tokens=1, ignore_eos=True)
+    after = scraped(watched)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    for name in ("queue_seconds", "prefill_seconds", "prompt_length_tokens", "answer_length_tokens"):
+        assert grown(f"unbind_{name}_count") == 2, name
+    assert grown("unbind_answer_length_tokens_sum") == 7 == grown("unbind_generated_tokens_total")
+    assert grown("unbind_decode_seconds_count") == 1 == grown('unbind_decode_token_seconds_count{modules="1"}')
+    assert grown("unbind_inter_token_seconds_count") == 5
+    assert grown("unbind_inter_token_seconds_sum") == pytest.approx(grown("unbind_decode_seconds_sum"))
+    whole = sum(grown(f"unbind_{part}_seconds_sum") for part in ("queue", "prefill", "decode"))
+    assert 0 < whole < grown('unbind_request_seconds_sum{route="/v1/completions"}')
+
+
+def test_a_reused_prefix_is_counted(watched: Live) -> None:
+    before = scraped(watched)
+    for _ in range(2):
+        told = watched.complete(prompt="class Shelf:\n    def put(self, book):\n        self.books", max_tokens=2)
+    usage, after = told.body["usage"], scraped(watched)
+    queried, reused = (f"unbind_prefix_{what}_tokens_total" for what in ("queried", "reused"))
+    assert after[queried] - before[queried] == 2 * usage["prompt_tokens"]
+    assert after[reused] - before[reused] == usage["prompt_tokens_details"]["cached_tokens"] > 8
+
+
+def test_refusals_are_counted_by_reason(watched: Live) -> None:
+    before = scraped(watched)
+    watched.complete(unbind={"modules": ["-two"]})
+    watched.complete(unbind={"modules": ["nobody"]})
+    watched.call("/v1/completions", {"prompt": 1.5})
+    watched.call("/admin/v1/keys", key="ubk_wrong")
+    after = scraped(watched)
+    reasons = {name: after[name] - before[name] for name in after if name.startswith("unbind_policy_denials_total")}
+    counted = {re.sub(r'.*"(.*)".*', r"\1", name): grown for name, grown in reasons.items() if grown}
+    assert counted == {"module_enforced": 1, "unknown_module": 1, "invalid_api_key": 1}
+
+
+def test_what_is_enforced_is_told_with_whether_it_applies(checkpoint: Path, tmp_path: Path) -> None:
+    profiles = {"safe": {"enforced": ["one", "absent"]}}
+    with live(checkpoint, tmp_path, profiles=profiles) as server:
+        adopt(server, "three", "profile:safe")
+        found = scraped(server)
+        asked = {
+            name: found.get(f'unbind_module_enforced_loaded{{module="{name}"}}') for name in ("one", "two", "three")
+        }
+        assert asked == {"one": 1, "two": None, "three": 1}
+        assert found['unbind_module_enforced_loaded{module="absent"}'] == 0
+        info = [name for name in found if name.startswith("unbind_module_info{")]
+        assert len(info) == 3 and all('policy="silent"' in name for name in info)
+        assert found['unbind_module_threshold{module="one"}'] == pytest.approx(0.1)
+
+
+def test_jobs_are_told_by_state_and_age(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as server:
+        registry = server.service.registry
+        made = server.admin("/takedowns", ROWS).body["job_id"]
+        created = registry.jobs.get(made, 0.0)["created_at"]
+        queued = standing(registry.transactions, created + 30, 15.0)
+        assert (queued.states["queued"], queued.states["running"], queued.silent) == (1, 0, 0.0)
+        assert queued.waited == pytest.approx(30)
+        claim = registry.jobs.claim("worker", created + 40, 15.0, 3)
+        assert claim is not None
+        registry.jobs.report(claim, created + 50, 15.0)
+        running = standing(registry.transactions, created + 60, 15.0)
+        assert (running.states["running"], running.waited) == (1, 0.0) and running.silent == pytest.approx(10)
+        registry.jobs.finish(claim, JobState.FAILED, created + 61, error="no")
+        registry.jobs.retry(made, Actor("test"), created + 100)
+        again = standing(registry.transactions, created + 103, 15.0)
+        assert again.waited == pytest.approx(3), "the age of a job that is tried again begins again"
