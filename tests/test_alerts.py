@@ -125,6 +125,10 @@ SCENARIOS: dict[str, Scenario] = {
         {f'unbind_canary_last_hit_timestamp_seconds{{{S1},module="m",probe="extraction"}}': then(60, 90, 0)},
         INSTANCE | MODULE | {"probe": "extraction"},
     ),
+    "UnbindCanaryAbsent": (
+        {f'unbind_module_enforced_loaded{{{S1},module="m2"}}': constant(1)},
+        INSTANCE | {"module": "m2"},
+    ),
     "UnbindJobStuck": (of_both("unbind_job_lease_age_seconds{%s}", f"0.5x{MINUTES - 10} 0+60x9"), {}),
     "UnbindJobsWait": (of_both("unbind_job_queue_oldest_seconds{%s}", f"0x{MINUTES - 90} 0+60x89"), {}),
     "UnbindWorkerDown": (
@@ -145,6 +149,13 @@ SCENARIOS: dict[str, Scenario] = {
 # Nothing is to fire in these.
 QUIET: dict[str, dict[str, str]] = {
     "nothing is wrong": {},
+    "no canaries are run": of_both(
+        'unbind_canary_runs_total{%s,module="m",probe="extraction",result="hit"}', f"_x{MINUTES}"
+    )
+    | of_both('unbind_canary_last_hit_timestamp_seconds{%s,module="m",probe="extraction"}', f"_x{MINUTES}"),
+    "one error of a canary": {
+        f'unbind_canary_runs_total{{{S1},module="m",probe="extraction",result="error"}}': "0x100 1x20"
+    },
     "a server without traffic reads no gate": {
         f"unbind_gate_evaluations_total{{{S1},{GATE}}}": rising(0),
         f"unbind_gate_activations_total{{{S1},{GATE}}}": rising(0),
