@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import Any
 
@@ -16,4 +17,7 @@ FOLDER = ROOT / "deploy/prometheus"
 RULES: dict[str, Any] = yaml.safe_load((FOLDER / "rules.yml").read_text())
 ALERTS: dict[str, dict[str, Any]] = {
     rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule
+}
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.name: json.loads(path.read_text()) for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 }
