@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import Request
 
 from server.engine.engine import EngineStopped
-from server.engine.modules import Counts, ModuleTable
+from server.engine.modules import Gates, ModuleTable
 from server.guarding import guard_secret
 from server.guards import GuardStore
 from server.offer import Offer
@@ -135,7 +135,7 @@ class BaseService(ABC):
         )
 
     @abstractmethod
-    async def gate_counts(self) -> Counts:
+    async def gate_counts(self) -> Gates:
         """What the gates did, as new as can be had at once."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class BaseService(ABC):
         lease = self.settings.lease_seconds
         self._jobs = await asyncio.to_thread(standing, self.registry.transactions, time.time(), lease)
 
-    async def _all_counts(self) -> Counts:
+    async def _all_counts(self) -> Gates:
         return await self.gate_counts()
 
     async def _repeat(self, what: str, work: Callable[[], Awaitable[None]], seconds: float) -> None:

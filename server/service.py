@@ -17,7 +17,7 @@ from server.base_service import REFRESH_SECONDS, BaseService
 from server.encoding import Encoder
 from server.engine.choice import EngineOptions, EnginePlan, build_engine, plan_engine
 from server.engine.engine import EngineStopped
-from server.engine.modules import Counts, ModuleTable
+from server.engine.modules import NO_GATES, Gates, ModuleTable
 from server.offer import Offer
 from server.registry.store import ModuleStore
 from server.settings import Settings
@@ -51,8 +51,8 @@ class Service(BaseService):
         )
         self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.fingerprint = f"fp_{loaded.identity.fingerprint[:12]}"  # what answers carry: the same for the same model
-        self._counts: Counts = {}
-        self._counting: asyncio.Future[Counts] | None = None
+        self._counts = NO_GATES
+        self._counting: asyncio.Future[Gates] | None = None
 
     @property
     def modules(self) -> ModuleTable:
@@ -69,20 +69,20 @@ class Service(BaseService):
         """The model's identity."""
         return asdict(self.loaded.identity)
 
-    async def gate_counts(self) -> Counts:
+    async def gate_counts(self) -> Gates:
         """What the gates did, as new as can be had in ``COUNT_SECONDS``: the engine tells between two steps, and a scrape does not
         wait for a long one.
         """
         if self._counting is None or self._counting.done():
             try:
-                self._counting = asyncio.wrap_future(self.engine.gate_counts())
+                self._counting = asyncio.wrap_future(self.engine.gates())
             except EngineStopped:
                 return self._counts
             self._counting.add_done_callback(self._counted)
         await asyncio.wait({self._counting}, timeout=COUNT_SECONDS)
         return self._counts
 
-    def _counted(self, counting: asyncio.Future[Counts]) -> None:
+    def _counted(self, counting: asyncio.Future[Gates]) -> None:
         if not counting.cancelled() and counting.exception() is None:
             self._counts = counting.result()
 
@@ -124,8 +124,8 @@ class Service(BaseService):
         await asyncio.to_thread(self.engine.close)
         self.encoder.close()
 
-    async def _all_counts(self) -> Counts:
-        return await asyncio.wrap_future(self.engine.gate_counts())
+    async def _all_counts(self) -> Gates:
+        return await asyncio.wrap_future(self.engine.gates())
 
 
 def planned(settings: Settings, loaded: LoadedModel) -> EnginePlan:
@@ -146,6 +146,7 @@ def _options(settings: Settings) -> EngineOptions:
         folder=settings.data_dir / "engine",
         columns=settings.gate_columns,
         flags=tuple(settings.vllm_args),
+        looks=settings.metrics_detail,
     )
 
 

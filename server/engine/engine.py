@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from server.engine.modules import Counts, ModuleTable
+from server.engine.modules import Counts, Gates, ModuleTable
 from server.engine.request import Delta, Flight, GenerationRequest
 from unbind_core.module import UnbindModule
 
@@ -113,8 +113,21 @@ class Engine(ABC):
         """Make exactly these (module, digest) nameable; running requests keep the versions they were admitted with."""
 
     @abstractmethod
+    def gates(self) -> Future[Gates]:
+        """What the gates have done since the start."""
+
     def gate_counts(self) -> Future[Counts]:
-        """Module -> phase -> (positions evaluated, gates open)."""
+        """Of this, module -> phase -> (positions evaluated, gates open)."""
+        counts: Future[Counts] = Future()
+
+        def told(gates: Future[Gates]) -> None:
+            if (error := gates.exception()) is not None:
+                counts.set_exception(error)
+            else:
+                counts.set_result(gates.result().counts)
+
+        self.gates().add_done_callback(told)
+        return counts
 
     @abstractmethod
     def stats(self) -> EngineStats:

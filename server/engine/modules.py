@@ -11,14 +11,25 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.engine.pinned import LoadedModule, PinnedSet
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.looks import NOTHING_SEEN, Look
 from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 
 Counts = dict[str, dict[str, tuple[int, int]]]
+
+
+class Gates(NamedTuple):
+    """What gates did, by the names of modules. ``looks`` is empty where nobody looks at scores."""
+
+    counts: Counts
+    looks: Mapping[str, Look]
+
+
+NO_GATES = Gates({}, {})
 
 
 def unknown(name: str, known: Collection[str]) -> UnknownModule:
@@ -110,6 +121,14 @@ class ModuleTable:
                 before = total.get(phase, (0, 0))
                 total[phase] = (before[0] + positions, before[1] + opened)
         return totals
+
+    def gates(self) -> Gates:
+        """``counts``, and how near gates came to opening, in the same way."""
+        looks: dict[str, Look] = {}
+        for key, look in self._bank.looks().items():
+            name = self._names[key]
+            looks[name] = looks.get(name, NOTHING_SEEN).and_of(look)
+        return Gates(self.counts(), looks)
 
     def describe(self, name: str) -> dict[str, Any]:
         """What the admin API tells of a loaded module."""

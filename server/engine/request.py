@@ -5,6 +5,7 @@ API -> ``GenerationRequest`` -> ``Flight`` (scheduler, runner, sampler) -> ``Del
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -190,6 +191,7 @@ class Flight:
     opened: int | None = None
     lines: Lines = field(default_factory=Lines)
     guarding: Guarding | None = None
+    serial: int = field(default_factory=itertools.count().__next__)  # no other flight's
     submitted_at: float = field(default_factory=time.monotonic)
     begun_at: float = 0.0  # when its prompt was first computed on, by time.monotonic; 0: not yet
     first_at: float = 0.0  # when its first token was chosen

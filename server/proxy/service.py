@@ -14,7 +14,7 @@ import torch
 from fastapi import Request
 
 from server.base_service import REFRESH_SECONDS, BaseService
-from server.engine.modules import Counts, ModuleTable
+from server.engine.modules import NO_GATES, Gates, ModuleTable
 from server.errors import ApiError
 from server.offer import Offer
 from server.proxy.upstream import Upstream
@@ -82,9 +82,9 @@ class GuardService(BaseService):
         """Another server."""
         return "upstream"
 
-    async def gate_counts(self) -> Counts:
+    async def gate_counts(self) -> Gates:
         """There are no gates."""
-        return {}
+        return NO_GATES
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from server.engine.guarding import Guarded
-from server.engine.modules import Counts
+from server.engine.modules import Gates
+from unbind_core.applying.looks import BOUNDARIES
 
 LEXEMES = (8, 12, 16, 20, 25, 30, 35, 40, 45, 49, 50, 75, 100, 200, 500)
 
@@ -47,8 +49,8 @@ class Guards:
             self._runs.labels(route).observe(done.longest)
 
 
-def families(counts: Counts) -> Iterable[Metric]:
-    """Positions evaluated and gates open, by module and phase."""
+def families(now: Gates) -> Iterable[Metric]:
+    """Positions evaluated and gates open, by module and phase; scores, and requests in which a gate opened, by module."""
     labels = ["module", "phase"]
     evaluated = CounterMetricFamily(
         "unbind_gate_evaluations", "Positions at which a module's gate was read", labels=labels
@@ -56,11 +58,27 @@ def families(counts: Counts) -> Iterable[Metric]:
     opened = CounterMetricFamily(
         "unbind_gate_activations", "Positions at which a module's gate was open", labels=labels
     )
-    for name, phases in sorted(counts.items()):
+    for name, phases in sorted(now.counts.items()):
         for phase, (positions, open_gates) in phases.items():
             evaluated.add_metric([name, phase], positions)
             opened.add_metric([name, phase], open_gates)
-    return evaluated, opened
+    yield evaluated
+    yield opened
+    if not now.looks:
+        return
+    scores = HistogramMetricFamily(
+        "unbind_gate_score", "Scores of a module's gate, in units of its threshold", labels=["module"]
+    )
+    requests = CounterMetricFamily(
+        "unbind_module_open_requests", "Requests in which a module's gate was open", labels=["module"]
+    )
+    for name, look in sorted(now.looks.items()):
+        # no sum: it means nothing where there are buckets below 0
+        buckets = [*zip(map(floatToGoString, BOUNDARIES), look.below, strict=True), ("+Inf", look.positions)]
+        scores.add_metric([name], buckets, None)
+        requests.add_metric([name], look.requests)
+    yield scores
+    yield requests
 
 
 class Kept(Collector):

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from server.engine.guarding import Guarded
-from server.engine.modules import Counts
+from server.engine.modules import NO_GATES, Gates
 from server.telemetry import gates
 from server.telemetry.answers import SECONDS, Answers
 from server.telemetry.build import register_process
@@ -71,7 +71,7 @@ class Telemetry:
         registry.register(Present(read))
         self._delayed, self._kept, self._port = CollectorRegistry(), gates.Kept(), Port()
         self._guards = gates.Guards(self._delayed)
-        self.keep_gates({})
+        self.keep_gates(NO_GATES)
         self.answers = Answers(registry, detail)
         self.work = Work(registry if works else CollectorRegistry())
         self.requests = Counter(
@@ -101,17 +101,17 @@ class Telemetry:
         """Count what guards did to one answer."""
         self._guards.take(route, done)
 
-    def keep_gates(self, counts: Counts) -> None:
+    def keep_gates(self, now: Gates) -> None:
         """What everybody is shown of gates and guards until the next time."""
-        self._kept.families = tuple(self._gates(counts))
+        self._kept.families = tuple(self._gates(now))
 
-    def _gates(self, counts: Counts) -> Iterable[Metric]:
-        yield from gates.families(counts)
+    def _gates(self, now: Gates) -> Iterable[Metric]:
+        yield from gates.families(now)
         yield from self._delayed.collect()
 
-    def exposition(self, counts: Counts | None = None) -> bytes:
-        """The text that Prometheus scrapes; with the gates' ``counts`` of this moment, else what was kept last."""
-        shown = self._kept if counts is None else _Now(self._gates(counts))
+    def exposition(self, now: Gates | None = None) -> bytes:
+        """The text that Prometheus scrapes; with what gates have done up to ``now``, else what was kept last."""
+        shown = self._kept if now is None else _Now(self._gates(now))
         return generate_latest(_Together(self._registry, shown))
 
     def listen(self, host: str, port: int) -> int:

@@ -21,6 +21,7 @@ from unbind_core.applying.counts import PHASES, Counters
 from unbind_core.applying.gate_memory import Columns
 from unbind_core.applying.gates import FisherGates, NetworkGates
 from unbind_core.applying.kept_gates import LONGEST, KeptGates
+from unbind_core.applying.looks import NOTHING_SEEN, Look, Requests
 from unbind_core.applying.networks import Networks
 from unbind_core.applying.selection import Part, Selection
 from unbind_core.errors import UnbindError, UnknownModule
@@ -34,12 +35,18 @@ class ModuleBank:
     """Modules by name, stacked per layer on one device; may be changed from another thread while a model runs."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, one_table: bool = False, summed_columns: int | None = None
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        one_table: bool = False,
+        summed_columns: int | None = None,
+        requests: int = 0,
     ) -> None:
         """An empty bank whose tensors will live on ``device``. ``one_table``: the modules of all layers share the columns of one
         memory between them, where an engine keeps one for all layers. ``summed_columns``: so many columns of its memory a layer
         has for running sums of heads; the gates of further modules go by the states that are kept (``KeptGates``). Default: as
         many as a state has numbers, with which that memory is the smaller; in one table all gates go by running sums.
+        ``requests``: how many an engine has at a time, so that :meth:`looks` tells how near gates come; 0: nobody looks.
         """
         if summed_columns is None and one_table:
             summed_columns = sys.maxsize
@@ -56,7 +63,7 @@ class ModuleBank:
         self._slot_names: list[str] = []
         self._columns: dict[int, Columns] = {}
         self._summed: Counter[int] = Counter()  # by layer, columns of running sums
-        self._counters = Counters(self._device)
+        self._counters = Counters(self._device, 4 * requests)
         self._stacked: WeakValueDictionary[tuple[int, ...], Networks] = WeakValueDictionary()  # by slots
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
 
@@ -179,7 +186,7 @@ class ModuleBank:
     def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Name -> phase -> (positions evaluated, gates open) since the bank was made, for modules since removed too.
 
-        The only call that waits for the device.
+        This and :meth:`looks` alone wait for the device.
         """
         with self._lock:
             names = list(self._slot_names)
@@ -190,6 +197,21 @@ class ModuleBank:
                 before = totals[name][phase]
                 totals[name][phase] = (before[0] + evaluated, before[1] + opened)
         return totals
+
+    @property
+    def requests(self) -> Requests | None:
+        """Tells requests apart, for a pass to say of which each state is; None where nobody looks."""
+        return self._counters.requests
+
+    def looks(self) -> dict[str, Look]:
+        """Name -> how near its gate came and in how many requests it opened, as :meth:`counts`; waits for the device as well."""
+        with self._lock:
+            names = list(self._slot_names)
+            looked = self._counters.looked()
+        found: dict[str, Look] = {}
+        for name, look in zip(names, looked, strict=False):
+            found[name] = found.get(name, NOTHING_SEEN).and_of(look)
+        return found
 
     def _select(self, rows: Sequence[Mapping[str, float]]) -> Selection | None:
         for row in rows:
@@ -238,7 +260,7 @@ class ModuleBank:
                 gates = NetworkGates(modules, networks, on, starts, width, self._device)
         kappa = torch.tensor([module.kappa for module in modules], device=self._device)
         slots = torch.tensor([self._slots[name] for name in names], device=self._device)
-        return Part(names, gates, tensors, kappa, slots, strength, on)
+        return Part(names, gates, tensors, kappa, slots, strength, on, self.requests)
 
     def _networks_of(self, modules: Sequence[UnbindModule]) -> Networks:
         """Their stacked networks, which selections of the same modules share."""

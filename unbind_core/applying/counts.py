@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from unbind_core.applying.looks import BOUNDARIES, Look, Noted, Requests, below
+
 PHASES = ("prefill", "decode")
 TOGETHER = 64  # passes of which open gates are added up at once
+MOST_WAITING = 1 << 20  # scores that wait to be looked at
 
 
 class Count(NamedTuple):
@@ -36,9 +39,18 @@ class Count(NamedTuple):
 class Tally:
     """What one part has counted since it was made, by phase; added up when somebody asks, as a step has better things to do."""
 
-    def __init__(self, slots: Tensor, on: Tensor) -> None:
-        """``slots`` int64 [m] of the modules; ``on`` bool [R,1,m], which of them each row asks for."""
+    def __init__(
+        self, slots: Tensor, on: Tensor, units: Tensor | None = None, requests: Requests | None = None
+    ) -> None:
+        """``slots`` int64 [m] of the modules; ``on`` bool [R,1,m], which of them each row asks for. ``units`` FP32 [m]: the
+        thresholds in the numbers that scores come in, None where nobody looks at those; ``requests``: those that are told apart.
+        """
         self._slots, self._on = slots, on
+        self._requests, self._noted, self._waiting = requests, list[Noted](), 0
+        self._bounds = self._below = None
+        if units is not None:
+            self._bounds = torch.tensor(BOUNDARIES, device=units.device).unsqueeze(1) * units
+            self._below = units.new_zeros((len(BOUNDARIES) + 1, len(units)), dtype=torch.int64)
         self._lock = threading.Lock()  # two passes may use one selection at a time
         self._passes = [0] * len(PHASES)  # positions at which all rows were evaluated
         self._evaluated = [on.new_zeros(on.shape[2], dtype=torch.int64) for _ in PHASES]  # positions beside those
@@ -69,13 +81,43 @@ class Tally:
             if len(self._gates[phase]) == TOGETHER:
                 self._add_up(phase)
 
+    def note(self, scores: Tensor, gate: Tensor, asked: Tensor, requests: Tensor | None) -> None:
+        """Keep what is looked at later (:class:`Noted`)."""
+        if self._bounds is None:
+            return
+        with self._lock:
+            self._noted.append(Noted(scores.detach(), gate, asked, requests))
+            self._waiting += scores.numel()
+            if len(self._noted) == TOGETHER or self._waiting > MOST_WAITING:
+                self._look()
+
+    def look(self) -> None:
+        """Look at what was noted."""
+        with self._lock:
+            self._look()
+
+    def _look(self) -> None:
+        if not self._noted or self._below is None or self._bounds is None:
+            return
+        flat = [noted.flat() for noted in self._noted]
+        self._noted, self._waiting = [], 0
+        self._below.add_(below(flat, self._bounds))
+        told = [(rows, gate) for _, gate, _, rows in flat if rows is not None]
+        if told and self._requests is not None:
+            self._requests.take(
+                self._slots, torch.cat([rows for rows, _ in told]), torch.cat([gate for _, gate in told])
+            )
+
     def _add_up(self, phase: int) -> None:
         if gates := self._gates[phase]:
             self._open[phase].add_(torch.stack(gates).sum(0))
             gates.clear()
 
-    def add_to(self, evaluated: Tensor, opened: Tensor) -> None:
-        """Add what was counted to int64 [phases,slots] tables."""
+    def add_to(self, evaluated: Tensor, opened: Tensor, looks: Tensor) -> None:
+        """Add what was counted to int64 [phases,slots] tables, and what was looked at to [boundaries + 1, slots]."""
+        self.look()
+        if self._below is not None:
+            looks.index_add_(1, self._slots, self._below)
         for phase, passes in enumerate(self._passes):
             with self._lock:
                 self._add_up(phase)
@@ -86,10 +128,13 @@ class Tally:
 class Counters:
     """Positions evaluated and gates open by slot of a module; a slot is never given to another."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, requests: int = 0) -> None:
+        """``requests``: how many are told apart; 0: nobody looks at scores and requests."""
         self._lock = threading.Lock()
         self._evaluated = torch.zeros((len(PHASES), 64), dtype=torch.int64, device=device)
         self._open = torch.zeros_like(self._evaluated)
+        self._looks = self._evaluated.new_zeros((len(BOUNDARIES) + 1, 64))
+        self.requests = Requests(requests, device, self._look) if requests else None
         self._live: list[Tally] = []
         self._ended: deque[Tally] = deque()  # nobody counts in them any more
         self.used = 0
@@ -101,7 +146,10 @@ class Counters:
                 with torch.inference_mode(False):  # else these could not be counted in outside inference mode
                     self._evaluated = functional.pad(self._evaluated, (0, self.used))
                     self._open = functional.pad(self._open, (0, self.used))
+                    self._looks = functional.pad(self._looks, (0, self.used))
             self.used += 1
+            if self.requests is not None:
+                self.requests.reach(self.used)
             return self.used - 1
 
     def watch(self, counting: object, tallies: Sequence[Tally]) -> None:
@@ -116,13 +164,30 @@ class Counters:
         while self._ended:
             tally = self._ended.popleft()
             self._live.remove(tally)
-            tally.add_to(self._evaluated, self._open)
+            tally.add_to(self._evaluated, self._open, self._looks)
+
+    def _look(self) -> None:
+        with self._lock:
+            for tally in self._live:
+                tally.look()
+
+    def _total(self) -> tuple[Tensor, Tensor, Tensor]:
+        with self._lock:
+            self._settle()
+            evaluated, opened, looks = self._evaluated.clone(), self._open.clone(), self._looks.clone()
+            for tally in self._live:
+                tally.add_to(evaluated, opened, looks)
+        return evaluated, opened, looks
 
     def read(self) -> list[list[tuple[int, int]]]:
         """Per phase and slot (evaluated, open); waits for the device."""
-        with self._lock:
-            self._settle()
-            evaluated, opened = self._evaluated.clone(), self._open.clone()
-            for tally in self._live:
-                tally.add_to(evaluated, opened)
+        evaluated, opened, _ = self._total()
         return [[(int(e), int(o)) for e, o in phase] for phase in torch.stack((evaluated, opened), dim=2).tolist()]
+
+    def looked(self) -> list[Look]:
+        """Per slot; waits for the device. Empty where nobody looks."""
+        if self.requests is None:
+            return []
+        table = self._total()[2].t().tolist()
+        opened = self.requests.read()
+        return [Look(tuple(row[:-1]), row[-1], requests) for row, requests in zip(table, opened, strict=False)]

@@ -82,7 +82,8 @@ class FisherGates:
         self._w = torch.stack([own["w"] for own in tensors]).t()
         self._minus_s_ref = -torch.tensor([module.s_ref for module in modules], device=device)
         taus = [module.tau for module in modules]
-        self._tau = torch.where(on, torch.tensor(taus, device=device), torch.nan)  # which nothing reaches
+        self.units = torch.tensor(taus, device=device)  # thresholds in the numbers that activations come in
+        self._tau = torch.where(on, self.units, torch.nan)  # which nothing reaches
         self._at_zero = min(taus) == 0  # else an open gate's a is above 0 anyway
         self.width = len(modules)
 
@@ -116,6 +117,7 @@ class NetworkGates:
         ``columns``: where each one's columns (its heads', then one for its state) begin among the layer's ``width``.
         """
         self._on = None if bool(on.all()) else on
+        self.units = torch.ones(len(modules), device=device)
         self._networks, counts, self._most = networks, networks.counts, networks.most
         # No head is read that is not there.
         starts = [sum(counts[:i]) for i in range(len(counts))]

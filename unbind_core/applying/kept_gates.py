@@ -45,7 +45,7 @@ class KeptGates:
         columns that hold the state.
         """
         self._on, self._networks, self.width, self._table_width = on, networks, networks.width, width
-        self._d = modules[0].w.shape[1]
+        self._d, self.units = modules[0].w.shape[1], torch.ones(len(modules), device=device)
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self._close = torch.tensor(closes, device=device)
         self._window, self._first, self._least = (

@@ -22,7 +22,8 @@ class Pass:
     [N], false at padding; None where all positions are real. ``counts``: as ``real``, for the positions that enter the counts;
     None where all do that are real. ``record``: gets the activations behind open gates, 0 behind closed ones: (names, FP32
     [...,M]) for each stack of gates at each layer. ``opened``: gets where a gate that acts is open (one that is only measured,
-    at strength 0, does not), bool [B,T] or [N], as often as ``record``; nothing waits for the device.
+    at strength 0, does not), bool [B,T] or [N], as often as ``record``; nothing waits for the device. ``requests``: int64 [B] or
+    [N], of which request each state is (``ModuleBank.requests``); None where nobody asks in which of them gates open.
     """
 
     rows: Tensor | None = None
@@ -33,6 +34,7 @@ class Pass:
     record: Record | None = None
     opened: list[Tensor] | None = None
     decoding: Tensor | None = None
+    requests: Tensor | None = None
 
 
 WHOLE = Pass()  # whole sequences from position 0, all of them real

@@ -12,6 +12,7 @@ from unbind_core.applying.corrections import Corrections
 from unbind_core.applying.counts import PHASES, Count, Tally
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
 from unbind_core.applying.kept_gates import KeptGates
+from unbind_core.applying.looks import Requests
 from unbind_core.applying.passes import WHOLE, Pass
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import threads_for
@@ -44,9 +45,11 @@ class Part:
         slots: Tensor,
         strength: Tensor,
         on: Tensor,
+        requests: Requests | None = None,
     ) -> None:
         """``tensors`` are the modules' own; kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks
-        for, R being 1 where all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa.
+        for, R being 1 where all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa. ``requests``: those that are
+        told apart, where anybody looks at scores.
         """
         self._names = tuple(names)
         self._gates = gates
@@ -54,7 +57,7 @@ class Part:
         self._zero = kappa.new_zeros(())
         self._on = on
         self._acts = on & (strength > 0)
-        self.tally = Tally(slots, on)
+        self.tally = Tally(slots, on, None if requests is None else gates.units, requests)
         # Where no two rows want a module with different strengths, its correction holds the strength once and for all.
         most = torch.where(on, strength, 0.0).amax((0, 1))
         alike = bool(((strength == most) | ~on).all())
@@ -72,14 +75,15 @@ class Part:
             pass_.record.append((self._names, torch.where(gate, a, 0.0)))
         if pass_.opened is not None:
             pass_.opened.append((gate & of_rows(self._acts, states, pass_.rows)).any(-1))
-        count = self._count(gate, states, pass_)
+        count = self._count(a, gate, states, pass_)
         return self._corrections.add_to(edited, states, amount), count
 
-    def _count(self, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
+    def _count(self, scores: Tensor, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
         counts = pass_.real if pass_.counts is None else pass_.counts
         asked = of_rows(self._on, states, pass_.rows)
         if counts is not None:
             asked, gate = asked & counts.unsqueeze(-1), gate & counts.unsqueeze(-1)
+        self.tally.note(scores, gate, asked, pass_.requests)
         count = Count(gate, asked, pass_.rows is None and counts is None)
         if pass_.decoding is None:
             self.tally.add(PHASES.index(pass_.phase), count)

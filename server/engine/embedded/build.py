@@ -22,4 +22,5 @@ def build(loaded: LoadedModel, plan: MemoryPlan, options: EngineOptions) -> Embe
         max_length=plan.length,
         queue_limit=options.queue_limit,
         chunk_tokens=options.chunk_tokens,
+        looks=options.looks,
     )

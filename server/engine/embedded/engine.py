@@ -26,7 +26,7 @@ from server.engine.embedded.step import Stepper
 from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull
 from server.engine.flights import flight_of, uniform_source
 from server.engine.letters import Letters
-from server.engine.modules import Counts, ModuleTable
+from server.engine.modules import Gates, ModuleTable
 from server.engine.request import (
     Delta,
     Flight,
@@ -58,10 +58,11 @@ class EmbeddedEngine(Engine):
         chunk_tokens: int = 512,
         least_pass: int = LEAST_PASS,
         speedups: Speedups = EVERY,
+        looks: bool = True,
     ) -> None:
-        """``least_pass``: prompt tokens; passes of fewer are not set side by side."""
+        """``least_pass``: prompt tokens; passes of fewer are not set side by side. ``looks``: scores of gates are counted."""
         self.tokenizer = tokenizer
-        bank = ModuleBank(next(model.parameters()).device)
+        bank = ModuleBank(next(model.parameters()).device, requests=max_slots if looks else 0)
         self.runner = Runner(model, bank, max_slots, max_length, speedups)
         self.modules = ModuleTable(bank, numerics(model), self.runner.reserve)
         self.lanes = Lanes(self.runner.device, MOST_LANES if speedups.lanes else 1)
@@ -186,9 +187,9 @@ class EmbeddedEngine(Engine):
         wanted = list(modules)
         return self.call(lambda: self.modules.sync(wanted))
 
-    def gate_counts(self) -> Future[Counts]:
-        """Module -> phase -> (positions evaluated, gates open), read between two steps."""
-        return self.call(self.modules.counts)
+    def gates(self) -> Future[Gates]:
+        """See :meth:`Engine.gates`; read between two steps."""
+        return self.call(self.modules.gates)
 
     def stats(self) -> EngineStats:
         """How busy the engine is."""

@@ -110,6 +110,7 @@ class Runner:
             counts=told,
             record=record,
             opened=opened,
+            requests=self._requests(flights) if selection is not None else None,
         )
         with (
             torch.inference_mode(),
@@ -162,6 +163,10 @@ class Runner:
             return None
         begin = torch.tensor(starts, device=self.device)
         return SlotPlaces(self.gate_memory, placement.slots, placement.positions, begin)
+
+    def _requests(self, flights: Sequence[Flight]) -> Tensor | None:
+        """Which request each row is of, where the bank tells them apart."""
+        return None if self.bank.requests is None else self.bank.requests.rows([flight.serial for flight in flights])
 
     def _select(self, flights: Sequence[Flight], phase: str) -> Selection | None:
         """The selection of these rows, kept while a phase's rows stay the same: making its key is slow for many modules."""

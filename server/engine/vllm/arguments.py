@@ -35,6 +35,7 @@ class Arguments:
     device: str
     others: Sequence[str] = ()
     edits: bool = True
+    looks: bool = True
 
     def config(self) -> Any:
         """vLLM's configuration. Raises UnbindError naming the flag that it does not take, or that goes with no module."""
@@ -72,7 +73,7 @@ class Arguments:
             ("max_model_len", self.max_length),
             ("max_num_seqs", self.slots),
             *((("worker_cls", WORKER),) if self.edits else ()),
-            ("additional_config", {"unbind": {"columns": self.columns, "operator": 1}}),
+            ("additional_config", {"unbind": {"columns": self.columns, "operator": 1, "looks": self.looks}}),
             ("skip_tokenizer_init", True),
             ("enable_prefix_caching", True),
             ("generation_config", "vllm"),

@@ -23,7 +23,7 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
     watched = flight.request.watches or flight.request.report
     extra: dict[str, Any] = {}
     if digest:
-        extra["unbind"] = digest
+        extra |= {"unbind": digest, "flight": flight.serial}
         if watched:
             extra |= {"leg": leg, "report": flight.request.report}
         if sampling.warms_up:

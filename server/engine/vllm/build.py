@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
     model.to(torch.device("meta"))
     flags = (f"kv-cache-memory-bytes={plan.memory}", *options.flags) if plan.memory else options.flags
     arguments = Arguments(str(folder), options.dtype, plan.length, plan.slots, plan.columns, options.device, flags)
+    arguments = replace(arguments, looks=options.looks)
     return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, ends, options.queue_limit)
 
 

@@ -41,9 +41,11 @@ class Step:
 class Edits:
     """The modules of this process's layers, and what each forward pass does with them."""
 
-    def __init__(self, runner: Any, columns: int) -> None:
-        """``runner``: vLLM's, whose batch says which request stands where. ``columns`` of the gates' memory."""
-        self.bank = ModuleBank(runner.device, one_table=True)
+    def __init__(self, runner: Any, columns: int, looks: bool = True) -> None:
+        """``runner``: vLLM's, whose batch says which request stands where. ``columns`` of the gates' memory; ``looks``: whether
+        scores and requests of gates are counted.
+        """
+        self.bank = ModuleBank(runner.device, one_table=True, requests=runner.max_num_reqs if looks else 0)
         self.columns = columns
         self.sets: dict[str, Mapping[str, float]] = {}
         self._runner = runner
@@ -140,7 +142,10 @@ class Edits:
         watching = [i for i, one in enumerate(asked) if one.get("leg")]
         record: Record | None = [] if any(asked[i].get("report") for i in watching) else None
         opened: list[Tensor] | None = [] if watching else None
-        pass_ = Pass(rows, places, "prefill", None, counted, record, opened, decoding)
+        told = self.bank.requests
+        names = [one.get("flight", name) for one, name in zip(asked, batch.req_ids, strict=True)]
+        of = None if told is None else told.rows(names)[which]
+        pass_ = Pass(rows, places, "prefill", None, counted, record, opened, decoding, of)
         step = Step(
             selection,
             count,

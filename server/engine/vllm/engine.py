@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from server.engine.answering import hand_over
 from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull, check_fits
 from server.engine.flights import flight_of
-from server.engine.modules import Counts, ModuleTable
+from server.engine.modules import Gates, ModuleTable
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.legs import Leg, digest_of
@@ -150,9 +150,9 @@ class VllmEngine(Engine):
         wanted = list(modules)
         return self._post(lambda: asyncio.to_thread(self.modules.sync, wanted))
 
-    def gate_counts(self) -> Future[Counts]:
-        """See :meth:`Engine.gate_counts`."""
-        return self._post(self._counted)
+    def gates(self) -> Future[Gates]:
+        """See :meth:`Engine.gates`."""
+        return self._post(self._gates)
 
     def stats(self) -> EngineStats:
         """See :meth:`Engine.stats`."""
@@ -224,7 +224,7 @@ class VllmEngine(Engine):
         if self._tasks:
             await asyncio.wait(self._tasks.values())
         if self._model is not None:
-            self._bank.keep(self._model.counts)
+            self._bank.keep(self._model.counts, self._model.looks)
             await self._model.close()
         for attempt in itertools.count():
             await asyncio.sleep(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS) - 1)])
@@ -246,11 +246,12 @@ class VllmEngine(Engine):
             except EngineDeadError as error:
                 raise UnbindError("the model's processes are being started again; they get the modules then") from error
 
-    async def _counted(self) -> Counts:
-        if self._model is not None and self._up:
+    async def _gates(self) -> Gates:
+        if (model := self._model) is not None and self._up:
             with suppress(EngineDeadError):
-                self._bank.seen(await self._model.count())
-        return self.modules.counts()
+                await model.count()
+                self._bank.seen(model.counts, model.looks)
+        return self.modules.gates()
 
     def _admit(self, flight: Flight) -> None:
         if flight.cancelled:

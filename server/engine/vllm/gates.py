@@ -16,6 +16,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from unbind_core.applying.looks import Look, together
+
 PATIENCE_SECONDS = 60.0  # for what was sent before the token that waits for it
 
 
@@ -89,6 +91,15 @@ class GateReports:
         self._socket.close(linger=0)
         self._context.term()
         self._folder.cleanup()
+
+
+def merged_looks(told: list[dict[str, Any]]) -> dict[str, Look]:
+    """How near gates came, in the same way."""
+    found: dict[str, Look] = {}
+    for rank in told:
+        if rank["tells"]:
+            found = together(found, {key: Look(tuple(look[0]), *look[1:]) for key, look in rank["looks"].items()})
+    return found
 
 
 def merged(counts: list[dict[str, Any]]) -> dict[str, dict[str, tuple[int, int]]]:

@@ -17,10 +17,11 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from server.engine.vllm.arguments import Arguments
-from server.engine.vllm.gates import GateReports, merged
+from server.engine.vllm.gates import GateReports, merged, merged_looks
 from server.engine.vllm.probe import probe_module
 from server.engine.vllm.remote import ByPhase
 from unbind_core.applying.counts import PHASES
+from unbind_core.applying.looks import Look
 from unbind_core.errors import UnbindError
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
@@ -53,7 +54,8 @@ class Model:
         self._llm, self.reports, self._loggers = llm, reports, loggers
         self.died = asyncio.Event()
         self.ranks: list[dict[str, Any]] = []
-        self.counts: dict[str, ByPhase] = {}
+        self.counts: dict[str, ByPhase] = {}  # by key and phase
+        self.looks: dict[str, Look] = {}
         self._known: dict[str, frozenset[str]] = {}  # digests of sets -> their keys
         self._held: dict[str, str] = {}
         self._changing = asyncio.Lock()
@@ -158,10 +160,10 @@ class Model:
                 del self._known[one]
             self._known[digest] = frozenset(strengths)
 
-    async def count(self) -> dict[str, ByPhase]:
-        """By key and phase, positions evaluated and gates open since the start."""
-        self.counts = merged(await self.all("unbind_counts"))
-        return self.counts
+    async def count(self) -> None:
+        """Hear how many positions were evaluated and how many gates open since the start, and how near gates came."""
+        told = await self.all("unbind_counts")
+        self.counts, self.looks = merged(told), merged_looks(told)
 
     async def probe(self) -> None:
         """See that a module whose gate is always open fires on every rank and changes what is predicted. Raises UnbindError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.looks import Look, together
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 
@@ -20,6 +21,8 @@ class RemoteBank(ModuleBank):
         super().__init__(one_table=True)
         self._seen: dict[str, ByPhase] = {}
         self._kept: dict[str, ByPhase] = {}  # by processes that have ended
+        self._looks: Mapping[str, Look] = {}
+        self._kept_looks: Mapping[str, Look] = {}
 
     def contents(self) -> dict[str, UnbindModule]:
         """Every module, by key."""
@@ -34,16 +37,22 @@ class RemoteBank(ModuleBank):
                 f"start the server with --gate-columns {wanted} or more"
             )
 
-    def seen(self, counts: Mapping[str, ByPhase]) -> None:
+    def seen(self, counts: Mapping[str, ByPhase], looks: Mapping[str, Look]) -> None:
         """What the processes have counted since they started."""
-        self._seen = dict(counts)
+        self._seen, self._looks = dict(counts), looks
 
-    def keep(self, counts: Mapping[str, ByPhase]) -> None:
+    def keep(self, counts: Mapping[str, ByPhase], looks: Mapping[str, Look]) -> None:
         """The processes have ended, whose last counts these are: others begin at nothing."""
         self._kept = {
             key: _sum(self._kept.get(key, {}), counts.get(key, {})) for key in self._kept.keys() | counts.keys()
         }
-        self._seen = {}
+        self._kept_looks = together(self._kept_looks, looks)
+        self._seen, self._looks = {}, {}
+
+    def looks(self) -> dict[str, Look]:
+        """See :meth:`ModuleBank.looks`; of modules that were ever here, and not of the probes."""
+        own = super().counts().keys()
+        return {key: look for key, look in together(self._kept_looks, self._looks).items() if key in own}
 
     def counts(self) -> dict[str, ByPhase]:
         """See :meth:`ModuleBank.counts`."""

@@ -36,7 +36,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         """Load as ever, then put the edits behind the layers, before anything is compiled."""
         super().load_model(**options)
         wanted = self.vllm_config.additional_config["unbind"]
-        self.edits = Edits(self.model_runner, wanted["columns"])
+        self.edits = Edits(self.model_runner, wanted["columns"], wanted["looks"])
         self.unbind_layers = self.edits.install(self.model_runner.get_model())
         self._telling: Any = None
         self._digests: dict[str, str] = {}
@@ -101,8 +101,8 @@ class GatedWorker(_Base):  # type: ignore[misc]
         return len(self.edits.sets)
 
     def unbind_counts(self) -> dict[str, Any]:
-        """By key and phase, positions evaluated and gates open on this rank's layers; "" where another rank tells the same."""
-        return {"tells": self._tells, "counts": self.edits.bank.counts()}
+        """By key and phase, positions evaluated and gates open on this rank's layers, and how near gates came."""
+        return {"tells": self._tells, "counts": self.edits.bank.counts(), "looks": self.edits.bank.looks()}
 
     def unbind_check(self, passes: int) -> None:
         """Compare the gates' places with vLLM's own for so many passes."""

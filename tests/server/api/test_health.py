@@ -33,7 +33,12 @@ def key_of(server: Live, *scopes: str) -> str:
 
 def evaluations(text: bytes) -> float:
     """Positions at which any gate was read, of an exposition."""
-    lines = (line for line in text.decode().splitlines() if line.startswith("unbind_gate_evaluations_total"))
+    return total(text, "unbind_gate_evaluations_total")
+
+
+def total(text: bytes, name: str) -> float:
+    """All samples of a name together."""
+    lines = (line for line in text.decode().splitlines() if line.startswith(name))
     return sum(float(line.split()[-1]) for line in lines)
 
 
@@ -99,6 +104,9 @@ def test_one_prompt_cannot_be_read_off_the_counts_without_the_right_to_reports(g
 
     before = seen()
     assert guarded.complete(key=ADMIN_KEY, unbind={"modules": ["one"]}).status == 200
+    shown, now = guarded.call("/metrics", key=scraper).raw, guarded.call("/metrics", key=reporter).raw
+    for name in ("unbind_gate_score_bucket", "unbind_module_open_requests_total", "unbind_gate_activations_total"):
+        assert total(shown, name) == total(on_its_port(), name) == 0 < total(now, name), name
     delayed, at_once = seen()
     assert delayed == before[0] == evaluations(on_its_port()) and at_once > before[1]
     assert b"unbind_slots 4.0" in on_its_port() and b"unbind_requests_total" in on_its_port()
