@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS, STOP_SECONDS = 120, 60
+START_SECONDS, STOP_SECONDS = 300, 60
 
 
 @dataclass

@@ -161,7 +161,8 @@ def test_prometheus_scrapes_the_ports_that_deployments_open_for_metrics() -> Non
     assert all(re.fullmatch("unbind.*", scrape["job_name"]) for scrape in scraped)  # which the rules go by
     opened = set()
     for name, service in COMPOSE["services"].items():
-        if port := name != "migrate" and service.get("environment", {}).get("UNBIND_METRICS_PORT"):
+        setting = {"server": "UNBIND_METRICS_PORT", "worker": "UNBIND_WORKER_METRICS_PORT"}.get(name)
+        if port := setting and service["environment"][setting]:
             opened.add(f"{name}:{port}")
             assert not any(published.endswith(f":{port}") for published in service.get("ports", ()))
             assert set(service["networks"]) & set(COMPOSE["services"]["prometheus"]["networks"])

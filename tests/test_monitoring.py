@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from typing import Any
 
+import pytest
 import yaml
 
-from tests.support.prometheus import RULES
+from tests.support.prometheus import DASHBOARDS, RULES
 from tests.support.repository import ROOT
 
 OVERLAY = ROOT / "deploy/kubernetes/overlays/monitoring"
@@ -43,15 +43,25 @@ def test_the_operator_scrapes_the_metrics_port_of_servers_and_workers() -> None:
         assert port["targetPort"] in {opened["name"] for opened in template["spec"]["containers"][0]["ports"]}
 
 
-def test_dashboards_query_metrics_that_the_service_exports() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "server/telemetry").glob("*.py"))
-    exported = set(re.findall(r'"(unbind_[a-z_]+)"', sources))
-    dashboards = list((ROOT / "deploy/grafana/dashboards").glob("*.json"))
-    assert dashboards
-    for path in dashboards:
-        dashboard = json.loads(path.read_text())
-        expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-        assert expressions
-        for name in re.findall(r"unbind_[a-z_]+", " ".join(expressions)):
-            base = re.sub(r"_(?:total|bucket|sum|count)$", "", name)
-            assert {name, base, base + "_total"} & exported, name
+@pytest.mark.parametrize("page", DASHBOARDS)
+def test_panels_stand_apart_and_have_names_of_their_own(page: str) -> None:
+    panels = DASHBOARDS[page]["panels"]
+    places = [panel["gridPos"] for panel in panels]
+    taken = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(set(taken)) == len(taken) and all(x < 24 for x, _ in taken)
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+
+
+def test_dashboards_and_rules_query_metrics_that_the_service_exports() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "server").rglob("*.py"))
+    exported = set(re.findall(r'"(unbind_[a-z_]+)"', sources)) | {
+        f"{name}_{what}" for name in ("unbind_registry", "unbind_store") for what in ("reachable", "seen_seconds")
+    }
+    panels = [panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    expressions += [rule["expr"] for group in RULES["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule}
+    for name in re.findall(r"(?:\w+:)?unbind_[a-z_]+(?::\w+)?", " ".join(expressions)):
+        base = re.sub(r"_(?:total|bucket|sum|count)$", "", name)
+        canary = name.startswith("unbind_canary_")  # exported where canaries run
+        assert canary or name in recorded or {name, base, base + "_total"} & exported, name
