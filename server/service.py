@@ -41,6 +41,8 @@ class Service(BaseService):
         super().__init__(settings, refresh_seconds)
         self.loaded = loaded
         self.engine = build_engine(settings.engine, loaded, self.memory, _options(settings))
+        if settings.metrics_vllm_names:
+            self.telemetry.name_as_vllm(settings.served_name, self.memory.length, self.engine.stats)
         self.encoder = Encoder(loaded.tokenizer, self.memory.length)
         self.store = ModuleStore(settings.modules_dir, self.objects, self.registry.modules, loaded.identity)
         self.offer = Offer(settings, self.store, self.guard_store, self.engine, self.access)

@@ -80,6 +80,7 @@ class Settings(BaseModel):
         float, Field(gt=0, le=3600, description="seconds between two readings of the gates that /metrics shows")
     ] = 15.0
     metrics_detail: Annotated[bool, Field(description="histograms of scores, times and lengths too")] = True
+    metrics_vllm_names: Annotated[bool, Field(description="show figures under vLLM's names too")] = False
     worker_metrics_port: Annotated[int | None, Field(ge=0, le=65535, description="port of a worker's metrics")] = None
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)

@@ -22,13 +22,15 @@ PAUSE_SECONDS = 0.05
 
 
 def under_load(settings: dict[str, object], prompts: Prompts, new: int, progress: ProgressCallback) -> dict[str, Any]:
-    """Seconds to answer by path, median and worst, while a client streams for each prompt; and their tokens a second."""
+    """Seconds to answer by path, median and worst, while a client streams for each prompt, under all modules
+    that are loaded; and their tokens a second."""
     clients = len(prompts)
     sizes = {
         "max_slots": clients,
         "max_model_len": max(map(len, prompts)) + new,
         "threads": torch.get_num_threads(),
         "worker": False,
+        "when_open": "allow",  # else answers would end where their gates open
     }
     waited: dict[str, list[float]] = {path: [] for path in PROBED}
     with (
@@ -37,10 +39,10 @@ def under_load(settings: dict[str, object], prompts: Prompts, new: int, progress
         ThreadPoolExecutor(1) as pool,
     ):
         begun = time.perf_counter()
-        streams = pool.submit(HttpSystem(server.url).generate, prompts, new, [0.0] * clients)
+        streams = pool.submit(HttpSystem(server.url, every_module=True).generate, prompts, new, [0.0] * clients)
         while not streams.done():
             for path, seconds in waited.items():
-                seconds.append(_answered(server.url, path))
+                seconds.append(answered(server.url, path))
             progress(Progress("probes", len(waited["/health"]), 0))
             time.sleep(PAUSE_SECONDS)
         streams.result()
@@ -53,7 +55,7 @@ def under_load(settings: dict[str, object], prompts: Prompts, new: int, progress
     }
 
 
-def _answered(url: str, path: str) -> float:
+def answered(url: str, path: str) -> float:
     """Seconds until a new connection has its answer, as a probe's and a scraper's are new."""
     begun = time.perf_counter()
     connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=60)

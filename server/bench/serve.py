@@ -24,6 +24,7 @@ from server.bench.filter import NETWORKS, random_module
 from server.bench.load import under_load
 from server.bench.server import served
 from server.bench.systems import EngineSystem, HttpSystem, LibraryBatching, StaticBatch, System, vllm_system
+from server.bench.telemetry import telemetry_cost
 from server.engine.pinned import PinnedSet
 from unbind_core.architecture import LoadedModel, numerics
 from unbind_core.errors import UnbindError
@@ -34,9 +35,8 @@ MODULES = (0, 1, 8, 64, 512)
 MODULE_REPEATS = 5  # for one of the others: what modules cost is little beside what a machine's speed differs by
 KEYSTROKES, KEYSTROKE_TOKENS = 40, 1500
 PARTS = ("throughput", "library", "arrivals", "keystrokes", "modules", "http")
-LOAD = (
-    "load"  # only where it is named, as in --parts load --workloads "200x64->192": its figures are seconds, not ratios
-)
+# Only where they are named, as in --parts load --workloads "200x64->192": seconds that probes wait, and what telemetry costs.
+LOAD, TELEMETRY = "load", "telemetry"
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,11 @@ class Bench:
         """What probes and scrapes wait for while as many clients stream."""
         return under_load(settings, self._prompts(load.requests, load.prompt), load.new, self._progress)
 
+    def telemetry(self, load: Workload, settings: dict[str, object]) -> dict[str, Any]:
+        """Tokens a second with all telemetry over those with as little as can be."""
+        prompts = partial(self._prompts, load.requests, load.prompt)
+        return telemetry_cost(settings, prompts, load.new, self._repeats, self._progress)
+
 
 def run(
     loaded: LoadedModel,
@@ -224,7 +229,7 @@ def run(
     ``vllm``: a Python that has vLLM, to be set against the engine too. Ratios above 1 mean that the engine is faster;
     slowdowns are shares (0.02 is 2 %).
     """
-    known = (*PARTS, LOAD)
+    known = (*PARTS, LOAD, TELEMETRY)
     unknown = set(parts) - set(known)
     if unknown or repeats < 1:
         raise UnbindError(f"--parts: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}; --repeats from 1")
@@ -252,6 +257,8 @@ def run(
         figures |= {"http_over_engine": through["ratio"], "http": through}
     if LOAD in parts:
         figures[LOAD] = {str(load): bench.load(load, settings) for load in loads}
+    if TELEMETRY in parts:
+        figures[TELEMETRY] = {str(load): bench.telemetry(load, settings) for load in loads}
     parameters = next(loaded.model.parameters())
     return figures | {
         "model": loaded.identity.name,

@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -205,8 +206,12 @@ def vllm_system(python: Path, loaded: LoadedModel, requests: int, length: int) -
 class HttpSystem:
     """The engine behind HTTP, in a server process of its own: a streaming client for each prompt."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+    def __init__(self, url: str, *, every_module: bool = False) -> None:
+        """``every_module``: all that are loaded apply to each request."""
+        parts, self._modules = urlsplit(url), list[str]()
+        if every_module:
+            with urllib.request.urlopen(f"{url}/ready") as answer:  # noqa: S310 - a server of our own
+                self._modules = json.load(answer)["modules"]
         self._host, self._port = str(parts.hostname), int(parts.port or 80)
 
     def generate(self, prompts: Prompts, new: int, arrivals: Sequence[float]) -> None:
@@ -216,7 +221,8 @@ class HttpSystem:
             await asyncio.sleep(arrivals[i])
             fields = {"prompt": list(prompts[i]), "max_tokens": new, "temperature": 0, "stream": True}
             options = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-            body = json.dumps(fields | options).encode()
+            named = {"unbind": {"modules": self._modules}} if self._modules else {}
+            body = json.dumps(fields | options | named).encode()
             reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from server.engine.request import Flight
+from server.engine.request import FinishReason, Flight
+from server.telemetry.vllm_names import VllmNames
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -23,6 +24,7 @@ class Answers:
 
     def __init__(self, registry: CollectorRegistry, detail: bool) -> None:
         """``detail``: histograms too; else counters alone."""
+        self.other_names: VllmNames | None = None
         self._queried = Counter(
             "unbind_prefix_queried_tokens", "Prompt tokens that were looked for in kept prefixes", registry=registry
         )
@@ -54,6 +56,8 @@ class Answers:
         """The first part of an answer has come."""
         self._queried.inc(len(flight.prompt))
         self._reused.inc(flight.cached_tokens)
+        if self.other_names is not None:
+            self.other_names.begun(flight)
         if not self._detail:
             return
         self._prompt_length.observe(len(flight.prompt))
@@ -62,15 +66,21 @@ class Answers:
         if flight.begun_at and flight.first_at:
             self._prefill.observe(max(0.0, flight.first_at - flight.begun_at))
 
-    def went_on(self, flight: Flight) -> None:
-        """A part has come: take in the times between the tokens so far."""
+    def went_on(self, flight: Flight, tokens: int) -> None:
+        """A part of so many tokens has come: take in the times between the tokens so far."""
+        if self.other_names is not None:
+            self.other_names.went_on(tokens)
         while flight.gaps:
             gap = flight.gaps.popleft()
+            if self.other_names is not None:
+                self.other_names.waited(gap)
             if self._detail:
                 self._inter_token.observe(gap)
 
-    def ended(self, flight: Flight) -> None:
+    def ended(self, flight: Flight, reason: FinishReason) -> None:
         """The answer has ended of itself."""
+        if self.other_names is not None:
+            self.other_names.ended(flight, reason)
         if not self._detail or not flight.first_at:
             return
         made = len(flight.output)

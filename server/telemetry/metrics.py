@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from server.engine.engine import EngineStats
 from server.engine.guarding import Guarded
 from server.engine.modules import NO_GATES, Gates
 from server.telemetry import gates
@@ -19,6 +20,7 @@ from server.telemetry.answers import SECONDS, Answers
 from server.telemetry.build import register_process
 from server.telemetry.figures import Figures, Present
 from server.telemetry.port import Port
+from server.telemetry.vllm_names import VllmNames
 from server.telemetry.work import Work
 
 # Codes of refusals that policy and keys are the reason for.
@@ -91,6 +93,10 @@ class Telemetry:
         )
         for reason in DENIALS:
             self._denials.labels(reason)
+
+    def name_as_vllm(self, model: str, length: int, read: Callable[[], EngineStats]) -> None:
+        """Show what answers take under vLLM's names too."""
+        self.answers.other_names = VllmNames(self._registry, model, length, read)
 
     def denied(self, code: str | None) -> None:
         """Count a refusal, where policy or a key was its reason."""

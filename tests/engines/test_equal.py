@@ -114,7 +114,7 @@ def test_reports_tell_the_same_activations(engines: Engines) -> None:
 
 def test_gates_are_counted_as_in_the_embedded_engine(engines: Engines) -> None:
     """Of prompts that nobody has asked before, so that no engine reuses what another set or request has computed."""
-    before = [engine.gate_counts().result(60) for engine in engines.both]
+    before = [engine.gates().result(60) for engine in engines.both]
     for engine in engines.both:
         requests = [
             engines.request(
@@ -127,15 +127,20 @@ def test_gates_are_counted_as_in_the_embedded_engine(engines: Engines) -> None:
             engine,
             [engines.request(engine, (3, *engines.prompts[0]), {"demo-a": 1.0}, sampling=Sampling(max_tokens=0))],
         )
-    after = [engine.gate_counts().result(60) for engine in engines.both]
+    after = [engine.gates().result(60) for engine in engines.both]
     grown = [
         {
-            phase: tuple(b - a for a, b in zip(old["demo-a"][phase], new["demo-a"][phase], strict=True))
+            phase: tuple(b - a for a, b in zip(old.counts["demo-a"][phase], new.counts["demo-a"][phase], strict=True))
             for phase in ("prefill", "decode")
         }
         for old, new in zip(before, after, strict=True)
     ]
     assert grown[0] == grown[1] and grown[0]["decode"][0] == 5 * 11
+    looks = [(old.looks["demo-a"], new.looks["demo-a"]) for old, new in zip(before, after, strict=True)]
+    (positions, requests), other = ((new.positions - old.positions, new.requests - old.requests) for old, new in looks)
+    assert (positions, requests) == other and positions == sum(evaluated for evaluated, _ in grown[0].values())
+    below = [[b - a for a, b in zip(old.below, new.below, strict=True)] for old, new in looks]
+    assert max(below[0]) > 0 and below[0] == pytest.approx(below[1], abs=3)  # a score may lie on a boundary
 
 
 def test_equal_prompts_under_different_sets_never_share_what_was_computed(engines: Engines) -> None:

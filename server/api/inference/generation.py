@@ -160,7 +160,7 @@ class Generation:
                 answers.begun(choice.flight)
                 if delta.tokens:
                     self.served.telemetry.first_token.observe(choice.first_at - self.started)
-            answers.went_on(choice.flight)
+            answers.went_on(choice.flight, len(delta.tokens))
             choice.tokens += len(delta.tokens)
             self.served.telemetry.generated_tokens.inc(len(delta.tokens))
             self._charge(len(delta.tokens))
@@ -168,8 +168,8 @@ class Generation:
                 choice.report.add(delta)
             if delta.guarded is not None:
                 self.served.telemetry.guarded(self._route, delta.guarded)
-            if delta.finish_reason not in (None, "cancelled"):
-                answers.ended(choice.flight)
+            if delta.finish_reason is not None and delta.finish_reason != "cancelled":
+                answers.ended(choice.flight, delta.finish_reason)
             yield replace(delta, text=lead + delta.text) if lead else delta
             lead = ""
             if delta.finish_reason is not None:

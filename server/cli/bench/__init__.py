@@ -223,7 +223,9 @@ def bench_serve(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     workloads: Annotated[str, typer.Option(help="Requests x prompt tokens -> new tokens, with commas.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats; figures are their medians.")] = 5,
-    parts: Annotated[str, typer.Option(help="What to measure, with commas; where empty, everything but load.")] = "",
+    parts: Annotated[
+        str, typer.Option(help="What to measure, with commas; where empty, everything but load and telemetry.")
+    ] = "",
     module_counts: Annotated[str | None, typer.Option(help="Numbers of modules, with commas.")] = None,
     keystrokes: Annotated[int, typer.Option(min=1, help="How many keystrokes to replay.")] = 40,
     keystroke_tokens: Annotated[int, typer.Option(min=32, help="Length of the prompt that is typed on.")] = 1500,

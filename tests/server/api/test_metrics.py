@@ -99,6 +99,34 @@ def test_refusals_are_counted_by_reason(watched: Live) -> None:
     assert counted == {"module_enforced": 1, "unknown_module": 1, "invalid_api_key": 1}
 
 
+def test_vllm_s_names_show_the_same_figures_where_they_are_wanted(
+    watched: Live, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert not [name for name in scraped(watched) if name.startswith("vllm:")]
+    with live(checkpoint, tmp_path, metrics_vllm_names=True) as server:
+        server.complete(max_tokens=6, ignore_eos=True)
+        server.complete(max_tokens=1, ignore_eos=True)
+        found = scraped(server)
+        section = (ROOT / "docs/operations.md").read_text().split("`metrics_vllm_names` shows")[1].split("\n\n")[0]
+        listed = set(re.findall(r"`(vllm:[a-z0-9_]+)`", section)) - {"vllm:num_preemptions_total"}
+        shown = {re.sub(r"_(bucket|count|sum)$", "", name.split("{")[0]) for name in found if name.startswith("vllm:")}
+        assert shown == listed
+        labels = 'engine="0",model_name="tiny"'
+        assert found[f"vllm:generation_tokens_total{{{labels}}}"] == 7
+        assert found[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 5
+        assert found['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] == 2
+        for name, own in (
+            ("prompt_tokens_total", "prompt_tokens_total"),
+            ("prefix_cache_hits_total", "prefix_reused_tokens_total"),
+            ("request_queue_time_seconds_sum", "queue_seconds_sum"),
+            ("request_decode_time_seconds_sum", "decode_seconds_sum"),
+        ):
+            assert found[f"vllm:{name}{{{labels}}}"] == pytest.approx(found[f"unbind_{own}"]), name
+        whole = found[f"vllm:e2e_request_latency_seconds_sum{{{labels}}}"]
+        parts = ("queue", "prefill", "decode")
+        assert whole == pytest.approx(sum(found[f"unbind_{part}_seconds_sum"] for part in parts), rel=1e-3)
+
+
 def test_what_is_enforced_is_told_with_whether_it_applies(checkpoint: Path, tmp_path: Path) -> None:
     profiles = {"safe": {"enforced": ["one", "absent"]}}
     with live(checkpoint, tmp_path, profiles=profiles) as server:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.bench.serve import LOAD, PARTS, run
+from server.bench.serve import LOAD, PARTS, TELEMETRY, run
 from server.bench.systems import vllm_system
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import UnbindError
@@ -24,7 +24,7 @@ def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
         keystroke_tokens=40,
         settings={"model": checkpoint},
         progress=silent,
-        parts=(*PARTS, LOAD),
+        parts=(*PARTS, LOAD, TELEMETRY),
     )
     assert set(figures["workloads"]["3x6->4"]["tokens_per_second"]) == {"engine", "static", "library"}
     assert figures["vs_static_generate"].keys() == figures["vs_library_batching"].keys() == {"3x6->4"}
@@ -32,6 +32,9 @@ def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
         assert figures[key].keys() == {"1", "3"}
     assert all(value > 0 for value in (figures["keystroke_warm_over_cold"], figures["http_over_engine"]))
     assert "vs_vllm" not in figures
+    cost = figures["telemetry"]["3x6->4"]
+    assert cost["ratio"] > 0 and set(cost["tokens_per_second"]) == {"on", "off"}
+    assert 0 < cost["scrape_seconds"]["median"] <= cost["scrape_seconds"]["worst"]
     waited = figures["load"]["3x6->4"]["worst_seconds"]
     assert set(waited) == {"/health", "/ready", "/metrics"} and min(waited.values()) > 0
 
