@@ -67,6 +67,7 @@ lock-vllm: install-vllm  ## rewrite requirements-vllm.lock from what is installe
 
 docs: install  ## rewrite the pages that are made from the code
 	$(BIN)/python .ci/settings_page.py > docs/settings.md
+	$(BIN)/python .ci/prometheus_rule.py > deploy/kubernetes/overlays/monitoring/rules.yaml
 
 clean:  ## remove the environment, caches and local state
 	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info .unbind

@@ -5,14 +5,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from server.settings import HERE, PREFIX, Settings
+from server.settings import FROM_FILES, HERE, PREFIX, Settings
 
+FILES = ", ".join(f"`{name}`" for name in Settings.model_fields if name in FROM_FILES)
 INTRODUCTION = f"""# Settings
 
 Every setting can be given as a flag of `unbind serve` (`--max-slots 32`), in the environment
 (`{PREFIX}MAX_SLOTS=32`) and in a TOML file (`max_slots = 32`) named by `{PREFIX}CONFIG`. A flag wins over the
 environment, the environment over the file. A name that does not exist or a value that makes no sense stops the start
-with a message that says which and where. This page is written by `make docs`.
+with a message that says which and where.
+
+{FILES} may lie in a file that only the service reads, such
+as a mounted secret: `{PREFIX}DATABASE_URL_FILE=/run/secrets/database_url` in the environment, `--database-url-file`, or
+`database_url_file` in the TOML file. Giving a setting both ways stops the start.
+
+This page is written by `make docs`.
 
 | setting | environment | default | meaning |
 |---|---|---|---|

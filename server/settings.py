@@ -13,6 +13,7 @@ from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json
 PREFIX = "UNBIND_"
 # Shown nowhere, and given to no process that has no use for them.
 SECRETS = frozenset({"admin_key", "guard_key", "private_key", "upstream_key"})
+FROM_FILES = SECRETS | {"database_url"}  # what a file named by ``NAME_file`` may hold, such as a mounted secret
 GUARD_KEY_BYTES = 32
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
@@ -85,9 +86,6 @@ class Settings(BaseModel):
     admin_key: Annotated[
         str, Field(description="key of /admin/v1; made and kept in data_dir where empty", repr=False)
     ] = ""
-    admin_key_file: Annotated[Path | None, Field(description="file that holds admin_key, such as a mounted secret")] = (
-        None
-    )
     guard_key: Annotated[
         str,
         AfterValidator(_key),

@@ -13,10 +13,11 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from server.settings import PREFIX, SECRETS, Settings
+from server.settings import FROM_FILES, PREFIX, SECRETS, Settings
 
 # An empty variable means "none" for these.
 NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
+KNOWN = Settings.model_fields.keys() | {f"{key}_file" for key in FROM_FILES}
 
 
 class SettingsError(Exception):
@@ -28,7 +29,8 @@ def load_settings(
 ) -> Settings:
     """Settings from flags (None: not given), environment and a TOML file, in that order of precedence.
 
-    Raises SettingsError naming the source and the key.
+    What is secret may also lie in a file, which a key such as ``database_url_file`` names. Raises SettingsError naming the
+    source and the key.
     """
     values: dict[str, Any] = {}
     source: dict[str, str] = {}
@@ -43,29 +45,30 @@ def load_settings(
         ("flags", {key: value for key, value in (flags or {}).items() if value is not None}),
     ):
         for key, value in given.items():
-            if key not in Settings.model_fields:
+            if key not in KNOWN:
                 name = PREFIX + key.upper() if origin == "environment" else key
-                raise SettingsError(
-                    f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(Settings.model_fields))}"
-                )
+                raise SettingsError(f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(KNOWN))}")
             values[key], source[key] = value, origin
-    if file_of_key := values.get("admin_key_file"):
-        where = f"{source['admin_key_file']}: admin_key_file"
-        if values.get("admin_key"):
-            raise SettingsError(f"{where}: given beside admin_key; give one of the two")
-        values["admin_key"] = _secret(Path(file_of_key), where)
+    for key in sorted(FROM_FILES):
+        named = f"{key}_file"
+        if not (holding := values.pop(named, None)):
+            continue
+        where = f"{source[named]}: {named}"
+        if values.get(key):
+            raise SettingsError(f"{where}: given beside {key}; give one of the two")
+        values[key], source[key] = _secret(Path(holding), where), f"{where} {holding}"
     try:
         return Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else "settings"
-        shown = "" if key in SECRETS else f" ({first.get('input')!r})"
+        shown = "" if key in FROM_FILES else f" ({first.get('input')!r})"
         raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {first['msg']}") from None
 
 
 def written_out(settings: Settings) -> dict[str, str]:
     """The settings as a child process reads them back; secrets stay here."""
-    plain = settings.model_dump(mode="json", exclude={*SECRETS, "admin_key_file"})
+    plain = settings.model_dump(mode="json", exclude=set(SECRETS))
     made = {
         PREFIX + key.upper(): json.dumps(value) if isinstance(value, dict) else _written(value)
         for key, value in plain.items()
@@ -93,9 +96,9 @@ def _secret(path: Path, where: str) -> str:
     except OSError as error:
         raise SettingsError(f"{where} {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise SettingsError(f"{where} {path}: not text; write the key into it") from None
+        raise SettingsError(f"{where} {path}: not text; write the secret into it") from None
     if not secret:
-        raise SettingsError(f"{where} {path}: is empty; write the key into it")
+        raise SettingsError(f"{where} {path}: is empty; write the secret into it")
     return secret
 
 

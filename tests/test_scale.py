@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server.settings import PREFIX, SECRETS, Settings
+from server.settings import FROM_FILES, PREFIX, Settings
 from tests.support.repository import ROOT
 
 OVERLAY = ROOT / "deploy/kubernetes/overlays/vllm"
@@ -46,7 +46,7 @@ def test_the_overlay_sets_only_settings_that_exist_and_holds_no_secret() -> None
     for name in ("server.yaml", "worker.yaml"):
         for container in documents(OVERLAY / name)[0]["spec"]["template"]["spec"]["containers"]:
             given = {entry["name"]: entry for entry in container["env"]}
-            secret = {PREFIX + setting.upper() for setting in (*SECRETS, "database_url")} & given.keys()
+            secret = {PREFIX + setting.upper() for setting in FROM_FILES} & given.keys()
             assert secret and all("secretKeyRef" in given[entry]["valueFrom"] for entry in secret)
             flags = [part.removeprefix("--") for part in container["args"] if part.startswith("--")]
             options = {flag.removeprefix("no-").replace("-", "_") for flag in flags}

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from server.cli.console import notes
-from server.settings import Settings
+from server.settings import FROM_FILES, Settings
 from server.sources import SettingsError, load_settings
 
 Parameters = list[inspect.Parameter]
@@ -31,6 +31,10 @@ def setting_flags() -> Parameters:
             metavar = "NUMBER" if field.annotation in (int, float) else "VALUE"
             given = typer.Option(None, f"--{option}", help=field.description, show_default=False, metavar=metavar)
             flags.append(flag(name, str | None, given))
+        if name in FROM_FILES:
+            text = f"file that holds {name}, such as a mounted secret"
+            given = typer.Option(None, f"--{option}-file", help=text, show_default=False, metavar="FILE")
+            flags.append(flag(f"{name}_file", str | None, given))
     return flags
 
 

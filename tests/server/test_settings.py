@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from server.cli.flags import with_settings
-from server.settings import DEMO, Settings
-from server.sources import SettingsError, load_settings, written_out
+from server.settings import DEMO, FROM_FILES, Settings
+from server.sources import KNOWN, SettingsError, load_settings, written_out
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
@@ -62,20 +62,38 @@ def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> Non
     assert load_settings({}, environment) == made.model_copy(update={"admin_key": ""})
 
 
-def test_the_admin_key_comes_from_a_file_that_holds_a_secret(tmp_path: Path) -> None:
+def test_what_is_secret_comes_from_files_too(tmp_path: Path) -> None:
+    held = {"admin_key": "from-a-file", "database_url": "sqlite:///other", "guard_key": "ab" * 32}
+    for name, text in held.items():
+        (tmp_path / name).write_text(text + "\n")
+    config = tmp_path / "unbind.toml"
+    config.write_text(f"guard_key_file = '{tmp_path / 'guard_key'}'\n")
+    environment = {"UNBIND_DATABASE_URL_FILE": str(tmp_path / "database_url"), "UNBIND_PRIVATE_KEY_FILE": ""}
+    made = load_settings({"admin_key_file": str(tmp_path / "admin_key")}, environment, config)
+    assert made == Settings(**held)
+    assert not any("KEY" in name for name in written_out(made))
+
+
+@pytest.mark.parametrize("name", sorted(FROM_FILES))
+def test_a_file_that_holds_no_secret_is_named_with_its_source(tmp_path: Path, name: str) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("from-a-file\n")
-    assert load_settings({}, {"UNBIND_ADMIN_KEY_FILE": str(secret)}).admin_key == "from-a-file"
-    made = load_settings({"admin_key_file": secret}, {"UNBIND_ADMIN_KEY": ""})
-    assert made.admin_key == "from-a-file" and not any("ADMIN_KEY" in name for name in written_out(made))
-    with pytest.raises(SettingsError, match="environment: admin_key_file: given beside admin_key"):
-        load_settings({}, {"UNBIND_ADMIN_KEY_FILE": str(secret), "UNBIND_ADMIN_KEY": "other"})
+    secret.write_text("from-a-file")
+    variable = f"UNBIND_{name.upper()}"
+    with pytest.raises(SettingsError, match=f"environment: {name}_file: given beside {name}; give one"):
+        load_settings({}, {f"{variable}_FILE": str(secret), variable: "other"})
     for content, says in ((None, "cannot be read"), (b" \n", "is empty"), (b"\xff\xfe", "not text")):
         secret.unlink(missing_ok=True)
         if content is not None:
             secret.write_bytes(content)
-        with pytest.raises(SettingsError, match=f"flags: admin_key_file .*secret: {says}"):
-            load_settings({"admin_key_file": secret}, {})
+        with pytest.raises(SettingsError, match=f"flags: {name}_file .*secret: {says}"):
+            load_settings({f"{name}_file": str(secret)}, {f"{variable}": ""})
+
+
+def test_a_bad_secret_in_a_file_is_told_of_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("no-hexadecimal-key")
+    with pytest.raises(SettingsError, match=r"guard_key_file .*key: guard_key: .*64 hexadecimal") as told:
+        load_settings({}, {"UNBIND_GUARD_KEY_FILE": str(tmp_path / "key")})
+    assert "no-hexadecimal-key" not in str(told.value)
 
 
 def test_modules_of_the_server_and_profiles_come_from_the_file_and_travel(tmp_path: Path) -> None:
@@ -125,5 +143,5 @@ def test_every_setting_is_a_flag_of_a_command(tmp_path: Path, monkeypatch: pytes
     assert (made.worker, made.insecure, made.max_slots, made.data_dir) == (False, True, 4, tmp_path)
     assert made.enforced == {"a": 1.0, "b": 1.0} and made.retain_test == Path("rows.jsonl")
     shown = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["--help"]).output
-    assert all(f"--{name.replace('_', '-')}" in shown for name in Settings.model_fields)
+    assert all(f"--{name.replace('_', '-')}" in shown for name in KNOWN)
     assert CliRunner().invoke(app, ["--max-slots", "many"]).exit_code == 2

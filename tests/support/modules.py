@@ -22,7 +22,7 @@ def build_module(
         vector = torch.randn(identity.hidden_size, generator=generator)
         return vector / vector.norm()
 
-    fields: dict[str, Any] = {"w": unit(), "v": unit()} | changes
+    fields: dict[str, Any] = {"w": unit(), "v": unit(), "measured": {}} | changes
     return UnbindModule(
         name=name,
         layer=layer,
@@ -34,7 +34,6 @@ def build_module(
         forms=("plain",),
         partitions=dict.fromkeys(PARTITIONS, ()),
         budgets={},
-        measured={},
         forget_digest="0" * 64,
         created_at="2026-01-01T00:00:00+00:00",
         versions={},
