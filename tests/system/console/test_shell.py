@@ -110,11 +110,11 @@ def test_a_server_that_is_killed_is_told_of_until_it_is_back(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {"worker": False, "port": port}
-    with serving(checkpoint, tmp_path, **given) as first, opened(browser, first.url, ADMIN_KEY) as page:
+    first_one = serving(checkpoint, tmp_path / "first", worker=False, port=port)
+    with first_one as first, opened(browser, first.url, ADMIN_KEY) as page:
         go(page, "Modules")
         first.process.kill()
         expect(page.get_by_role("alert").filter(has_text="does not answer")).to_be_visible()
-        with serving(checkpoint, tmp_path, **given):
+        with live(checkpoint, tmp_path, port=port):
             expect(page.locator(".banner")).to_have_count(0)
             expect(page.get_by_role("heading", level=1)).to_have_text("Modules")
