@@ -24,6 +24,16 @@ def test_files_and_folders_stay_small() -> None:
     assert not {folder: count for folder, count in folders.items() if count > 20}
 
 
+def test_scripts_of_the_console_are_small_modules_that_name_no_other_host() -> None:
+    own = [path for path in FILES if relative(path).startswith("server/console/app/")]
+    assert own and {path.suffix for path in own} == {".js"}
+    texts = {relative(path): path.read_text(encoding="utf-8") for path in own}
+    assert not {name: lines for name, text in texts.items() if (lines := len(text.splitlines())) >= 300}
+    assert not [name for name, text in texts.items() if not text.startswith("// ")]  # what it is for
+    foreign = re.compile(r"https?://|innerHTML|\bstyle=[\"']|\beval\(")
+    assert not [name for name, text in texts.items() if foreign.search(text)]
+
+
 def test_no_tests_are_set_aside() -> None:
     marks = re.compile(r"pytest\.(?:mark\.)?(?:skip|skipif|xfail|importorskip)\b")
     tests = [path for path in PYTHON if relative(path).startswith("tests/") and path != Path(__file__)]

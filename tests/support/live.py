@@ -114,16 +114,18 @@ class Live:
 
 
 @contextmanager
-def serving(settings: Settings, loaded: LoadedModel, refresh_seconds: float = REFRESH_SECONDS) -> Iterator[Live]:
-    """Serve a model under settings, at whatever port is free."""
-    with serving_app(create_app(settings, loaded, refresh_seconds), settings) as running:
+def serving(
+    settings: Settings, loaded: LoadedModel, refresh_seconds: float = REFRESH_SECONDS, port: int = 0
+) -> Iterator[Live]:
+    """Serve a model under settings, at whatever port is free, or at ``port``."""
+    with serving_app(create_app(settings, loaded, refresh_seconds), settings, port) as running:
         yield running
 
 
 @contextmanager
-def serving_app(app: FastAPI, settings: Settings) -> Iterator[Live]:
-    """Serve any application of ours, at whatever port is free."""
-    server = uvicorn.Server(ServerConfig(app, settings, host="127.0.0.1", port=0))
+def serving_app(app: FastAPI, settings: Settings, port: int = 0) -> Iterator[Live]:
+    """Serve any application of ours, at whatever port is free, or at ``port``."""
+    server = uvicorn.Server(ServerConfig(app, settings, host="127.0.0.1", port=port))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + TIMEOUT
@@ -146,6 +148,7 @@ def live(
     *,
     refresh_seconds: float = REFRESH_SECONDS,
     template: str = CHAT_TEMPLATE,
+    port: int = 0,
     **settings: Any,
 ) -> Iterator[Live]:
     """Serve ``checkpoint`` with a chat template and the modules named, each at a layer of its own."""
@@ -166,5 +169,5 @@ def live(
         "chunk_tokens": 64,
         **settings,
     }
-    with serving(Settings(**given), loaded, refresh_seconds) as running:
+    with serving(Settings(**given), loaded, refresh_seconds, port) as running:
         yield running

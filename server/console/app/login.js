@@ -1,12 +1,13 @@
 // The login: the whole page where the server asks for a key, and a page's stead where the key in use may not see it.
-import { html, useState } from "../vendor/htm-preact.js"
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js"
 import { get } from "./api.js"
 import { Field, Problem } from "./parts.js"
 import { change, useSession } from "./session.js"
 
 export function Login({ reason = "", scope, page }) {
   const [key, setKey] = useState(""), [problem, setProblem] = useState(null), [busy, setBusy] = useState(false)
-  const { open } = useSession()
+  const { open } = useSession(), form = useRef(null)
+  useEffect(() => { if (!page) form.current.elements.key.focus() }, [])
 
   async function enter(event) {
     event.preventDefault()
@@ -34,7 +35,7 @@ export function Login({ reason = "", scope, page }) {
     <p>${page ? `This page needs a key with the scope '${scope}'.` : "This server asks for a key."}${" "}
       The admin key is in the file <code>admin.key</code> of the server's data folder. It is kept in this page's memory alone:
       a reload asks for it again.</p>
-    <form onSubmit=${enter}>
+    <form ref=${form} onSubmit=${enter}>
       <${Field} label="API key" id="key"><input id="key" type="password" autocomplete="off" required value=${key}
         onInput=${event => setKey(event.target.value)} /></${Field}>
       <${Problem} error=${problem} />

@@ -76,13 +76,13 @@ function skip(event) {
 function Shell() {
   const { state, login, reason, away, said } = useSession()
   const { page, path } = useRoute()
-  const main = useRef(null), before = useRef(page)
+  const main = useRef(null), where = login ? "login" : state ? page : "", before = useRef("")
   useBeat()
   useEffect(() => {
     document.title = login ? "Sign in - Unbind" : `${page?.title ?? "Not found"} - Unbind`
-    if (before.current !== page) main.current?.focus()
-    before.current = page
-  }, [page, login])
+    if (before.current && before.current !== where && !login) main.current.focus() // the login has a field of its own for that
+    before.current = where
+  }, [where])
   let shown
   if (login) shown = html`<${Login} reason=${reason} />`
   else if (!state) shown = html`<p class="hint">Asking the server.</p>`

@@ -44,14 +44,15 @@ export function Button({ onClick, children, kind = "", disabled, ...rest }) {
   return html`<button type="button" class=${kind} disabled=${busy || disabled} aria-busy=${busy} onClick=${pressed} ...${rest}>${children}</button>`
 }
 
-// A question before something is done: a dialog of the browser's own, so that focus stays within and Escape leaves it.
+// A question before something is done: a dialog of the browser's own, so that focus stays within, Escape
+// leaves it, and focus is then where it was.
 export function Ask({ title, yes, onYes, onNo, children }) {
   const dialog = useRef(null)
   useEffect(() => { dialog.current.showModal() }, [])
   return html`<dialog ref=${dialog} aria-labelledby="asked" onClose=${onNo}>
     <h2 id="asked">${title}</h2><div>${children}</div>
-    <div class="row end"><button type="button" onClick=${onNo}>Cancel</button>
-      <${Button} kind="main" onClick=${onYes}>${yes}</${Button}></div>
+    <div class="row end"><button type="button" onClick=${() => dialog.current.close()}>Cancel</button>
+      <button type="button" class="main" onClick=${() => { dialog.current.close(); onYes() }}>${yes}</button></div>
   </dialog>`
 }
 

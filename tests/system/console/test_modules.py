@@ -64,6 +64,7 @@ def test_a_module_is_suspended_put_into_shadow_and_activated(page: Page, server:
     page.get_by_role("button", name="Suspend one, version 1").click()
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.get_by_role("button", name="Suspend one, version 1")).to_be_focused()
     assert server.admin("/modules/one").body["state"] == "active"
 
 
