@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.live import Answer, Live
+from tests.support.live import TOOL_TEMPLATE, Answer, Live, live
+from tests.support.repository import ROOT
 
 FOLDER = Path(__file__).parent / "clients"
 RECORDED = [
@@ -20,6 +21,16 @@ RECORDED = [
     for number, request in enumerate(json.loads(path.read_text(encoding="utf-8")))
 ]
 TIMINGS = ("prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A model whose template takes tools, as agents send them."""
+    folder = tmp_path_factory.mktemp("clients")
+    with live(
+        checkpoint, folder, template=TOOL_TEMPLATE, max_model_len=512, profiles={"safe": {"modules": {"one": 0.5}}}
+    ) as running:
+        yield running
 
 
 def chunks(answer: Answer) -> list[Any]:
@@ -68,6 +79,47 @@ def whole_completion(answer: Answer) -> None:
     assert {"id", "object", "created", "model", "choices", "usage"} <= made.keys()
     assert all(type(made["usage"][name]) is int for name in ("prompt_tokens", "completion_tokens", "total_tokens"))
     assert made["choices"][0]["finish_reason"] in ("stop", "length") and isinstance(made["choices"][0]["text"], str)
+
+
+def events_of_a_response(answer: Answer) -> None:
+    """Named events, numbered, in one order; the last has the whole response. No ``[DONE]``."""
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream"), answer.raw
+    made = answer.events
+    assert [event["sequence_number"] for event in made] == list(range(len(made)))
+    assert made[0]["type"] == "response.created" and made[-1]["type"] in ("response.completed", "response.incomplete")
+    assert made[-1]["response"]["output"] and made[-1]["response"]["usage"]["total_tokens"] > 0
+    names = re.findall(rb"^event: (.+)$", answer.raw, re.MULTILINE)
+    assert [name.decode() for name in names] == [event["type"] for event in made]
+
+
+def events_of_a_message(answer: Answer) -> None:
+    """Named events; blocks begin and end; usage at both ends."""
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream"), answer.raw
+    made = answer.events
+    kinds = [event["type"] for event in made]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") >= 1
+    assert "input_tokens" in made[0]["message"]["usage"] and made[-2]["usage"]["output_tokens"] > 0
+
+
+def a_response(answer: Answer) -> None:
+    """Items with text."""
+    assert answer.body["object"] == "response" and answer.body["status"] in ("completed", "incomplete")
+    assert answer.body["output"][0]["content"][0]["type"] == "output_text"
+
+
+def a_message(answer: Answer) -> None:
+    """Blocks with text."""
+    assert answer.body["type"] == "message" and answer.body["content"][0]["type"] == "text"
+    assert answer.body["stop_reason"] in ("end_turn", "max_tokens")
+
+
+def scores_of_prompts(answer: Answer) -> None:
+    """A score for every token of each prompt and for the one that was made, which the reader drops."""
+    assert answer.status == 200, answer.raw
+    for choice in answer.body["choices"]:
+        scores, top = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+        assert scores[0] is None and len(scores) == len(top) == len(choice["logprobs"]["tokens"]) in (4, 5)
 
 
 def infill(answer: Answer) -> None:
@@ -123,6 +175,11 @@ READERS: dict[str, Callable[[Answer], None]] = {
         stream_of_delta_content,
         stream_of_deltas_with_usage,
         whole_completion,
+        events_of_a_response,
+        events_of_a_message,
+        a_response,
+        a_message,
+        scores_of_prompts,
         infill,
         three_infills,
         warm_up,
@@ -154,5 +211,22 @@ def test_a_recorded_request_is_answered_as_its_client_needs(
 
 
 def test_every_client_is_there() -> None:
-    wanted = {"continue", "zed", "llama-vscode", "llama-vim", "minuet", "codecompanion", "twinny", "tabby", "cline"}
-    assert {path.stem for path in FOLDER.glob("*.json")} == wanted
+    editors = {"continue", "zed", "llama-vscode", "llama-vim", "minuet", "codecompanion", "twinny", "tabby", "cline"}
+    agents = {"vscode", "kilo", "jetbrains"}
+    assert {path.stem for path in FOLDER.glob("*.json")} == editors | agents | {"litellm", "lm-evaluation-harness"}
+
+
+def test_every_recipe_is_replayed_at_the_address_that_it_names() -> None:
+    sections = (ROOT / "docs/editors.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    stems = {"JetBrains AI Assistant": "jetbrains", "VS Code": "vscode"}
+    replayed = set()
+    for section in sections:
+        title = section.partition("\n")[0]
+        if title == "Anything else":
+            continue
+        stem = stems.get(title, title.lower().replace(".", "-"))
+        addresses = set(re.findall(r"http://127\.0\.0\.1:8000(?:/p/team)?([a-z0-9/-]*)", section))
+        for request in json.loads((FOLDER / f"{stem}.json").read_text(encoding="utf-8")):
+            assert any(request["path"].startswith(address) for address in addresses), (title, request["path"])
+        replayed.add(stem)
+    assert replayed == {path.stem for path in FOLDER.glob("*.json")} - {"cline", "llama-vim", "twinny"}

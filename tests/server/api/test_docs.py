@@ -96,14 +96,25 @@ def test_the_editors_recipes_parse() -> None:
             assert parsers[language](block)
         else:
             assert block.count("{") == block.count("}") and block.count("(") == block.count(")")
-    for editor in ("Continue", "Zed", "llama.vscode", "minuet", "codecompanion", "Tabby"):
+    editors = (
+        "Continue",
+        "Zed",
+        "llama.vscode",
+        "minuet",
+        "codecompanion",
+        "Tabby",
+        "VS Code",
+        "Kilo",
+        "JetBrains AI Assistant",
+    )
+    for editor in (*editors, "LiteLLM", "lm-evaluation-harness"):
         assert f"\n## {editor}\n" in EDITORS
 
 
 def test_the_editors_addresses_lead_to_routes(server: Live) -> None:
     routes = set(server.call("/openapi.json").body["paths"]) | {"/fim/completions"}
     named = set(re.findall(r"http://127\.0\.0\.1:8000(?:/p/team)?(/[a-z0-9/]+)", EDITORS))
-    assert named >= {"/v1", "/v1/completions", "/infill"}
+    assert named >= {"/v1", "/v1/completions", "/infill", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
     for path in named:
         assert path.rstrip("/") in ("/p", "/p/team") or any(f"{route}/".startswith(f"{path}/") for route in routes), (
             path
