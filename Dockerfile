@@ -14,6 +14,7 @@ COPY .ci/install.py .ci/
 RUN PIP_NO_CACHE_DIR=1 /venv/bin/python .ci/install.py --no-dev
 COPY pyproject.toml README.md LICENSE ./
 COPY unbind_core unbind_core
+COPY unbind_lab unbind_lab
 COPY server server
 COPY modules modules
 # The lock has setuptools too, which builds this: nothing is fetched here.

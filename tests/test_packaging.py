@@ -95,10 +95,10 @@ def test_every_package_that_the_code_imports_is_declared() -> None:
     owners = importlib.metadata.packages_distributions()
     undeclared = {
         f"{relative(path)}: {top}"
-        for path in [*files_of("unbind_core"), *files_of("server")]
+        for path in [*files_of("unbind_core"), *files_of("unbind_lab"), *files_of("server")]
         for name in imports(path)
         if (top := name.split(".")[0]) not in sys.stdlib_module_names
-        and top not in ("unbind_core", "server")
+        and top not in ("unbind_core", "unbind_lab", "server")
         and not (relative(path).startswith("server/engine/vllm/") and top in ("vllm", "zmq"))  # which the extra brings
         and not (relative(path).startswith("server/exporting/") and top == "opentelemetry")  # likewise
         and not {canonicalize_name(owner) for owner in owners.get(top, [])} & declared

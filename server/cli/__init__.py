@@ -22,6 +22,7 @@ GROUPS = (
     "bench.engines",
     "bench.scale",
     "demo",
+    "lab",
     "takedown",
     "module",
     "key",

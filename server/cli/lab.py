@@ -1,0 +1,50 @@
+"""``unbind lab``: the paper's systems and the strongest rivals beside Unbind, measured here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from server.cli.console import clear_errors, notes, progress_bars
+
+OUT = Path(".unbind/lab")
+app = typer.Typer(help="The paper's systems and the strongest rivals beside Unbind.", no_args_is_help=True)
+SettingName = Annotated[str, typer.Argument(help="A setting: demo, or the path of a TOML file like it.")]
+Out = Annotated[Path, typer.Option(help="Folder of the run: what is there is not made again.")]
+
+
+def run(
+    setting: SettingName,
+    systems: Annotated[
+        str | None, typer.Option(help="Names of systems, with commas; all where none are given.")
+    ] = None,
+    protocols: Annotated[str, typer.Option(help="Names of protocols, with commas.")] = "main",
+    out: Out = OUT,
+) -> None:
+    """Make, tune and measure systems. May be killed and run again at any time."""
+    from unbind_lab.lab import Lab
+    from unbind_lab.setting import Setting
+    from unbind_lab.systems import chosen
+
+    with clear_errors(), progress_bars(quiet=False) as progress:
+        wanted = chosen(systems.split(",") if systems else None)
+        report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
+        Lab(Setting.load(setting), out, report=report, progress=progress).run(wanted, protocols.split(","))
+
+
+def table(setting: SettingName, out: Out = OUT) -> None:
+    """What was measured, as Markdown."""
+    from unbind_lab.setting import Setting
+    from unbind_lab.table import markdown
+
+    with clear_errors():
+        typer.echo(markdown(out / Setting.load(setting).name), nl=False)
+
+
+def register(root: typer.Typer) -> None:
+    """Add the group to ``unbind``."""
+    app.command("run")(run)
+    app.command("table")(table)
+    root.add_typer(app, name="lab")

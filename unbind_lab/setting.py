@@ -1,0 +1,155 @@
+"""A setting: which models and rows a table is of, and the budget that systems are tuned with. Data, read from TOML, and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.errors import UnbindError
+from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, spread
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent  # what paths of a setting are relative to
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Paths of models, rows and modules; sizes; the grid of the trained systems. ``settings/demo.toml`` says what each is for."""
+
+    name: str
+    base: Path
+    full: Path
+    retrained: Path
+    forget: Path
+    retain: Path
+    retain_training: Path
+    forget_validation: Path
+    retain_validation: Path
+    retain_rows: int = 150
+    completed_rows: int = 48
+    validation_rows: int = 40
+    validation_completed_rows: int = 12
+    rows_an_update: int = 8
+    seed: int = 0
+    learning_rates: tuple[float, ...] = (1e-4, 4e-4, 1.6e-3)
+    updates: tuple[int, ...] = (6, 18)
+    modules: Mapping[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, name: str) -> Setting:
+        """A shipped setting by name, or one of your own by the path of its TOML file. Raises UnbindError naming what is wrong."""
+        shipped = HERE / "settings" / f"{name}.toml"
+        path = shipped if shipped.is_file() else Path(name)
+        if not path.is_file():
+            known = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.toml")))
+            raise UnbindError(f"setting: '{name}' is neither a file nor one of {known}")
+        home = ROOT if path == shipped else path.resolve().parent
+        try:
+            values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise UnbindError(f"setting: {path} is not TOML ({error})") from None
+        known_fields = {one.name: str(one.type) for one in fields(cls)}
+        for key in values:
+            if key not in known_fields:
+                raise UnbindError(
+                    f"setting: '{key}' in {path} is unknown; choose from {', '.join(sorted(known_fields))}"
+                )
+        for key, kind in known_fields.items():
+            if kind == "Path" and key not in values:
+                raise UnbindError(f"setting: '{key}' is missing in {path}")
+            if key in values and kind == "Path":
+                values[key] = home / values[key]
+            elif key in values and kind.startswith("tuple"):
+                values[key] = tuple(values[key])
+        values["modules"] = {key: home / value for key, value in values.get("modules", {}).items()}
+        return cls(**{"name": path.stem, **values})
+
+    def described(self) -> dict[str, Any]:
+        """What figures depend on: every number, and of every file its SHA-256 in place of its path."""
+        found = asdict(self)
+        for key, value in found.items():
+            if isinstance(value, Path):
+                found[key] = _digest(value)
+        found["modules"] = {key: _digest(value) for key, value in self.modules.items()}
+        return found
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, or of the configurations, weights and tokenizer in a folder."""
+    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")) if path.is_dir() else [path]
+    try:
+        return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+    except OSError as error:
+        raise UnbindError(f"setting: {error.strerror}: '{error.filename}'") from None
+
+
+class Bench:
+    """A setting's models and rows, each read when it is first asked for."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @cached_property
+    def full(self) -> LoadedModel:
+        """M_full, its adapter merged. Nobody changes it."""
+        return load_model(self.setting.base, self.setting.full)
+
+    @cached_property
+    def retrained(self) -> LoadedModel:
+        """M_retrain: for figures alone."""
+        return load_model(self.setting.base, self.setting.retrained)
+
+    @cached_property
+    def base(self) -> LoadedModel:
+        """The model before adaptation."""
+        return load_model(self.setting.base)
+
+    def adapted(self) -> nn.Module:
+        """A new M_full with its adapter beside the weights, to be trained on."""
+        return load_model(self.setting.base, self.setting.full, merge=False).model
+
+    @cached_property
+    def forget(self) -> list[ForgetRow]:
+        """The rows to forget that are reported."""
+        return parse_forget(*_read(self.setting.forget))
+
+    @cached_property
+    def retain(self) -> list[RetainRow]:
+        """The retain rows that are reported."""
+        return _some(parse_retain(*_read(self.setting.retain)), self.setting.retain_rows)
+
+    @cached_property
+    def retain_training(self) -> list[RetainRow]:
+        """The retain rows that systems are made with."""
+        return parse_retain(*_read(self.setting.retain_training))
+
+    @cached_property
+    def forget_validation(self) -> list[ForgetRow]:
+        """Another forget set: what configurations are chosen by."""
+        return parse_forget(*_read(self.setting.forget_validation))
+
+    @cached_property
+    def retain_validation(self) -> list[RetainRow]:
+        """The retain rows that configurations are chosen by, all of them."""
+        return parse_retain(*_read(self.setting.retain_validation))
+
+    @cached_property
+    def retain_chosen_by(self) -> list[RetainRow]:
+        """So many of them as a candidate is measured on."""
+        return _some(self.retain_validation, self.setting.validation_rows)
+
+
+def _read(path: Path) -> tuple[list[str], str]:
+    return path.read_text(encoding="utf-8").splitlines(), path.name
+
+
+def _some(rows: list[RetainRow], most: int) -> list[RetainRow]:
+    return [rows[i] for i in spread(range(len(rows)), most)]

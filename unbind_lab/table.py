@@ -1,0 +1,115 @@
+"""The table of a run in the paper's form, as Markdown, with Unbind's rows held against the paper's claims and the best rival."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unbind_core.errors import UnbindError
+from unbind_lab.protocols.main import joint_score
+from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS
+
+LABELS = ("shipped", "paper", "tuned")
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("F-BLEU ↓", "f_bleu", ".4f"),
+    ("R-PPL ↓", "r_ppl", ".3f"),
+    ("R-BLEU ↑", "r_bleu", ".4f"),
+    ("FR", "fr", ".3f"),
+    ("UR", "ur", ".3f"),
+    ("FU-H ↑", "fu_h", ".2f"),
+    ("KL from M_retrain ↓", "kl", ".3f"),
+    ("rows with 50 tokens ↓", "spans_50", ".0f"),
+    ("recovery % ↓", "mean_recovery", ".1f"),
+    ("empty answers", "empty", ".0f"),
+)
+Line = dict[str, Any]
+
+
+def lines(folder: Path) -> list[Line]:
+    """What was measured, in the order of the systems, with FR, UR and FU-H. Raises UnbindError where M_full is missing."""
+    found: list[Line] = []
+    for name in SYSTEMS:
+        for label in LABELS:
+            path = folder / "main" / f"{name}-{label}.json"
+            if path.is_file():
+                found.append(json.loads(path.read_text(encoding="utf-8"))["value"])
+    full = next((one for one in found if one["system"] == "m-full"), None)
+    if full is None:
+        raise UnbindError(f"{folder}: m-full was not measured; run unbind lab run {folder.name} --systems m-full")
+    return [{**one, **joint_score(one, full)} for one in found]
+
+
+def markdown(folder: Path) -> str:
+    """The table, what is missing of it, and the claims."""
+    found = lines(folder)
+    heads = ["system", "configuration", *(head for head, _, _ in COLUMNS)]
+    rows = [heads, ["---"] * 2 + ["---:"] * len(COLUMNS)]
+    rows += [
+        [one["system"], _configuration(one), *(_cell(one[key], form) for _, key, form in COLUMNS)] for one in found
+    ]
+    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    there = {one["system"] for one in found}
+    missing = [name for name in SYSTEMS if name not in there]
+    if missing:
+        command = f"unbind lab run {folder.name} --systems {','.join(missing)}"
+        text += f"\n\nNot measured: {', '.join(missing)}. `{command}` completes the table."
+    told = claims(found)
+    return text + ("\n\n" + "\n".join(f"- {one}" for one in told) if told else "") + "\n"
+
+
+def _cell(value: float, form: str) -> str:
+    return format(value, form) if abs(value) < 1e5 else format(value, ".2e")
+
+
+def _configuration(one: Mapping[str, Any]) -> str:
+    options = ", ".join(f"{key} {value:g}" for key, value in one["options"].items())
+    return f"{one['configuration']}: {options}" if options else str(one["configuration"])
+
+
+def claims(found: Sequence[Line]) -> list[str]:
+    """Each claim as reached or not, with the number, and the best of the others: entries that are neither reference nor Unbind."""
+    known = {one["system"]: one for one in found if one["configuration"] == "shipped"}
+    others = [one for one in found if one["system"] in {system.name for system in (*BASELINES, *RIVALS)}]
+    full = known["m-full"]
+    told = []
+    if silent := known.get("unbind-silent"):
+        cut, rise = 100 * (1 - silent["f_bleu"] / full["f_bleu"]), 100 * (silent["r_ppl"] / full["r_ppl"] - 1)
+        told += [
+            f"`silent`, F-BLEU cut by 97 % or more: {_reached(cut >= 97)}, {cut:.1f} %",
+            f"`silent`, R-PPL up by 1.6 % at most: {_reached(rise <= 1.6)}, {rise:+.2f} %",
+            f"`silent`, no row with 50 exact tokens: {_reached(silent['spans_50'] == 0)}, {silent['spans_50']:.0f}",
+            _against(silent, others, "highest FU-H", lambda one: -one["fu_h"], "fu_h", ".2f"),
+        ]
+    rewrite, retrained = known.get("unbind-rewrite"), known.get("m-retrain")
+    if rewrite and retrained:
+        told += [
+            _against(
+                rewrite,
+                others,
+                "closest F-BLEU to M_retrain's",
+                lambda one: abs(one["f_bleu"] - retrained["f_bleu"]),
+                "f_bleu",
+                ".4f",
+            ),
+            _against(rewrite, others, "smallest KL from M_retrain", lambda one: float(one["kl"]), "kl", ".3f"),
+        ]
+    return told
+
+
+def _against(
+    own: Line, others: Sequence[Line], claim: str, distance: Callable[[Line], float], key: str, form: str
+) -> str:
+    name = f"`{own['system'].removeprefix('unbind-')}`, {claim}: "
+    if not others:
+        return f"{name}{own[key]:{form}}, and nothing else was measured"
+    best = min(others, key=distance)
+    reached = _reached(distance(own) <= distance(best))
+    return (
+        f"{name}{reached}, {own[key]:{form}} against {best[key]:{form}} of {best['system']} ({best['configuration']})"
+    )
+
+
+def _reached(yes: bool) -> str:
+    return "reached" if yes else "**not reached**"
