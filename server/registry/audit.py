@@ -98,8 +98,11 @@ class Wanted:
     def conditions(self) -> list[ColumnElement[bool]]:
         """As SQL has it."""
         named = AuditRow.action == self.action
-        said = [(self.action, named | AuditRow.action.startswith(f"{self.action}.", autoescape=True))]
-        said += [(self.actor, AuditRow.actor == self.actor), (self.subject, AuditRow.subject == self.subject)]
+        said: list[tuple[str, ColumnElement[bool]]] = [
+            (self.action, named | AuditRow.action.startswith(f"{self.action}.", autoescape=True)),
+            (self.actor, AuditRow.actor == self.actor),
+            (self.subject, AuditRow.subject == self.subject),
+        ]
         return [condition for given, condition in said if given]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,23 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
     from server.engine.vllm.engine import VllmEngine
 
     model: Any = loaded.model
+    width = int(model.get_output_embeddings().weight.shape[0])
     told, ends = numerics(model), end_ids(model, loaded.tokenizer)
     folder = merged(loaded, options.folder) if options.adapted else options.model
     model.to(torch.device("meta"))
     flags = (f"kv-cache-memory-bytes={plan.memory}", *options.flags) if plan.memory else options.flags
-    arguments = Arguments(str(folder), options.dtype, plan.length, plan.slots, plan.columns, options.device, flags)
-    arguments = replace(arguments, looks=options.looks)
-    return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, ends, options.queue_limit)
+    arguments = Arguments(
+        str(folder),
+        options.dtype,
+        plan.length,
+        plan.slots,
+        plan.columns,
+        options.device,
+        flags,
+        looks=options.looks,
+        ends=tuple(sorted(ends)),
+    )
+    return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, width, options.queue_limit)
 
 
 def merged(loaded: LoadedModel, folder: Path) -> Path:

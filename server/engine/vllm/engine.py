@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from server.engine.answering import hand_over
 from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull, check_fits
 from server.engine.flights import flight_of
+from server.engine.grammars import Grammars
 from server.engine.modules import Gates, ModuleTable
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
@@ -49,11 +50,13 @@ class VllmEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         identity: ModelIdentity,
         numerics: Mapping[str, Any],
-        ends: frozenset[int],
+        width: int,
         queue_limit: int,
     ) -> None:
         self.tokenizer = tokenizer
-        self._arguments, self._identity, self._ends, self._queue_limit = arguments, identity, ends, queue_limit
+        self._arguments, self._identity, self._queue_limit = arguments, identity, queue_limit
+        self._ends = frozenset(arguments.ends)
+        self.grammars = Grammars(tokenizer, width, self._ends)
         self._bank = RemoteBank()
         self.modules = ModuleTable(self._bank, numerics, self._reserve)
         self._loop = asyncio.new_event_loop()
@@ -75,10 +78,7 @@ class VllmEngine(Engine):
         """Start the model's processes, and see the edits work in each. Raises UnbindError."""
         self._thread.start()
         self._await(self._open())
-        self._loop.call_soon_threadsafe(self._begin)
-
-    def _begin(self) -> None:
-        self._background.append(self._loop.create_task(self._watch()))
+        self._loop.call_soon_threadsafe(lambda: self._background.append(self._loop.create_task(self._watch())))
 
     def drain(self, timeout: float) -> bool:
         """See :meth:`Engine.drain`."""
@@ -89,6 +89,7 @@ class VllmEngine(Engine):
     def close(self) -> None:
         """See :meth:`Engine.close`."""
         self._stopping = True
+        self.grammars.close()
         if self._thread.is_alive() and not self._loop.is_closed():
             with suppress(Exception):
                 self._await(self._close(), 60)
@@ -285,9 +286,8 @@ class VllmEngine(Engine):
         except Exception as error:  # of this request
             self._failures += 1
             log.exception("a request failed")
-            hand_over(
-                flight, Delta("", (), "error", f"the engine failed ({type(error).__name__}); the request was dropped")
-            )
+            said = f"the engine failed ({type(error).__name__}); the request was dropped"
+            hand_over(flight, Delta("", (), "error", said))
         finally:
             self._used[digest] -= 1
             del self._tasks[flight]
