@@ -83,7 +83,7 @@ def waiting(what: str) -> Iterator[None]:
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         yield
-        time.sleep(0.2)
+        time.sleep(0.5)
     raise AssertionError(f"waited {WAIT_SECONDS} s for {what}")
 
 
