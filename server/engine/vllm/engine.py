@@ -55,8 +55,7 @@ class VllmEngine(Engine):
     ) -> None:
         self.tokenizer = tokenizer
         self._arguments, self._identity, self._queue_limit = arguments, identity, queue_limit
-        self._ends = frozenset(arguments.ends)
-        self.grammars = Grammars(tokenizer, width, self._ends)
+        self.grammars = Grammars(tokenizer, width, frozenset(arguments.ends))
         self._bank = RemoteBank()
         self.modules = ModuleTable(self._bank, numerics, self._reserve)
         self._loop = asyncio.new_event_loop()
@@ -134,7 +133,7 @@ class VllmEngine(Engine):
             with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        flight = flight_of(request, self.tokenizer, self._ends, deliver)
+        flight = flight_of(request, self.tokenizer, frozenset(self._arguments.ends), deliver)
         with self._ended:
             self._live.add(flight)
         self._loop.call_soon_threadsafe(self._admit, flight)
