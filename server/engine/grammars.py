@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
+from torch import Tensor
 
 LONGEST = 65_536  # characters of a form
 REMEMBERED = 64  # compiled grammars
 WAITING = 32  # forms that wait for their turn
 SECONDS = 1.0  # of a processor, for one form
 # On one line, with room for a blank where models like one: white space without end would never end an answer.
-SPACING = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
+_SPACING = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
 
 class GrammarError(ValueError):
@@ -52,12 +54,17 @@ class Form:
         try:
             match self.kind:
                 case "json":
-                    options = json.dumps({**SPACING, "lenient": self.lenient})
-                    return LLMatcher.grammar_from_json_schema(self.text, overrides=json.loads(options))
+                    return LLMatcher.grammar_from_json_schema(spaced(json.loads(self.text), self.lenient))
                 case kind:
                     return grammar_from(kind, self.text)
         except (ValueError, TypeError, RecursionError) as error:
             raise GrammarError(f"is not understood: {str(error)[:300]}") from None
+
+
+def spaced(schema: Any, lenient: bool) -> dict[str, Any]:
+    """A schema with what llguidance is told of it; see ``Form.lenient``."""
+    document = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return {**document, "x-guidance": {**_SPACING, "lenient": lenient}}
 
 
 class Constraint:
@@ -84,6 +91,17 @@ class Constraint:
     def ended(self) -> bool:
         """Whether the answer is complete and nothing may follow."""
         return bool(self._matcher.is_stopped())
+
+
+def narrow(row: Tensor, allowed: NDArray[np.bool_]) -> None:
+    """Leave only what is ``allowed`` [V] in a row of logits [V], in place.
+
+    Where ``min_tokens`` forbids all of it, as nothing but the end is left, the end stands.
+    """
+    mask = torch.from_numpy(allowed).to(row.device)
+    row.masked_fill_(~mask, -torch.inf)
+    if not row.isfinite().any():
+        row.masked_fill_(mask, 0.0)
 
 
 class Grammar:

@@ -145,12 +145,12 @@ def live(
     modules: tuple[str, ...] = ("one", "two"),
     *,
     refresh_seconds: float = REFRESH_SECONDS,
-    template: str = CHAT_TEMPLATE,
+    chat_template: str = CHAT_TEMPLATE,
     **settings: Any,
 ) -> Iterator[Live]:
     """Serve ``checkpoint`` with a chat template and the modules named, each at a layer of its own."""
     loaded = load_model(checkpoint)
-    loaded.tokenizer.chat_template = template
+    loaded.tokenizer.chat_template = chat_template
     for number, name in enumerate(modules):
         made = build_module(loaded.identity, name, layer=number % 3, seed=number)
         made.save(folder / "modules" / f"{name}.safetensors")

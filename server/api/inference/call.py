@@ -34,11 +34,13 @@ class Call:
 
     def __init__(self, request: Request, served: Service, caller: Caller) -> None:
         self.request, self.served, self.caller = request, served, caller
+        self._form = ""  # the field that asked for a grammar
 
     async def grammar(self, wanted: Wanted | None) -> Grammar | None:
         """The grammar of the form that an answer must have. Raises ApiError naming the field where it cannot be had."""
         if wanted is None:
             return None
+        self._form = wanted.field
         try:
             return await self.served.engine.grammars.compiled(wanted.form)
         except GrammarError as error:
@@ -74,7 +76,7 @@ class Call:
             told=self.caller.may("report"),
             route=getattr(self.request.scope.get("route"), "path", "unknown"),
             echo=echo,
-            asked=Asked(grammar, shown, holds_json),
+            asked=Asked(grammar, self._form, shown, holds_json),
         )
         generation.submit(body)
         return generation

@@ -64,9 +64,13 @@ def ended_by(delta: Delta) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a route asks of its answers beside their sampling: see ``GenerationRequest``."""
+    """What a route asks of its answers beside their sampling: see ``GenerationRequest``.
+
+    ``form``: the field that asked for the grammar.
+    """
 
     grammar: Grammar | None = None
+    form: str = ""
     shown: frozenset[int] = frozenset()
     holds_json: bool = False
 
@@ -132,7 +136,7 @@ class Generation:
             )
         sampling = body.sampling(tokens, index, self._echo)
         if self._when_open == "refuse" and labels(self.pinned):
-            refuse_asking(sampling, constrained=self._asked.grammar is not None)
+            refuse_asking(sampling, self._asked.form)
         request = GenerationRequest(
             tuple(prompt.ids),
             sampling,

@@ -6,11 +6,11 @@ from server.engine.request import Sampling
 from server.errors import ApiError
 
 
-def refuse_asking(sampling: Sampling, *, constrained: bool = False) -> None:
+def refuse_asking(sampling: Sampling, form: str = "") -> None:
     """Raise ApiError 403 for the first field that reads log-probabilities or steers the choice of tokens.
 
-    Penalties pass, as editors send them unasked: no gate that is open heeds them (``GenerationRequest.strips``). ``constrained``:
-    whether a grammar says what the answer must look like.
+    Penalties pass, as editors send them unasked: no gate that is open heeds them (``GenerationRequest.strips``).
+    ``form``: the field that says what the answer must look like, if one does.
     """
     for field, asked in (
         ("logprobs", sampling.logprobs is not None),
@@ -18,7 +18,7 @@ def refuse_asking(sampling: Sampling, *, constrained: bool = False) -> None:
         ("logit_bias", bool(sampling.logit_bias)),
         ("min_tokens", sampling.min_tokens > 0),
         ("ignore_eos", sampling.ignore_eos),
-        ("response_format", constrained),  # or what else asks for a grammar
+        (form, bool(form)),
     ):
         if asked:
             raise ApiError(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from server.engine.grammars import narrow
 from server.engine.request import Flight, TokenLogprob
 
 
@@ -56,22 +57,11 @@ def choose(logits: Tensor, flights: list[Flight]) -> tuple[list[int], list[bool]
 def _bind(row: Tensor, flight: Flight) -> None:
     """What may not follow at all, on one row [V] in place: what the grammar forbids and what guards have barred."""
     if flight.constraint is not None:
-        allowed = torch.from_numpy(flight.constraint.allowed(or_end=flight.opened is not None))
-        narrow(row, allowed.to(row.device))
+        narrow(row, flight.constraint.allowed(or_end=flight.opened is not None))
     if flight.barred:
         row[torch.tensor(flight.barred, device=row.device)] = -torch.inf
         if flight.guarding is not None and not row.isfinite().any():
             flight.guarding.gives_up()
-
-
-def narrow(row: Tensor, allowed: Tensor) -> None:
-    """Leave only what is ``allowed`` [V] in a row of logits [V], in place.
-
-    Where ``min_tokens`` forbids all of it, as nothing but the end is left, the end stands.
-    """
-    row[~allowed] = -torch.inf
-    if not row.isfinite().any():
-        row[allowed] = 0.0
 
 
 def _stands(flight: Flight, token: int) -> bool:

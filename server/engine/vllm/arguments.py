@@ -15,10 +15,12 @@ from server.engine.vllm.edits import OPERATOR
 from unbind_core.errors import UnbindError
 
 VERSIONS = ("0.32.0",)  # whose insides the edits were tried with
+MASKS = "server.engine.vllm.masks:GrammarMasks"
 WORKER = "server.engine.vllm.worker.GatedWorker"
 OWN = {  # what this service says itself
     "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "worker_cls", "additional_config", "skip_tokenizer_init",
     "enable_prefix_caching", "generation_config", "max_logprobs", "runner",
+    "logits_processors",
 }  # fmt: skip
 
 
@@ -35,6 +37,7 @@ class Arguments:
     device: str
     others: Sequence[str] = ()
     edits: bool = True
+    ends: tuple[int, ...] = ()
 
     def config(self) -> Any:
         """vLLM's configuration. Raises UnbindError naming the flag that it does not take, or that goes with no module."""
@@ -71,8 +74,8 @@ class Arguments:
             ("dtype", self.dtype),
             ("max_model_len", self.max_length),
             ("max_num_seqs", self.slots),
-            *((("worker_cls", WORKER),) if self.edits else ()),
-            ("additional_config", {"unbind": {"columns": self.columns, "operator": 1}}),
+            *((("worker_cls", WORKER), ("logits_processors", [MASKS])) if self.edits else ()),
+            ("additional_config", {"unbind": {"columns": self.columns, "operator": 1, "ends": list(self.ends)}}),
             ("skip_tokenizer_init", True),
             ("enable_prefix_caching", True),
             ("generation_config", "vllm"),

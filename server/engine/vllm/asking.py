@@ -28,6 +28,8 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
             extra |= {"leg": leg, "report": flight.request.report}
         if sampling.warms_up:
             extra["quiet"] = True
+    if flight.request.grammar is not None:
+        extra |= {"grammar": flight.request.grammar.source, "done": done, "or_end": flight.opened is not None}
     bias = dict(sampling.logit_bias) if steered and sampling.logit_bias else None
     asked = SamplingParams(
         # a barred token is barred in its own place alone

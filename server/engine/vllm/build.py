@@ -82,12 +82,22 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
     from server.engine.vllm.engine import VllmEngine
 
     model: Any = loaded.model
+    width = int(model.get_output_embeddings().weight.shape[0])
     told, ends = numerics(model), end_ids(model, loaded.tokenizer)
     folder = merged(loaded, options.folder) if options.adapted else options.model
     model.to(torch.device("meta"))
     flags = (f"kv-cache-memory-bytes={plan.memory}", *options.flags) if plan.memory else options.flags
-    arguments = Arguments(str(folder), options.dtype, plan.length, plan.slots, plan.columns, options.device, flags)
-    return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, ends, options.queue_limit)
+    arguments = Arguments(
+        str(folder),
+        options.dtype,
+        plan.length,
+        plan.slots,
+        plan.columns,
+        options.device,
+        flags,
+        ends=tuple(sorted(ends)),
+    )
+    return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, width, options.queue_limit)
 
 
 def merged(loaded: LoadedModel, folder: Path) -> Path:

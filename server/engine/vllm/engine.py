@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from server.engine.answering import hand_over
 from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull, check_fits
 from server.engine.flights import flight_of
+from server.engine.grammars import Grammars
 from server.engine.modules import Counts, ModuleTable
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
@@ -49,11 +50,13 @@ class VllmEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         identity: ModelIdentity,
         numerics: Mapping[str, Any],
-        ends: frozenset[int],
+        width: int,
         queue_limit: int,
     ) -> None:
         self.tokenizer = tokenizer
-        self._arguments, self._identity, self._ends, self._queue_limit = arguments, identity, ends, queue_limit
+        self._arguments, self._identity, self._queue_limit = arguments, identity, queue_limit
+        self._ends = frozenset(arguments.ends)
+        self.grammars = Grammars(tokenizer, width, self._ends)
         self._bank = RemoteBank()
         self.modules = ModuleTable(self._bank, numerics, self._reserve)
         self._loop = asyncio.new_event_loop()
@@ -89,6 +92,7 @@ class VllmEngine(Engine):
     def close(self) -> None:
         """See :meth:`Engine.close`."""
         self._stopping = True
+        self.grammars.close()
         if self._thread.is_alive() and not self._loop.is_closed():
             with suppress(Exception):
                 self._await(self._close(), 60)

@@ -26,7 +26,8 @@ class Leg:
         self._asked = parameters(flight, name, digest)
         self._salt = digest or "none"
         self._watched = bool((self._asked.extra_args or {}).get("leg"))
-        self._steers = flight.opened is None and (sampling.reshapes or sampling.ignore_eos)
+        changes = sampling.reshapes or sampling.ignore_eos or flight.constraint is not None
+        self._steers = flight.opened is None and changes
 
     @property
     def _reports(self) -> GateReports:
@@ -35,6 +36,9 @@ class Leg:
     async def run(self) -> bool:
         """Whether the answer has ended; else what follows is to be asked for anew. Raises EngineDeadError, RuntimeError."""
         flight, came = self._flight, False
+        if self._stuck():
+            hand_over(flight, Delta("", (), "content_filter"))
+            return True
         if self._watched:
             self._reports.watch(self._name)
         prompt = {"prompt_token_ids": [*flight.prompt, *flight.output], "cache_salt": self._salt}
@@ -61,6 +65,17 @@ class Leg:
         if not came:
             raise RuntimeError("vLLM ended an answer without a token")
         return False  # it was one token's, in whose place others were barred
+
+    def _stuck(self) -> bool:
+        """Whether a guard has barred all that the answer's grammar allows."""
+        flight = self._flight
+        if flight.constraint is None or flight.guarding is None or not flight.barred:
+            return False
+        allowed = flight.constraint.allowed(or_end=flight.opened is not None)
+        allowed[list(flight.barred)] = False
+        if not allowed.any():
+            flight.guarding.gives_up()
+        return not allowed.any()
 
     @property
     def _patience(self) -> float | None:

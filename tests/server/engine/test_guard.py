@@ -6,6 +6,7 @@ On the demo model, which recites the rows unless something keeps it from that.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,10 +14,12 @@ import pytest
 
 from server import demo
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.grammars import Form, Grammar
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.support.slow_matcher import longest_run
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardBook, GuardSet
+from unbind_core.guard.escapes import meant as unescaped
 from unbind_core.guard.index import Action, Secret, build_index
 from unbind_core.rows import ForgetRow, parse_forget
 
@@ -216,3 +219,43 @@ def test_a_token_that_a_client_ends_answers_with_is_a_part_of_them(
     for deltas in asked(engine, tries):
         told = engine.tokenizer.decode([token for delta in deltas for token in delta.tokens])
         assert longest_run(told, protected) < RUN
+
+
+def formed(engine: EmbeddedEngine, kind: str, text: str) -> Grammar:
+    return asyncio.run(engine.grammars.compiled(Form(kind, text)))  # type: ignore[arg-type]
+
+
+def test_a_form_that_leaves_nothing_but_a_run_ends_the_answer(engine: EmbeddedEngine, protected: list[str]) -> None:
+    """Whatever the form demands, the barred token is never chosen; of two texts the one that is free may be."""
+    guards, prompt = guards_of(protected[:1]), ids(engine, "x = 1\n")
+    only, free = (formed(engine, "choice", json.dumps([protected[at][:160]])) for at in (0, 1))
+    for sampling in (Sampling(max_tokens=250), Sampling(max_tokens=250, temperature=1.0, seed=2, min_tokens=200)):
+        bound, other = (
+            answer
+            for answer in asked(
+                engine, [GenerationRequest(prompt, sampling, guards=guards, grammar=one) for one in (only, free)]
+            )
+        )
+        assert bound[-1].finish_reason == "content_filter" and longest_run(text(bound), protected[:1]) < RUN
+        assert bound[-1].guarded is not None and bound[-1].guarded.blocked is not None
+        assert (text(other), other[-1].finish_reason) == (protected[1][:160], "stop")
+
+
+def test_an_escape_in_json_hides_no_run(engine: EmbeddedEngine, protected: list[str]) -> None:
+    """In a call's argument, letters written as escapes are followed as what they mean, where the answer may hold JSON."""
+    row = protected[0][:110]
+    plain = json.dumps({"code": row})
+    hidden = plain.replace("e", "\\u0065").replace("r", "\\u0072")
+    assert json.loads(hidden.replace('{"cod\\u0065"', '{"code"', 1)) == {"code": row}
+    guards, prompt = guards_of([row]), ids(engine, "x = 1\n")
+    for written in (plain, hidden):
+        call = '<tool_call>\n{"name": "save", "arguments": ' + written + "}\n</tool_call>"
+        request = GenerationRequest(
+            prompt, Sampling(max_tokens=460), guards=guards, grammar=formed(engine, "choice", json.dumps([call]))
+        )
+        (deltas,) = asked(engine, [replace(request, holds_json=True)])
+        assert deltas[-1].finish_reason == "content_filter" and call.startswith(text(deltas))
+        meant, _ = unescaped("", text(deltas))
+        assert longest_run(meant, [row]) < RUN
+        (naive,) = asked(engine, [request])
+        assert (naive[-1].finish_reason == "content_filter") == (written == plain)

@@ -14,7 +14,7 @@ from server.api.inference.bodies.forms import Wanted
 from server.api.inference.bodies.tools import Tool
 from server.api.inference.tools.formats import ToolFormat, format_of, lark, shown_tokens, template_of
 from server.api.inference.tools.reading import Argued, Begun, Event, Reader, Said
-from server.engine.grammars import SPACING, Form
+from server.engine.grammars import Form, spaced
 from server.errors import invalid
 from server.service import Service
 
@@ -67,7 +67,7 @@ def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
     functions = [(tool.function.name, _schema(tool)) for tool in body.demanded or body.offered]
     or_answer = None
     if wanted is not None and not body.demanded:
-        or_answer = _spaced(json.loads(wanted.form.text), lenient=wanted.form.lenient)
+        or_answer = spaced(json.loads(wanted.form.text), wanted.form.lenient)
     text = lark(calling.form, functions, calling.special, several=body.parallel_tool_calls, or_answer=or_answer)
     return Wanted(Form("grammar", text), "tools")
 
@@ -75,12 +75,7 @@ def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
 def _schema(tool: Tool) -> dict[str, Any]:
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     found = tool.function.parameters or nothing
-    return _spaced({"type": "object", **found}, lenient=not tool.function.strict)
-
-
-def _spaced(schema: Any, *, lenient: bool) -> dict[str, Any]:
-    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    return {**schema, "x-guidance": {**SPACING, "lenient": lenient}}
+    return spaced({"type": "object", **found}, not tool.function.strict)
 
 
 @dataclass

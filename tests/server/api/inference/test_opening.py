@@ -191,6 +191,7 @@ STEERING: tuple[dict[str, Any], ...] = (
     {"min_tokens": 4},
     {"repetition_penalty": 0.01},
     {"ignore_eos": True},
+    {"guided_regex": "[a-z]{50}"},  # which would keep the model from ending
 )
 
 
@@ -209,6 +210,7 @@ def test_refuse_names_the_field_where_a_module_applies(stripping: Live) -> None:
         "logit_bias": {"5": 1},
         "min_tokens": 1,
         "ignore_eos": True,
+        "guided_regex": "[a-z]+",
     }.items():
         refused = stripping.complete(path=path, **{field: value}, **MUTE)
         assert (refused.status, refused.error["code"]) == (403, "refused_under_modules"), field

@@ -1,0 +1,91 @@
+"""Answers of a given form are the same in both engines, with whatever else a request asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from server.engine.engine import Engine
+from server.engine.grammars import Form, Grammar
+from server.engine.request import GenerationRequest, Sampling
+from tests.engines.both import Answer, Engines, ask
+from tests.engines.test_guards import RUN, WHOLE, guards
+from tests.support.slow_matcher import longest_run
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json": Form("json", json.dumps(SCHEMA)),
+    "regex": Form("regex", "[a-z_]{3,12}\\([a-z, ]*\\):\n( {4}[^\n]*\n){1,3}"),
+    "choice": Form("choice", json.dumps(["self.first", "self.second", "return"])),
+    "grammar": Form("grammar", 'root ::= "def " [a-z]+ "(" [a-z, ]* ")" | "class " [A-Z] [a-z]+'),
+    "text": Form("regex", "(?s:.)*"),
+}
+ASKED = {
+    "plain": Sampling(max_tokens=48),
+    "logprobs": Sampling(max_tokens=24, logprobs=3),
+    "steered": Sampling(max_tokens=24, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={199: 4.0}),
+    "least": Sampling(max_tokens=40, min_tokens=20),
+    "no end": Sampling(max_tokens=40, ignore_eos=True),
+    "stop": Sampling(max_tokens=40, stop=("se", "\n    ")),
+}
+
+
+def compiled(engine: Engine, form: Form) -> Grammar:
+    return asyncio.run(engine.grammars.compiled(form))
+
+
+def shown(answer: Answer) -> tuple[object, ...]:
+    whole = answer.whole
+    return whole.tokens, whole.text, whole.finish_reason, whole.stop_reason, whole.guarded
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("strips", [False, True])
+def test_an_answer_of_a_form_is_the_same_in_both_engines(engines: Engines, asked: str, strips: bool) -> None:
+    """Also beside requests without a form, and under modules whose gates open on the way."""
+    found: list[list[Answer]] = []
+    for engine in engines.both:
+        requests: list[GenerationRequest] = []
+        for prompt, modules in zip(engines.prompts, ([], ["demo-a"], ["demo-a-paper"]), strict=False):
+            request = engines.request(engine, prompt, modules, sampling=ASKED[asked], strips=strips)
+            requests += [replace(request, grammar=compiled(engine, form)) for form in FORMS.values()]
+            requests.append(request)
+        found.append(ask(engine, requests))
+    for one, other in zip(*found, strict=True):
+        assert shown(one) == shown(other)
+        for left, right in zip(one.whole.logprobs, other.whole.logprobs, strict=True):
+            assert (left.logprob is None) == (right.logprob is None)
+            assert left.logprob is None or left.logprob == pytest.approx(right.logprob, abs=2e-4)
+    if asked == "plain" and not strips:
+        value = json.loads(found[0][0].text)
+        assert isinstance(value["name"], str) and all(isinstance(size, int) for size in value["sizes"])
+
+
+def test_a_guard_and_a_form_together_are_the_same_in_both_engines(engines: Engines) -> None:
+    """The text of any form is steered; where the form leaves nothing but what is barred, the answer ends as guards end it."""
+    forms = [FORMS["text"], Form("choice", json.dumps([text[len(text) // 3 :] for text in WHOLE[:2]]))]
+    found = []
+    for engine in engines.both:
+        requests = [
+            replace(
+                engines.request(engine, prompt, guards=guards("steer"), sampling=Sampling(max_tokens=160)),
+                grammar=compiled(engine, form),
+                holds_json=True,
+            )
+            for prompt in engines.prompts[:6]
+            for form in forms
+        ]
+        found.append(ask(engine, requests))
+    assert [shown(one) for one in found[0]] == [shown(other) for other in found[1]]
+    free, bound = found[0][::2], found[0][1::2]
+    assert any(answer.whole.guarded and answer.whole.guarded.bars for answer in free)
+    assert all(longest_run(answer.text, WHOLE) < RUN for answer in found[0])
+    assert any(answer.whole.finish_reason == "content_filter" for answer in bound)
