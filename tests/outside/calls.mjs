@@ -29,7 +29,12 @@ const fails = async (name, call, kind, more) => {
 await fails("tools are refused by name", () => client.chat.completions.create({ model, messages, tools: [{ type: "function", function: { name: "f" } }] }),
   OpenAI.BadRequestError, (error) => { assert.equal(error.param, "tools"); assert.equal(error.code, "unsupported_parameter"); });
 await fails("another model", () => client.completions.create({ model: "other", prompt }), OpenAI.NotFoundError);
-await fails("responses", () => client.responses.create({ model, input: "x" }), OpenAI.NotFoundError, (error) => assert.equal(error.code, "unknown_route"));
+const asked = { model, input: "A parser.", max_output_tokens: 16, temperature: 0 };
+const response = await client.responses.create(asked);
+assert.equal(response.output_text, text); assert.equal(response.store, false);
+assert.equal((await client.responses.stream(asked).finalResponse()).output_text, text); done("responses, whole and by the stream helper");
+await fails("a kept response", () => client.responses.create({ ...asked, previous_response_id: response.id }), OpenAI.BadRequestError,
+  (error) => assert.equal(error.param, "previous_response_id"));
 await fails("embeddings", () => client.embeddings.create({ model, input: "x" }), OpenAI.NotFoundError);
 await fails("too long", () => client.completions.create({ model, prompt: "word ".repeat(5000) }), OpenAI.BadRequestError,
   (error) => assert.equal(error.code, "context_length_exceeded"));

@@ -32,6 +32,18 @@ assert "".join(parts) == said
 assert litellm.completion(**{**CHAT, "model": "hosted_vllm/unbind-demo"}).choices[0].message.content == said
 print("ok chat, whole and streamed, as openai and as hosted_vllm")
 
+RESPONSE = {**BASE, "model": "openai/unbind-demo", "input": "A parser.", "max_output_tokens": 16, "temperature": 0}
+assert litellm.responses(**RESPONSE).output[0].content[0].text == said
+events = list(litellm.responses(**RESPONSE, stream=True))
+assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said
+print("ok responses, whole and streamed")
+
+MESSAGE = {**CHAT, "api_base": os.environ["UNBIND_URL"], "model": "anthropic/unbind-demo"}
+assert litellm.completion(**MESSAGE).choices[0].message.content == said
+parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**MESSAGE, stream=True)]
+assert "".join(parts) == said
+print("ok messages as anthropic, whole and streamed")
+
 filtered = litellm.text_completion(**TEXT, extra_body={"unbind": {"modules": ["demo-a"]}})
 assert filtered.choices[0].text is not None
 print("ok modules by the body")
@@ -51,7 +63,5 @@ LONG_CHAT = {**CHAT, "messages": [{"role": "user", "content": LONG}]}
 refused("a chat too long", litellm.ContextWindowExceededError, litellm.completion, **LONG_CHAT)
 refused("a prompt too long", litellm.ContextWindowExceededError, litellm.text_completion, **{**TEXT, "prompt": LONG})
 refused("tools", litellm.BadRequestError, litellm.completion, **CHAT, tools=TOOLS)
-refused("JSON", litellm.BadRequestError, litellm.completion, **CHAT, response_format={"type": "json_object"})
 refused("another model", litellm.NotFoundError, litellm.completion, **{**CHAT, "model": "openai/other"})
-refused("responses", litellm.NotFoundError, litellm.responses, **BASE, model="openai/unbind-demo", input="x")
 refused("embeddings", litellm.NotFoundError, litellm.embedding, **BASE, model="openai/unbind-demo", input=["x"])
