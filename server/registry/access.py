@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from sqlalchemy import select
 
-from server.registry.audit import Actor, append
+from server.registry.audit import Actor, append, digest_of
+from server.registry.refusals import Stale
 from server.registry.tables import KeyRow, RulesRow
 from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
@@ -64,6 +65,11 @@ class Snapshot:
 def key_digest(text: str) -> str:
     """What is stored of a key. It is random and long, so that one round of a plain hash is enough."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def revision(rules: Rules) -> str:
+    """What If-Match must say for rules to be written in place of these: the digest of what they say."""
+    return f'"{digest_of(rules.model_dump(mode="json"))[:32]}"'
 
 
 class Access:
@@ -156,10 +162,12 @@ class Access:
         self.refresh()
         return key
 
-    def put_rules(self, scope: str, rules: Rules, actor: Actor, now: float) -> None:
-        """Write the rules of a scope, whole."""
+    def put_rules(self, scope: str, rules: Rules, actor: Actor, now: float, expected: str | None = None) -> None:
+        """Write the rules of a scope, whole. Raises Stale where they are no longer those of the revision ``expected``."""
         with self._transactions.change() as session:
             row = session.get(RulesRow, scope, with_for_update=True)
+            if expected not in (None, "*", revision(Rules.model_validate(row.rules) if row is not None else NO_RULES)):
+                raise Stale(f"the rules of '{scope}' changed meanwhile; look at them again, then send their ETag")
             before, said = row.rules if row is not None else None, rules.model_dump(mode="json")
             session.merge(RulesRow(scope=scope, rules=said, updated_at=now))
             append(session, now, actor, "rules.put", scope, said, before=before, after=said)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select, text
+from sqlalchemy import ColumnElement, select, text
 from sqlalchemy.orm import Session
 
 from server.registry.tables import AuditRow
@@ -87,9 +87,35 @@ def newest(session: Session) -> tuple[int, str] | None:
     return (last.id, last.digest) if last else None
 
 
-def rows(session: Session, *, after: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
-    """The rows that follow number ``after``, in order."""
-    query = select(AuditRow).where(AuditRow.id > after).order_by(AuditRow.id).limit(limit)
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows are looked for; empty texts ask for nothing. ``action`` is one, or the first word of several: ``key``."""
+
+    action: str = ""
+    actor: str = ""
+    subject: str = ""
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """As SQL has it."""
+        kind = AuditRow.action.startswith(f"{self.action}.", autoescape=True)
+        said: list[tuple[str, ColumnElement[bool]]] = [
+            (self.action, (AuditRow.action == self.action) | kind),
+            (self.actor, AuditRow.actor == self.actor),
+            (self.subject, AuditRow.subject == self.subject),
+        ]
+        return [condition for given, condition in said if given]
+
+
+def rows(
+    session: Session, *, after: int = 0, limit: int = 1000, wanted: Wanted | None = None, newest_first: bool = False
+) -> list[dict[str, Any]]:
+    """The rows behind number ``after``, in order; ``newest_first``: those before it, or from the end where it is 0."""
+    query = select(AuditRow).where(*(wanted or Wanted()).conditions()).limit(limit)
+    if newest_first:
+        query = query.order_by(AuditRow.id.desc())
+        query = query.where(AuditRow.id < after) if after else query
+    else:
+        query = query.order_by(AuditRow.id).where(AuditRow.id > after)
     return [_view(row) for row in session.scalars(query)]
 
 

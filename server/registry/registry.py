@@ -44,10 +44,12 @@ class Registry:
         self.trail.leave()
         self.transactions.engine.dispose()
 
-    def audit(self, after: int = 0, limit: int = 100) -> list[dict[str, Any]]:
-        """Rows of the audit trail in order."""
+    def audit(
+        self, after: int = 0, limit: int = 100, wanted: audit.Wanted | None = None, *, newest_first: bool = False
+    ) -> list[dict[str, Any]]:
+        """Rows of the audit trail in order, or the newest first."""
         with self.transactions.look() as session:
-            return audit.rows(session, after=after, limit=limit)
+            return audit.rows(session, after=after, limit=limit, wanted=wanted, newest_first=newest_first)
 
     def audit_of(self, subjects: Collection[str]) -> list[dict[str, Any]]:
         """The rows that tell of any of these records, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -127,10 +128,23 @@ class Takedowns:
             }
 
     def newest(self, limit: int = 100) -> list[dict[str, Any]]:
-        """The newest takedowns first."""
+        """The newest takedowns first, with what each binds now and where its newest job is."""
         with self._transactions.look() as session:
-            query = select(Takedown).order_by(Takedown.created_at.desc()).limit(limit)
-            return [takedown_view(takedown) for takedown in session.scalars(query)]
+            found = session.scalars(select(Takedown).order_by(Takedown.created_at.desc()).limit(limit)).all()
+            ids = [takedown.id for takedown in found]
+            jobs, views = defaultdict[str, list[Job]](list), defaultdict[str, list[dict[str, Any]]](list)
+            for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):
+                jobs[str(job.takedown_id)].append(job)
+            for row in session.scalars(select(ModuleRow).where(ModuleRow.takedown_id.in_(ids))):
+                views[str(row.takedown_id)].append(module_view(row))
+            return [
+                {
+                    **takedown_view(takedown),
+                    **_binding(takedown, jobs[takedown.id], views[takedown.id]),
+                    "job": _in_brief(jobs[takedown.id][-1]),
+                }
+                for takedown in found
+            ]
 
     def purge(
         self, takedown_id: str, delete: Callable[[str, list[str]], None], actor: Actor, now: float
@@ -183,6 +197,11 @@ def takedown_view(takedown: Takedown) -> dict[str, Any]:
         "created_at": takedown.created_at,
         "purged_at": takedown.purged_at,
     }
+
+
+def _in_brief(job: Job) -> dict[str, Any]:
+    named = ("id", "kind", "state", "stage", "progress", "error")
+    return {**{name: getattr(job, name) for name in named}, "outcome": (job.result or {}).get("outcome")}
 
 
 def _binding(takedown: Takedown, jobs: Sequence[Job], views: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
+from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from server.api.admin.routes import Acting, Served, admin_router, refusals
+from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
 from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope
+from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope, revision
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths, WhenOpen
 
 router = admin_router()
@@ -114,18 +115,22 @@ async def list_profiles(served: Served) -> dict[str, Any]:
 
 
 @router.get("/profiles/{name}")
-async def show_profile(name: str, served: Served) -> dict[str, Any]:
+async def show_profile(name: str, served: Served, response: Response) -> dict[str, Any]:
     """One profile."""
     _known_profile(served, name)
+    response.headers["ETag"] = revision(profile_rules(served, name))
     return _profile_view(served, name)
 
 
 @router.put("/profiles/{name}")
-def put_profile(name: ProfileName, rules: Rules, served: Served, actor: Acting) -> dict[str, Any]:
-    """Define a profile, or define it anew; the next request runs under it."""
+def put_profile(
+    name: ProfileName, rules: Rules, served: Served, actor: Acting, response: Response, if_match: IfMatch = None
+) -> dict[str, Any]:
+    """Define a profile, or define it anew; the next request runs under it. ``If-Match`` as for policies."""
     _changeable(served, name)
     with refusals():
-        served.access.put_rules(PREFIX + name, rules, actor, time.time())
+        served.access.put_rules(PREFIX + name, rules, actor, time.time(), if_match)
+    response.headers["ETag"] = revision(rules)
     return _profile_view(served, name)
 
 
@@ -160,21 +165,29 @@ def _profile_view(served: BaseService, name: str) -> dict[str, Any]:
 
 
 @router.get("/policies/{scope}")
-async def show_policy(scope: str, served: Served) -> dict[str, Any]:
+async def show_policy(scope: str, served: Served, response: Response) -> dict[str, Any]:
     """The rules of ``global``, ``key:ID`` or ``profile:NAME``; those of the settings apply beside the global ones."""
     _known_scope(served, scope)
     rules = served.settings.profiles.get(scope.removeprefix(PREFIX)) if scope.startswith(PREFIX) else None
-    return _policy_view(served, scope, rules or served.access.current.of(scope))
+    rules = rules or served.access.current.of(scope)
+    response.headers["ETag"] = revision(rules)
+    return _policy_view(served, scope, rules)
 
 
 @router.put("/policies/{scope}")
-def put_policy(scope: str, rules: Rules, served: Served, actor: Acting) -> dict[str, Any]:
-    """Write the rules of a scope, whole; the next request runs under them."""
+def put_policy(
+    scope: str, rules: Rules, served: Served, actor: Acting, response: Response, if_match: IfMatch = None
+) -> dict[str, Any]:
+    """Write the rules of a scope, whole; the next request runs under them.
+
+    With the ``ETag`` of what was seen in ``If-Match`` they are written only where nobody wrote others meanwhile.
+    """
     _known_scope(served, scope)
     if scope.startswith(PREFIX):
         _changeable(served, scope.removeprefix(PREFIX))
     with refusals():
-        served.access.put_rules(scope, rules, actor, time.time())
+        served.access.put_rules(scope, rules, actor, time.time(), if_match)
+    response.headers["ETag"] = revision(rules)
     return _policy_view(served, scope, rules)
 
 

@@ -169,6 +169,21 @@ def test_a_bad_key_is_refused_by_the_name_of_its_field(guarded: Live, body: Any,
     assert (refused.status, refused.error["param"]) == (status, param), refused.raw
 
 
+def test_rules_that_somebody_else_changed_are_not_written_over(guarded: Live) -> None:
+    guarded.admin("/profiles/shared", {"modules": ["one"]}, method="PUT")
+    for path in ("/policies/global", "/profiles/shared", "/policies/profile:shared"):
+
+        def put(rules: dict[str, Any], expected: str, path: str = path) -> Answer:
+            return guarded.call("/admin/v1" + path, rules, key=ADMIN_KEY, method="PUT", headers={"If-Match": expected})
+
+        seen = guarded.admin(path).headers["etag"]
+        first = put({"shadow": ["two"]}, seen)
+        assert first.status == 200 and first.headers["etag"] == guarded.admin(path).headers["etag"] != seen
+        second = put({"shadow": ["one"]}, seen)
+        assert refusal(second) == (412, "stale") and guarded.admin(path).body["shadow"] == ["two"]
+        assert put({}, first.headers["etag"]).status == put({}, "*").status == 200
+
+
 def test_profiles_and_policies_take_effect_at_once(guarded: Live) -> None:
     assert guarded.admin("/profiles/team", {"modules": {"one": 0.5}, "enforced": ["two"]}, "PUT").status == 200
     assert "tiny~team" in {model["id"] for model in guarded.call(MODELS, key=ADMIN_KEY).body["data"]}

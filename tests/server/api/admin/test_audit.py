@@ -62,3 +62,30 @@ def test_deleted_entries_are_told_of_at_the_next_change_and_until_they_are_accep
         assert running.service.registry.trail.problems
         verified = running.admin("/audit/verify").body
         assert not verified["whole"] and "written anew" in verified["problems"][0]
+
+
+def test_the_trail_is_read_from_either_end_and_by_what_was_done(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as running:
+        keys = [running.admin("/keys", {"name": f"k{number}"}).body["id"] for number in range(3)]
+        running.admin(f"/keys/{keys[1]}", method="DELETE")
+        running.admin("/policies/global", {"shadow": ["one"]}, method="PUT")
+        every = running.admin("/audit").body["data"]
+        assert [row["id"] for row in every] == list(range(1, len(every) + 1))
+        pages, after = [], 0
+        while True:
+            page = running.admin(f"/audit?order=newest&limit=2&after={after}").body
+            pages += page["data"]
+            after = pages[-1]["id"]
+            if not page["has_more"]:
+                break
+        assert pages == every[::-1]
+        told = {
+            "action=key": {"key.create", "key.revoke"},
+            "action=key.revoke": {"key.revoke"},
+            "action=ke": set(),
+            "actor=admin&action=rules": {"rules.put"},
+            "actor=nobody": set(),
+            f"subject={keys[1]}": {"key.create", "key.revoke"},
+        }
+        for asked, actions in told.items():
+            assert {row["action"] for row in running.admin(f"/audit?{asked}").body["data"]} == actions

@@ -68,6 +68,20 @@ def test_a_guard_applies_from_the_answer_to_its_takedown_on(running: Live) -> No
     assert (refused.status, refused.error["code"]) == (403, "module_enforced")
 
 
+def test_the_list_of_takedowns_says_what_each_binds_and_where_its_job_is(running: Live) -> None:
+    for name, options in (("listed", {"scope": "profile:team"}), ("listed-alone", {**ALONE, "scope": None})):
+        assert post(running, name, **options).status == 202
+    for entry in running.admin("/takedowns").body["data"]:
+        whole = running.admin(f"/takedowns/{entry['id']}").body
+        job = running.admin(f"/jobs/{whole['jobs'][-1]}").body
+        assert {name: entry[name] for name in entry if name != "job"}.items() <= whole.items()
+        assert entry["job"].items() <= job.items() and entry["job"]["state"] in ("queued", "succeeded")
+    assert [entry["in_force"] for entry in running.admin("/takedowns?limit=2").body["data"]] == [
+        "available",
+        "enforced",
+    ]
+
+
 def test_a_guard_alone_needs_no_worker(running: Live) -> None:
     answer = post(running, "alone", **ALONE)
     assert (answer.body["state"], answer.body["positions"], answer.body["in_force"]) == ("succeeded", None, "available")
