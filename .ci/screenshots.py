@@ -6,6 +6,7 @@ Each at 1280 and 390 pixels, light and dark, of the demo world; needs Chromium. 
 from __future__ import annotations
 
 import base64
+import json
 import shutil
 import struct
 import sys
@@ -39,7 +40,54 @@ def modules(page: Page) -> None:
     page.get_by_role("region", name="Modules and guards").wait_for()
 
 
-PAGES: dict[str, Callable[[Page], None]] = {"playground": playground, "modules": modules}
+def takedowns(page: Page) -> None:
+    """What was asked, and what each binds."""
+    page.get_by_role("region", name="Takedowns").wait_for()
+
+
+def takedown(page: Page) -> None:
+    """The dry run of a new one."""
+    from server.console.rows import demo_rows
+
+    row = demo_rows()[1]
+    page.get_by_label("Rows or code").fill(json.dumps({"text": row["prompt"] + row["expected"]}))
+    page.get_by_label("Name", exact=True).fill("set-c")
+    page.get_by_label("Whom it binds").select_option("global")
+    page.get_by_role("button", name="Dry run").click()
+    page.get_by_role("region", name="What it will take").wait_for()
+
+
+def activity(page: Page) -> None:
+    """A few seconds of requests."""
+    page.locator(".empty").wait_for()
+    for _ in range(3):
+        for tokens in (16, 48):
+            asked = {"prompt": "def add(first, second):", "max_tokens": tokens, "unbind": {"modules": ["demo-a"]}}
+            page.request.post("/v1/completions", data=asked, headers={"Authorization": f"Bearer {KEY}"})
+        page.wait_for_timeout(4000)
+    page.get_by_role("region", name="Gates by module").wait_for()
+
+
+def keys(page: Page) -> None:
+    """Who may ask, and what applies to whom."""
+    page.get_by_role("region", name="Policies").wait_for()
+
+
+def audit(page: Page) -> None:
+    """The newest entries."""
+    page.get_by_role("region", name="Audit trail").wait_for()
+    page.locator(".note.good").wait_for()
+
+
+PAGES: dict[str, Callable[[Page], None]] = {
+    "playground": playground,
+    "modules": modules,
+    "takedowns": takedowns,
+    "takedowns/new": takedown,
+    "activity": activity,
+    "keys": keys,
+    "audit": audit,
+}
 
 
 def prepared(playwright: Playwright, url: str) -> None:
@@ -53,6 +101,10 @@ def prepared(playwright: Playwright, url: str) -> None:
         texts = [{"text": row["prompt"] + row["expected"]}]
         made = api.post("/admin/v1/takedowns", data={"name": name, "rows": texts, "options": guarded})
         assert made.ok, made.text()
+    put, post = api.put, api.post
+    put("/admin/v1/profiles/team", data={"modules": ["demo-a"], "allowed": []})
+    post("/admin/v1/keys", data={"name": "editors", "profile": "team", "requests_per_minute": 600})
+    post("/admin/v1/keys", data={"name": "prometheus", "scopes": ["metrics"]})
     api.dispose()
 
 
@@ -84,7 +136,7 @@ def main(routes: list[str]) -> None:
 
 def picture(browser: Browser, url: str, route: str, width: int, theme: str) -> None:
     """One page as a file."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
+    context = browser.new_context(base_url=url, viewport={"width": width, "height": 800}, color_scheme=theme)
     page = context.new_page()
     page.goto(f"{url}/#/{route}")
     page.locator("h1").wait_for()
@@ -95,7 +147,7 @@ def picture(browser: Browser, url: str, route: str, width: int, theme: str) -> N
     page.get_by_role("button", name="Sign out").wait_for()
     PAGES[route](page)
     page.wait_for_timeout(300)
-    path = IMAGES / f"{route}-{width}-{theme}.png"
+    path = IMAGES / f"{route.replace('/', '-')}-{width}-{theme}.png"
     path.write_bytes(with_palette(page, page.screenshot(full_page=True)))
     context.close()
     size = path.stat().st_size

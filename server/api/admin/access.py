@@ -98,7 +98,7 @@ def key_view(key: Key, rules: Rules) -> dict[str, Any]:
         "name": key.name,
         "scopes": sorted(key.scopes),
         "profile": key.profile,
-        **rules.model_dump(include=set(KEY_RULES)),
+        **rules.model_dump(include={*KEY_RULES, "modules"}),
         "requests_per_minute": key.per_minute,
         "burst": key.burst if key.per_minute is not None else None,
         "tokens_per_minute": key.tokens_per_minute,

@@ -10,12 +10,12 @@ export class ApiError extends Error {
 }
 
 // The answer of `path` as {status, body, headers}. `body` is sent as JSON, or as it is where it is FormData.
-// `key`: another one than the session's. Throws ApiError; a key that is no longer good leads to the login.
-export async function call(path, { method, body, headers = {}, signal, key = session.key } = {}) {
+// `key`: another one than the session's. `raw`: the answer's text as it came, for what is signed. Throws ApiError; a key that is no longer good leads to the login.
+export async function call(path, { method, body, headers = {}, signal, raw, key = session.key } = {}) {
   const answer = await reached(path, { method, body, headers, signal, key })
   const text = await answer.text().catch(lost)
   const type = answer.headers.get("content-type") ?? ""
-  return { status: answer.status, body: type.includes("json") ? JSON.parse(text) : text, headers: answer.headers }
+  return { status: answer.status, body: type.includes("json") && !raw ? JSON.parse(text) : text, headers: answer.headers }
 }
 
 export const get = async (path, options) => (await call(path, options)).body

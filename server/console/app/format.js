@@ -26,3 +26,27 @@ export const counted = (count, noun, nouns = noun + "s") => `${count.toLocaleStr
 
 // The beginning of a digest, as the server shortens it in labels.
 export const short = digest => digest ? digest.slice(0, 12) : "-"
+
+// Bytes: "512 B", "3.4 MB", "12 GB".
+export function bytes(count) {
+  const units = ["B", "kB", "MB", "GB", "TB"], step = count < 1 ? 0 : Math.min(4, Math.floor(Math.log10(count) / 3))
+  const value = count / 1000 ** step
+  return `${value < 10 && step ? value.toFixed(1) : Math.round(value)} ${units[step]}`
+}
+
+// A measured number with as many digits as one reads: 0.0123, 4.57, 1,204.
+export function figure(value) {
+  if (value === null || value === undefined) return "-"
+  if (typeof value !== "number") return String(value)
+  if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en")
+  return String(Number(value.toPrecision(3)))
+}
+
+// Have the browser save `parts` as the file `name`.
+export function save(name, parts, type) {
+  const link = document.createElement("a")
+  link.href = URL.createObjectURL(new Blob(parts, { type }))
+  link.download = name
+  link.click()
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000)
+}

@@ -1,0 +1,47 @@
+// Takedowns: all of them with what each binds; a new one (#/takedowns/new); one with its job and report (#/takedowns/ID).
+import { html, useEffect, useRef, useState } from "../../vendor/htm-preact.js"
+import { get } from "../api.js"
+import { counted, time } from "../format.js"
+import { Badge, Button, Cell, Empty, Problem, Table, Title, useData } from "../parts.js"
+import { New } from "./takedowns/new.js"
+import { Shown } from "./takedowns/shown.js"
+import { standing } from "./takedowns/words.js"
+
+const MOST = 1000
+
+export function Takedowns({ path }) {
+  const [which] = path, before = useRef(which)
+  useEffect(() => {
+    if (before.current !== which) document.getElementById("main").focus()
+    before.current = which
+  }, [which])
+  if (which === "new") return html`<${New} />`
+  return which ? html`<${Shown} id=${which} key=${which} />` : html`<${List} />`
+}
+
+function List() {
+  const [limit, setLimit] = useState(100)
+  const { data, error } = useData(() => get(`/admin/v1/takedowns?limit=${limit}`), 2, [limit])
+  const takedowns = data?.data
+  return html`<${Title} title="Takedowns" lead="What was asked to be forgotten, how far that is, and which requests it binds now.">
+      <a class="button main" href="#/takedowns/new">New takedown</a></${Title}>
+    <${Problem} error=${error} />
+    ${takedowns?.length === 0 && html`<${Empty} title="Nothing was asked to be forgotten yet">
+      Choose <a href="#/takedowns/new">New takedown</a> and give the rows. A dry run says first what it will take.</${Empty}>`}
+    ${takedowns?.length > 0 && html`<${Table} stacked label="Takedowns" columns=${["Name", "State", "Binds", "Rows", "Claimant", "Received"]}>
+      ${takedowns.map(line)}</${Table}>
+      <div class="row"><span class="hint">${counted(takedowns.length, "takedown")}, the newest first.</span>
+        ${takedowns.length === limit && limit < MOST && html`<${Button} onClick=${() => setLimit(MOST)}>Show more</${Button}>`}</div>`}`
+}
+
+function line(takedown) {
+  const { kind, word, told } = standing(takedown)
+  return html`<tr key=${takedown.id} role="row">
+    <th scope="row" role="rowheader"><a href=${"#/takedowns/" + takedown.id}>${takedown.name}</a></th>
+    <${Cell} of="State"><${Badge} kind=${kind}>${word}</${Badge}>${told && html`<div class="hint">${told}</div>`}</${Cell}>
+    <${Cell} of="Binds" class="words">${takedown.binds}</${Cell}>
+    <${Cell} of="Rows">${takedown.row_count.toLocaleString("en")}${takedown.purged_at && html`<div class="hint">erased</div>`}</${Cell}>
+    <${Cell} of="Claimant">${takedown.notice.claimant ?? "-"}</${Cell}>
+    <${Cell} of="Received" class="nowrap">${time(takedown.created_at)}</${Cell}>
+  </tr>`
+}

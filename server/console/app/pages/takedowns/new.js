@@ -1,0 +1,123 @@
+// A new takedown: rows, on whose word, what is made of them and whom it binds; a dry run says what it will take.
+import { html, useRef, useState } from "../../../vendor/htm-preact.js"
+import { get, send } from "../../api.js"
+import { Button, Field, Problem, Title, useData } from "../../parts.js"
+import { announce } from "../../session.js"
+import { DryRun } from "./dry.js"
+import { given, NO_ROWS, Rows } from "./rows.js"
+
+const NOTICE = { claimant: "Claimant", work: "Work", reference: "Reference", received_at: "Received", note: "Note" }
+const PROTECT = {
+  "": "Both: a guard at once, and a module once it is fitted",
+  guard: "Guard alone: no answer holds a run of these rows",
+  module: "Module alone: the model forgets, once it is fitted",
+}
+const POLICY = { "": "What a model writes that never saw the rows (rewrite)", silent: "Nothing: the answer ends (silent)" }
+const ACTION = {
+  steer: "Another token (steer), and after three its end",
+  stop: "The end of the answer (stop)",
+  report: "Nothing: it is only counted (report)",
+}
+const ACTIVATION = {
+  auto: "At once, where it is within the budgets",
+  shadow: "Measure only at first (shadow)",
+  manual: "Not before somebody activates it",
+}
+const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "50", replace: false }
+
+function Choice({ label, id, hint, choices, value, onChange, ...rest }) {
+  return html`<${Field} label=${label} id=${id} hint=${hint}><select id=${id} value=${value} ...${rest} onChange=${event => onChange(event.target.value)}>
+    ${Object.entries(choices).map(([name, text]) => html`<option key=${name} value=${name}>${text}</option>`)}</select></${Field}>`
+}
+
+// What the form says, as `options` of the API: what is left at its default is left out.
+function options(form) {
+  const said = { scope: form.scope === "named" ? null : form.scope, replace: form.replace }
+  if (form.activation !== "auto") said.activation = form.activation
+  if (form.protect) said.protect = form.protect
+  if (form.policy && form.protect !== "guard") said.policy = form.policy
+  const guarded = form.protect === "guard" || form.action !== BEGIN.action || form.run !== BEGIN.run
+  if (guarded && form.protect !== "module") said.guard = { action: form.action, run: Number(form.run) }
+  return said
+}
+
+async function post({ form, notice, rows }, dry, key) {
+  const found = await given(rows)
+  if (!found) throw { message: "rows: none given; paste some, or choose a file or a folder", param: "rows" }
+  const said = {
+    name: form.name.trim(), options: { ...options(form), dry_run: dry },
+    notice: Object.fromEntries(Object.entries(notice).filter(([, text]) => text.trim())),
+  }
+  if (found.rows) return send("POST", "/admin/v1/takedowns", { ...said, rows: found.rows }, key)
+  const body = new FormData()
+  body.append("name", said.name)
+  for (const part of ["notice", "options"]) body.append(part, JSON.stringify(said[part]))
+  for (const part of ["include", "exclude"]) for (const glob of found[part] ?? []) body.append(part, glob)
+  body.append("file", found.file, found.name)
+  return send("POST", "/admin/v1/takedowns", body, key)
+}
+
+export function New() {
+  const [form, setForm] = useState(BEGIN), [notice, setNotice] = useState({}), [rows, setRows] = useState(NO_ROWS)
+  const [problem, setProblem] = useState(null), [plan, setPlan] = useState(null)
+  const key = useRef(null) // one for each thing asked, so that what is sent twice is made once
+  const { data: scopes } = useData(reachable)
+
+  const changed = set => value => { key.current = null; setPlan(null); set(value) }
+  const change = name => value => changed(setForm)({ ...form, [name]: value })
+  async function ask(dry) {
+    setProblem(null)
+    if (!form.scope) return setProblem({ message: "options.scope: say whom it binds", param: "options.scope" })
+    key.current ??= crypto.getRandomValues(new Uint32Array(4)).join("-")
+    try {
+      const answer = await post({ form, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
+      announce(dry ? "The plan is below." : "The takedown was submitted.")
+      if (dry) setPlan(answer)
+      else location.hash = "#/takedowns/" + answer.takedown_id
+    } catch (error) {
+      if (!error.message) throw error
+      setPlan(null)
+      setProblem(error)
+    }
+  }
+
+  return html`<${Title} title="New takedown" lead="What is given here goes to this server alone. It is readable by the service's account, appears in no log, and can be erased."/>
+    <form class="card" onSubmit=${event => { event.preventDefault(); ask(true) }}>
+      <${Rows} rows=${rows} set=${changed(setRows)} />
+      <div class="two">
+        <${Field} label="Name" id="name" hint="Of the module and the guard: letters, digits, dot, dash and underscore.">
+          <input id="name" required maxlength="64" value=${form.name} onInput=${event => change("name")(event.target.value)} /></${Field}>
+        <${Choice} label="Whom it binds" id="scope" choices=${{ "": "Choose", ...SCOPES, ...scopes }} value=${form.scope} onChange=${change("scope")}
+          hint="A promise to a claimant needs one that is enforced: every request." />
+        <${Choice} label="What is made" id="protect" choices=${PROTECT} value=${form.protect} onChange=${change("protect")} />
+        <${Choice} label="When the module holds" id="activation" choices=${ACTIVATION} value=${form.activation} onChange=${change("activation")} />
+      </div>
+      <details><summary>How it holds</summary><div class="two">
+        ${form.protect !== "guard" && html`<${Choice} label="What is written in place of the rows" id="policy" choices=${POLICY} value=${form.policy} onChange=${change("policy")} />`}
+        ${form.protect !== "module" && html`<${Choice} label="What the guard does" id="action" choices=${ACTION} value=${form.action} onChange=${change("action")}
+            hint="Where an answer would complete a run of the rows." />
+          <${Field} label="Words and signs of a run" id="run" hint="8 to 1,000; 50 unless given. Shorter rows are not guarded.">
+            <input id="run" type="number" min="8" max="1000" value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>`}
+        <div class="field"><label class="pick"><input type="checkbox" checked=${form.replace} onChange=${event => change("replace")(event.target.checked)} />
+          It is the next version of a name that is in use</label></div>
+      </div></details>
+      <details><summary>On whose word</summary><p class="hint">Stands in the evidence. The reference is told to clients whose answers the guard ends.</p>
+        <div class="two">${Object.entries(NOTICE).map(([name, label]) => html`<${Field} label=${label} id=${name} key=${name}>
+          <input id=${name} maxlength="2000" value=${notice[name] ?? ""} onInput=${event => changed(setNotice)({ ...notice, [name]: event.target.value })} /></${Field}>`)}</div>
+      </details>
+      <${Problem} error=${problem} />
+      <div class="row"><${Button} onClick=${() => ask(true)}>Dry run</${Button}>
+        <${Button} kind="main" onClick=${() => ask(false)}>Submit</${Button}><a href="#/takedowns">Back to the list</a></div>
+    </form>
+    ${plan && html`<${DryRun} plan=${plan} />`}`
+}
+
+const SCOPES = { global: "Every request to this service", named: "Only requests that name it" }
+
+async function reachable() {
+  const [profiles, keys] = await Promise.all([get("/admin/v1/profiles"), get("/admin/v1/keys")])
+  return Object.fromEntries([
+    ...profiles.data.map(({ name }) => ["profile:" + name, `Every request under the profile ${name}`]),
+    ...keys.data.filter(key => !key.revoked_at).map(({ id, name }) => ["key:" + id, `Every request with the key ${name}`]),
+  ])
+}

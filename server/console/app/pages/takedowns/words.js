@@ -1,0 +1,54 @@
+// What stages, outcomes and states mean, in words; docs/operations.md says more of each.
+import { percent } from "../../format.js"
+
+// The stages of each kind of job, in order.
+export const STAGES = {
+  takedown: ["check", "fit", "verify", "joint", "publish"],
+  adopt: ["adopt", "verify", "joint", "publish"],
+  verify: ["verify"],
+  activate: ["joint"],
+}
+export const STAGE = {
+  check: "Ask whether the model knows the rows",
+  fit: "Make the module",
+  adopt: "Measure the module on this model",
+  verify: "Measure before and after",
+  joint: "Measure the cost beside the other modules",
+  publish: "Write the module",
+}
+export const KIND = { takedown: "making the module", verify: "measuring again", adopt: "bringing it to this model", activate: "activating" }
+
+// An outcome -> [kind of badge, in a word, what it means and what to do].
+const OUTCOME = {
+  active: ["good", "active", "The module was made and is active."],
+  shadow: ["", "in shadow", "The module was made and is measured, not applied. Activate it on the page Modules when you trust its rates."],
+  calibrated: ["warn", "made, not active", "The module was made and binds nothing. Activate it on the page Modules."],
+  guarded: ["good", "guarded", "The guard that was asked for holds."],
+  verified: ["good", "measured", "Before and after were measured once more."],
+  nothing_to_remove: ["", "nothing to remove", "The model does not recite these rows, so no module was made. The evidence shows the check; a guard holds all the same."],
+  ineffective: ["bad", "no gate met the budgets", "Nothing was made. Give fewer rows in one takedown, or wider budgets, and submit again."],
+  not_adopted: ["bad", "does not hold here", "The module does not hold on the model that runs now. Submit the takedown again."],
+  over_joint_budget: ["warn", "too costly together", "Together with the modules in force it costs more than its budget. Activate it by hand if you accept that."],
+  joint_unsettled: ["warn", "not settled", "The modules in force kept changing while the cost was measured. Activate it once they rest."],
+}
+export const outcome = name => OUTCOME[name] ?? ["", name, ""]
+
+// How an entry of the list stands: {kind, word, told}.
+export function standing({ job, in_force }) {
+  if (job.state === "queued") return { kind: "", word: "waiting", told: "for a worker" }
+  if (job.state === "running") return { kind: "", word: "at work", told: `${STAGE[job.stage] ?? "starts"}, ${percent(job.progress)}` }
+  if (job.state === "failed") return { kind: "bad", word: "failed", told: job.error }
+  if (job.state === "cancelled") return { kind: "warn", word: "cancelled", told: "" }
+  if (in_force === "enforced") return { kind: "good", word: "enforced", told: "" }
+  if (in_force === "available") return { kind: "warn", word: "available", told: "not enforced" }
+  const [kind, word] = job.outcome === "active" ? ["warn", "not in force"] : outcome(job.outcome)
+  return { kind, word, told: "" }
+}
+
+// What to do about a job that failed, beside its reason.
+export function remedy(error = "") {
+  if (/room|memory|disk|space/i.test(error)) return "Make room, or give fewer rows in one takedown; then try again."
+  if (/workers died/.test(error)) return "The worker's log says what ended it. Mend that, then try again."
+  if (/retain/.test(error)) return "Mend the retain rows that the setting names, then try again."
+  return "Mend what the reason names, then try again."
+}
