@@ -97,9 +97,9 @@ class Wanted:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         """As SQL has it."""
-        named = AuditRow.action == self.action
+        kind = AuditRow.action.startswith(f"{self.action}.", autoescape=True)
         said: list[tuple[str, ColumnElement[bool]]] = [
-            (self.action, named | AuditRow.action.startswith(f"{self.action}.", autoescape=True)),
+            (self.action, (AuditRow.action == self.action) | kind),
             (self.actor, AuditRow.actor == self.actor),
             (self.subject, AuditRow.subject == self.subject),
         ]

@@ -28,7 +28,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A model whose template takes tools, as agents send them."""
     folder = tmp_path_factory.mktemp("clients")
     with live(
-        checkpoint, folder, chat_template=TOOL_TEMPLATE, max_model_len=512, profiles={"safe": {"modules": {"one": 0.5}}}
+        checkpoint, folder, template=TOOL_TEMPLATE, max_model_len=512, profiles={"safe": {"modules": {"one": 0.5}}}
     ) as running:
         yield running
 

@@ -47,7 +47,7 @@ function Gates({ samples, at }) {
     return rate === undefined ? line : [...line, { label: `${name}, calibrated`, values: at.map(() => rate), colour, dashed: true }]
   })
   if (!names.length) return html`<${Empty} title="No gate was read yet">A gate is read where a module applies to a request. Turn one on by the page Modules or by a policy, and ask for a completion.</${Empty}>`
-  return html`<${Chart} title="Gates open, share of positions in the last minute" at=${at} series=${lines} shown=${percent}>
+  return html`<${Chart} title="Gates open, share of positions in the last minute" at=${at} series=${lines} shown=${percent} top=${0.01}>
       ${calibrated ? html`<p class="hint">Dashed: how often calibration saw the gate open on ordinary code. Far more than that on ordinary requests is a module to look at.</p>`
         : html`<${Note}>This server does not tell the rates that modules were calibrated at, so there is nothing to hold these against.</${Note}>`}
       ${!may("report") && html`<${Note}>With this key the counts of gates are those that the server read last, at set times (the setting <code>metrics_interval</code>).</${Note}>`}

@@ -43,7 +43,7 @@ MESSAGE: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A model whose template takes tools."""
-    with live(checkpoint, tmp_path_factory.mktemp("agents"), chat_template=TOOL_TEMPLATE, max_model_len=512) as running:
+    with live(checkpoint, tmp_path_factory.mktemp("agents"), template=TOOL_TEMPLATE, max_model_len=512) as running:
         yield running
 
 

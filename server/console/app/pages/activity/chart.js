@@ -15,8 +15,8 @@ function clock(chart, times) {
 }
 export const COLOURS = 6
 
-// `series`: [{label, values, colour (1 to 6), dashed}]; `at`: their times; `shown`: a figure as text.
-export function Chart({ title, at, series, shown = figure, children }) {
+// `series`: [{label, values, colour (1 to 6), dashed}]; `at`: their times; `shown`: a figure as text; `top`: of the axis where all is 0.
+export function Chart({ title, at, series, shown = figure, top = 1, children }) {
   const place = useRef(null), swatches = useRef([]), plot = useRef(null), [under, setUnder] = useState(null)
   const drawn = `${series.map(one => one.label).join("|")}`
   const colour = number => getComputedStyle(swatches.current[number] ?? document.body).color
@@ -26,7 +26,7 @@ export function Chart({ title, at, series, shown = figure, children }) {
     const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui" }
     const made = new uPlot({
       width: place.current.clientWidth, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: false, y: false }, y: false },
-      scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
+      scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : top] } },
       axes: [{ ...axis, space: 80, size: 32, values: clock }, { ...axis, size: 62, values: (_, values) => values.map(shown) }],
       series: [{}, ...series.map((one, number) => ({ stroke: () => colour(number), width: one.dashed ? 1.5 : 2, dash: one.dashed ? [6, 5] : undefined, points: { show: false }, spanGaps: !!one.dashed }))],
       hooks: { setCursor: [chart => setUnder(chart.cursor.idx ?? null)] },
