@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from unbind_core.errors import UnbindError
+from unbind_lab.filters.filter import Filter
 from unbind_lab.protocols.main import joint_score
-from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS
+from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
 
 LABELS = ("shipped", "paper", "tuned")
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -50,13 +51,18 @@ def markdown(folder: Path) -> str:
         [one["system"], _configuration(one), *(_cell(one[key], form) for _, key, form in COLUMNS)] for one in found
     ]
     text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    there = {one["system"] for one in found}
-    missing = [name for name in SYSTEMS if name not in there]
+    there = {(one["system"], one["configuration"]) for one in found}
+    missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
     if missing:
-        command = f"unbind lab run {folder.name} --systems {','.join(missing)}"
-        text += f"\n\nNot measured: {', '.join(missing)}. `{command}` completes the table."
+        text += f"\n\nNot measured, or not in every configuration: {', '.join(missing)}. "
+        text += f"`unbind lab run {folder.name}` completes the table."
     told = claims(found)
     return text + ("\n\n" + "\n".join(f"- {one}" for one in told) if told else "") + "\n"
+
+
+def _labels(system: System) -> tuple[str, ...]:
+    """The configurations that it is measured in."""
+    return ("shipped",) if isinstance(system, Filter) and system.paper is None else ("paper", "tuned")
 
 
 def _cell(value: float, form: str) -> str:
