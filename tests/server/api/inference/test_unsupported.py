@@ -143,7 +143,7 @@ def test_fields_that_do_not_go_together_are_named(server: Live, body: dict[str, 
 
 
 def test_an_unknown_route_names_what_there_is(server: Live) -> None:
-    for path in ("/v1/responses", "/v1/embeddings", "/v1/messages", "/p/safe/v1/responses"):
+    for path in ("/v1/rerank", "/v1/embeddings", "/v1/messages/batches", "/p/safe/v1/audio"):
         answer = server.call(path, {"input": "x"})
         assert (answer.status, answer.error["code"]) == (404, "unknown_route")
         assert "/v1/chat/completions" in answer.error["message"] and "/v1/completions" in answer.error["message"]
