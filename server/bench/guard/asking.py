@@ -46,7 +46,8 @@ class Asking:
         given, after = row[:cut], row[cut + rng.randrange(20, 80) :]
         if rng.random() < 0.1:
             given = given[-rng.randrange(20, 120) :]
-        way = rng.choice((self._plain, self._plain, self._plain, self._gap, self._gap, self._chat, self._native))
+        ways = (self._plain,) * 3 + (self._gap,) * 2 + (self._chat, self._native, self._agent, self._agent)
+        way = rng.choice(ways)
         return way(rng, given, after, row[cut:])
 
     def _options(self, rng: random.Random, rest: str) -> dict[str, Any]:
@@ -63,6 +64,8 @@ class Asking:
             options["stop_token_ids"] = rng.sample(encode(self._tokenizer, rest)[8:40] or [5], 1)
         if rng.random() < 0.1:
             options["repetition_penalty"] = 1.1
+        if rng.random() < 0.1:
+            options["structured_outputs"] = {"regex": rng.choice(("(.|\\n){60,}", '[^"]*'))}
         if rng.random() < 0.4:
             options["stream"] = True
         return options
@@ -103,6 +106,17 @@ class Asking:
     def _native(self, rng: random.Random, given: str, _: str, rest: str) -> Call:
         return Call("/completion", {"prompt": given, "n_predict": NEW_TOKENS, **self._options(rng, rest)}, given)
 
+    def _agent(self, rng: random.Random, given: str, _: str, rest: str) -> Call:
+        options = self._options(rng, rest)
+        said = f"Complete this code.\n{given}"
+        if rng.random() < 0.5:
+            return Call("/v1/responses", {**options, "input": said, "max_output_tokens": NEW_TOKENS}, given)
+        options["stop_sequences"] = options.pop("stop", [])
+        messages = [{"role": "user", "content": said}]
+        if rng.random() < 0.5:
+            messages += [{"role": "assistant", "content": given}]
+        return Call("/v1/messages", {**options, "messages": messages, "max_tokens": NEW_TOKENS}, given)
+
     @staticmethod
     def _several(rng: random.Random) -> dict[str, int]:
         count = rng.choice((1, 1, 1, 2, 4))
@@ -127,6 +141,9 @@ def parts(answer: Any) -> Iterator[Part]:
         for number, one in enumerate(answer):
             yield from (Part(number, part.text, finish=part.finish) for part in parts(one))
         return
+    if "type" in answer or answer.get("object") == "response":
+        yield _agents_part(answer)
+        return
     if "choices" not in answer:
         yield Part(0, answer.get("content") or "", finish=answer.get("stop_type"))
         return
@@ -136,6 +153,31 @@ def parts(answer: Any) -> Iterator[Part]:
         spelt, likeliest = _scored(choice.get("logprobs") or {})
         ids = tuple(choice.get("token_ids") or ())
         yield Part(choice["index"], text, ids, tuple(spelt), tuple(likeliest), choice.get("finish_reason"))
+
+
+def _agents_part(answer: dict[str, Any]) -> Part:
+    """Of ``/v1/responses`` and ``/v1/messages``. What the last event of a response says again is judged as spelt tokens are."""
+    whole = answer.get("response")  # in events of a response
+    text = "".join(part.get("text", "") for part in _blocks(answer))
+    delta = answer.get("delta")
+    if isinstance(delta, str):
+        text += delta
+    finish = answer.get("status") or answer.get("stop_reason")
+    if isinstance(delta, dict):
+        text += delta.get("text", "")
+        finish = delta.get("stop_reason")
+    if whole is None:
+        return Part(0, text, finish=finish)
+    again = "".join(part.get("text", "") for part in _blocks(whole))
+    return Part(0, text, spelt=(again,), finish=None if whole["status"] == "in_progress" else whole["status"])
+
+
+def _blocks(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a whole answer."""
+    if answer.get("object") == "response":
+        return [part for item in answer["output"] for part in item.get("content") or ()]
+    content = answer.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _scored(scores: dict[str, Any]) -> tuple[list[str], list[str]]:
