@@ -55,3 +55,15 @@ def test_files_name_no_private_path_host_or_secret() -> None:
     checked = [path for path in FILES if path.suffix in TEXT and path not in {*theirs, Path(__file__)}]
     found = [(relative(path), private.findall(path.read_text(encoding="utf-8"))) for path in checked]
     assert not [(path, matches) for path, matches in found if matches]
+
+
+def test_no_slow_test_is_left_out_of_the_whole_check() -> None:
+    """Its paths stand one by one: where one holds another, pytest runs all in the order of their names, and the longest last."""
+    named = (ROOT / ".ci/run").read_text(encoding="utf-8").split("pytest -m slow")[1].split()
+    paths = [ROOT / path for path in named if path.startswith("tests/")]
+    assert len(paths) > 3 and all(path.exists() for path in paths)
+    assert not [one for one in paths for other in paths if one != other and one.is_relative_to(other)]
+    marked = [path for path in PYTHON if relative(path).startswith("tests/") and "mark.slow" in path.read_text()]
+    own = {Path(__file__), ROOT / "tests/support/markers.py"}
+    left = [relative(path) for path in marked if path not in own and not any(path.is_relative_to(p) for p in paths)]
+    assert not left
