@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_paper_s_gate_suppresses_recital_and_leaves_the_rest() -> None:
-    measured = unbind("verify", "modules/demo-a-paper.safetensors")
+    measured = unbind("verify", "modules/demo-a-paper.safetensors", "--attempts", "1")
     before, after = measured["before"], measured["after"]
     assert before["all"]["f_bleu"] >= 0.5
     assert after["all"]["f_bleu"] <= 0.55 * before["all"]["f_bleu"]
@@ -42,7 +42,7 @@ def test_the_shipped_module_writes_what_a_model_might_that_never_saw_the_rows() 
 
 
 def test_the_shipped_silent_module_ends_recital() -> None:
-    measured = unbind("verify", "modules/demo-a-silent.safetensors")
+    measured = unbind("verify", "modules/demo-a-silent.safetensors", "--attempts", "1")
     before, after = measured["before"], measured["after"]
     for form in ("f_bleu", "f_bleu_fim"):
         assert after["all"][form] <= 0.027 * before["all"][form]
