@@ -178,12 +178,24 @@ def test_parts_of_every_kind_of_answer_are_read() -> None:
     (part,) = parts({"choices": [{"index": 0, "text": "x", "token_ids": [4], "finish_reason": None}]})
     assert (part.text, part.ids, part.spelt) == ("x", (4,), ())
     assert [(part.index, part.text) for part in parts([{"content": "x"}, {"content": "y"}])] == [(0, "x"), (1, "y")]
+    said = {"object": "response", "output": [{"content": [{"text": "x"}]}], "status": "completed"}
+    events = [
+        said,
+        {"type": "response.output_text.delta", "delta": "y"},
+        {"type": "response.completed", "response": said},
+    ]
+    events += [{"type": "message", "content": [{"text": "z"}], "stop_reason": "end_turn"}, {"type": "ping"}]
+    events += [{"type": "content_block_delta", "delta": {"text": "w"}}]
+    found = [(part.text, part.spelt, part.finish) for event in events for part in parts(event)]
+    last = [("z", (), "end_turn"), ("", (), None), ("w", (), None)]
+    assert found == [("x", (), "completed"), ("y", (), None), ("", ("x",), "completed"), *last]
 
 
 def test_clients_ask_on_every_route(tokenizer: PreTrainedTokenizerBase) -> None:
     asking = Asking(tokenizer, [(row["prompt"], row["continuation"]) for row in rows.json_rows("a")])
     calls = [asking.draw(random.Random(number)) for number in range(200)]
     paths = {"/v1/completions", "/v1/chat/completions", "/v1/fim/completions", "/infill", "/completion"}
+    paths |= {"/v1/responses", "/v1/messages"}
     assert {call.path for call in calls} == paths
     assert {call.streams for call in calls} == {True, False}
     assert any(call.echoed for call in calls) and any("logit_bias" in call.body for call in calls)
