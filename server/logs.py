@@ -34,5 +34,5 @@ def set_up_logging(level: str, form: str = "text") -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level != "debug":
-        for chatty in ("uvicorn.error", "httpx2", "httpx", "asyncio"):
+        for chatty in ("uvicorn.error", "httpx2", "httpx", "asyncio", "alembic.runtime.plugins"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
