@@ -27,7 +27,7 @@ export function Chart({ title, at, series, shown = figure, top = 1, children }) 
     const made = new uPlot({
       width: place.current.clientWidth, height: HEIGHT, legend: { show: false }, cursor: { drag: { x: false, y: false }, y: false },
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : top] } },
-      axes: [{ ...axis, space: 80, size: 32, values: clock }, { ...axis, size: 62, values: (_, values) => values.map(shown) }],
+      axes: [{ ...axis, space: 80, size: 32, values: clock }, { ...axis, size: 76, values: (_, values) => values.map(shown) }],
       series: [{}, ...series.map((one, number) => ({ stroke: () => colour(number), width: one.dashed ? 1.5 : 2, dash: one.dashed ? [6, 5] : undefined, points: { show: false }, spanGaps: !!one.dashed }))],
       hooks: { setCursor: [chart => setUnder(chart.cursor.idx ?? null)] },
     }, [at, ...series.map(one => one.values)], place.current)
