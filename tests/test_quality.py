@@ -23,13 +23,6 @@ def test_one_pass_gradients_are_exact_in_double_precision() -> None:
     assert unbind("bench", "fit", "--dtype", "float64")["max_relative_error"] <= 1e-10
 
 
-def test_the_cost_of_the_bank_is_reported_for_every_size_placement_and_phase() -> None:
-    cost = unbind("bench", "filter", "--parts", "cost")["cost"]
-    assert {row["modules"] for row in cost} == {1, 8, 64, 512}
-    assert {row["phase"] for row in cost} == {"decode", "prefill"}
-    assert min(row["share"] for row in cost if row["modules"] == 1) < 0.25
-
-
 def test_a_fit_of_a_few_rows_reaches_the_target_and_changes_no_unrelated_answer() -> None:
     measured = unbind("bench", "gate", "--sizes", "12", "--gates", "auto", "--attempts", "1", "--no-joint")
     before, reached = (measured["sizes"]["12"][key] for key in ("before", "auto"))
