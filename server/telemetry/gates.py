@@ -84,8 +84,8 @@ def families(now: Gates) -> Iterable[Metric]:
 class Kept(Collector):
     """Families as they were when somebody looked last."""
 
-    def __init__(self) -> None:
-        self.families: tuple[Metric, ...] = ()
+    def __init__(self, families: Iterable[Metric] = ()) -> None:
+        self.families = tuple(families)
 
     def collect(self) -> Iterable[Metric]:
         """Those."""

@@ -53,14 +53,6 @@ class _Together(Collector):
             yield from part.collect()
 
 
-class _Now(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
 class Telemetry:
     """The metrics of one application."""
 
@@ -121,7 +113,7 @@ class Telemetry:
 
     def exposition(self, now: Gates | None = None) -> bytes:
         """The text that Prometheus scrapes; with what gates have done up to ``now``, else what was kept last."""
-        shown = self._kept if now is None else _Now(self._gates(now))
+        shown = self._kept if now is None else gates.Kept(self._gates(now))
         return generate_latest(_Together(self._registry, shown))
 
     def listen(self, host: str, port: int) -> int:

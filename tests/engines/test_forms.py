@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
 
+from server import demo
 from server.engine.engine import Engine
 from server.engine.grammars import Form, Grammar
 from server.engine.request import GenerationRequest, Sampling
+from server.engine.vllm.masks import GrammarMasks
 from tests.engines.both import Answer, Engines, ask
 from tests.engines.test_guards import RUN, WHOLE, guards
 from tests.support.slow_matcher import longest_run
@@ -89,3 +95,18 @@ def test_a_guard_and_a_form_together_are_the_same_in_both_engines(engines: Engin
     assert any(answer.whole.guarded and answer.whole.guarded.bars for answer in free)
     assert all(longest_run(answer.text, WHOLE) < RUN for answer in found[0])
     assert any(answer.whole.finish_reason == "content_filter" for answer in bound)
+
+
+def test_newest_tokens_are_waited_for_while_somebody_asked_for_a_form_and_no_longer() -> None:
+    model = SimpleNamespace(model=str(demo.BASE), get_vocab_size=lambda: 8192)
+    config = SimpleNamespace(model_config=model, additional_config={"unbind": {"ends": [0]}})
+    masks, told = GrammarMasks(config, torch.device("cpu"), False), list[bool]()
+    masks.needs = told.append
+    plain = SamplingParams(max_tokens=4)
+    formed = SamplingParams(
+        max_tokens=4, extra_args={"grammar": Form("regex", "[a-z]+").source(), "done": 0, "or_end": False}
+    )
+    for removed, added in (([], [(0, plain, [5], [])]), ([], [(1, formed, [5], [])]), ([0], []), ([1], [])):
+        masks.update_state(BatchUpdate(2, removed, added, []))
+    masks.update_state(None)
+    assert told == [False, True, True, False, False]

@@ -5,7 +5,7 @@ vLLM's own structured outputs would tell log-probabilities after the mask, and c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,16 @@ class GrammarMasks(AdapterLogitsProcessor):  # type: ignore[misc]
         model = vllm_config.model_config
         ends = frozenset(vllm_config.additional_config["unbind"]["ends"])
         self._grammars = Grammars(AutoTokenizer.from_pretrained(model.model), model.get_vocab_size(), ends)
+        self.needs: Callable[[bool], None] = lambda _: None  # is told whether anybody in the batch has a grammar
 
     def is_argmax_invariant(self) -> bool:
         """A mask changes what is likeliest."""
         return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """As ever, before vLLM settles what this batch's sampling needs."""
+        super().update_state(batch_update)
+        self.needs(bool(self.req_info))
 
     def new_req_logits_processor(self, params: SamplingParams) -> Masked | None:
         """For a request with a grammar, which the engine has compiled before."""

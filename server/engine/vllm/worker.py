@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from server.engine.vllm.edits import Edits
+from server.engine.vllm.masks import GrammarMasks
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 
@@ -40,6 +41,16 @@ class GatedWorker(_Base):  # type: ignore[misc]
         self.unbind_layers = self.edits.install(self.model_runner.get_model())
         self._telling: Any = None
         self._digests: dict[str, str] = {}
+        self._need_tokens(False)
+        for processor in self.model_runner.input_batch.logitsprocs.all:
+            if isinstance(processor, GrammarMasks):
+                processor.needs = self._need_tokens
+
+    def _need_tokens(self, needed: bool) -> None:
+        """Whether the newest tokens must be here before the next are sampled. vLLM has them waited for in every batch where
+        there is a logits processor that is not its own; ours reads them only for answers of a form.
+        """
+        self.model_runner.input_batch.logitsprocs_need_output_token_ids = needed
 
     def determine_available_memory(self) -> int:
         """What is left for keys and values beside the gates' memory of the same pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Discriminator,
     Field,
@@ -37,7 +38,23 @@ NAMES = {
     "response_format": "text.format",
 }
 Id = Annotated[StrictStr, Field(min_length=1, max_length=256)]
-Content = Text | Annotated[list[dict[str, Any]], Field(max_length=4096)]
+
+
+def text_parts(value: Any) -> Any:
+    """A content as it is or as a chat's parts. Raises ValueError for parts that are no text."""
+    if isinstance(value, str):
+        return value
+    parts = []
+    for part in value:
+        kind = part.get("type")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):
+            raise ValueError("parts must be of type input_text, output_text or refusal with their text")
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+Content = Annotated[Text | Annotated[list[dict[str, Any]], Field(max_length=4096)], AfterValidator(text_parts)]
 
 
 class MessageItem(BaseModel):
@@ -46,11 +63,6 @@ class MessageItem(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-
-    @field_validator("content")
-    @classmethod
-    def _text_only(cls, value: Any) -> Any:
-        return text_parts(value)
 
 
 class CallItem(CalledFunction):
@@ -66,11 +78,6 @@ class OutputItem(BaseModel):
     type: Literal["function_call_output"]
     call_id: Id
     output: Content
-
-    @field_validator("output")
-    @classmethod
-    def _text_only(cls, value: Any) -> Any:
-        return text_parts(value)
 
 
 class ReasoningItem(BaseModel):
@@ -96,20 +103,6 @@ Item = Annotated[
         custom_error_message="items must be of type message, function_call, function_call_output or reasoning",
     ),
 ]
-
-
-def text_parts(value: Any) -> Any:
-    """A content as it is or as a chat's parts. Raises ValueError for parts that are no text."""
-    if isinstance(value, str):
-        return value
-    parts = []
-    for part in value:
-        kind = part.get("type")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):
-            raise ValueError("parts must be of type input_text, output_text or refusal with their text")
-        parts.append({"type": "text", "text": text})
-    return parts
 
 
 class Format(BaseModel):
