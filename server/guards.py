@@ -35,7 +35,8 @@ class Guards:
     @cached_property
     def absent(self) -> dict[str, dict[str, Any]]:
         """Name -> record of the guards that should be loaded and cannot be."""
-        return {name: record for name, record in self.records.items() if name not in self.book.names}
+        loaded = self.book.names
+        return {name: record for name, record in self.records.items() if name not in loaded}
 
     @cached_property
     def shadow(self) -> frozenset[str]:

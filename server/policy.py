@@ -22,6 +22,7 @@ from server.rules import MAX_MODULES, MAX_STRENGTH, Rules, WhenOpen
 from unbind_core.guard.book import GuardSet
 
 HEADER = "X-Unbind-Modules"
+HEADED = 2048  # characters of what applied that an answer's header holds: proxies take some 4 KB of all headers
 FIELD = "unbind.modules"
 OFF = 0.0
 
@@ -203,3 +204,17 @@ def missing(name: str) -> ApiError:
 def labels(pinned: PinnedSet) -> tuple[str, ...]:
     """``name@digest12`` of each module that is applied; one in shadow is not."""
     return tuple(entry.label for entry in pinned.entries if pinned.strengths[entry.key] > OFF)
+
+
+def heading(applied: Sequence[str]) -> dict[str, str]:
+    """The answer's header of what applied: ``applied`` labels, and ``+N`` for N more than HEADED characters hold; {} for none."""
+    if not applied:
+        return {}
+    length, count = -1, 0
+    for label in applied:
+        length += 1 + len(label)
+        if length > HEADED:
+            break
+        count += 1
+    more = [f"+{len(applied) - count}"] if count < len(applied) else []
+    return {HEADER: ",".join([*applied[:count], *more])}

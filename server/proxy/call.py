@@ -12,7 +12,7 @@ from server.api.caller import Caller, charge_answers, charge_tokens, inference
 from server.api.inference.call import PROFILE_KEY, refuse_report, rules_of
 from server.api.models import SEPARATOR
 from server.api.profiles import profile_names
-from server.policy import HEADER, Assigned, assign, requested, resolve, standing
+from server.policy import HEADER, Assigned, assign, heading, requested, resolve, standing
 from server.proxy.asked import Asked
 from server.proxy.channel import Channel
 from server.proxy.following import Following, tokens_of
@@ -38,7 +38,7 @@ class Call:
         body = asked.passed_on(model)
         charge_answers(self.served, self.caller, asked.answers)
         following = Following(assigned.guards, asked.answers, asked.sent, escaped=asked.escaped, told=self._told)
-        headers = {HEADER: ",".join(assigned.labels)} if assigned.labels else {}
+        headers = heading(assigned.labels)
         checked = partial(_checked, assigned.guards)
         return Relay(self.served, path, body, following, headers=headers, checked=checked, ended=self._ended)
 

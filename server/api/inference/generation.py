@@ -19,7 +19,7 @@ from server.api.inference.report import Report
 from server.engine.grammars import Grammar
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
-from server.policy import HEADER, OFF, Assigned, labels
+from server.policy import OFF, Assigned, heading, labels
 from server.rules import WhenOpen
 from server.service import Service
 
@@ -285,4 +285,4 @@ class Generation:
     @property
     def headers(self) -> dict[str, str]:
         """Which modules and guards this answer was made under."""
-        return {HEADER: ",".join(self._labels)} if self._labels else {}
+        return heading(self._labels)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from server.errors import ApiError
-from server.policy import requested, resolve
+from server.policy import HEADED, HEADER, heading, requested, resolve
 from server.rules import Rules
 
 NAMES = tuple("abcdefgh")
@@ -124,3 +124,16 @@ def test_no_attempt_from_any_source_leaves_an_enforced_module_out() -> None:
         assert all(made.strengths[name] >= strength for name, strength in demanded.items())
         assert demanded.keys() <= made.required and not set(made.shadow) & made.strengths.keys()
     assert answered > 1000 and refused == {400, 403}
+
+
+def test_an_answers_header_names_what_a_proxy_takes_and_counts_the_rest() -> None:
+    assert heading(()) == {}
+    assert heading(("a@1", "b:guard@2")) == {HEADER: "a@1,b:guard@2"}
+    many = tuple(f"takedown-{i}@0123456789ab" for i in range(1000))
+    for count in (80, 81, 1000):  # one more than fits begins between the first two
+        named = heading(many[:count])[HEADER].split(",")
+        shown = [one for one in named if not one.startswith("+")]
+        assert shown == list(many[: len(shown)])
+        assert len(",".join(shown)) <= HEADED
+        assert named[len(shown) :] == ([f"+{count - len(shown)}"] if len(shown) < count else [])
+    assert len(shown) > 50
