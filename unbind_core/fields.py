@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -82,15 +82,22 @@ def _plain(value: Any, levels: int) -> bool:
     """Whether any program can read this: text, finite numbers, nested no deeper than ``levels``."""
     if isinstance(value, str):
         return value.isascii() or _HALF.search(value) is None
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
     if isinstance(value, float):
         return math.isfinite(value)
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
     if isinstance(value, dict):
-        return levels > 0 and all(_plain(key, 0) and _plain(part, levels - 1) for key, part in value.items())
+        return levels > 0 and _plain_parts(value, 0) and _plain_parts(value.values(), levels - 1)
     if isinstance(value, list):
-        return levels > 0 and all(_plain(part, levels - 1) for part in value)
+        return levels > 0 and _plain_parts(value, levels - 1)
     return value is None
+
+
+def _plain_parts(values: Iterable[Any], levels: int) -> bool:
+    for value in values:  # noqa: SIM110 - in half the time
+        if not _plain(value, levels):
+            return False
+    return True
 
 
 _Rule = tuple[Callable[[Any], bool], str]

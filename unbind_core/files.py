@@ -74,7 +74,11 @@ def read_regular(path: Path, most: int, follow: bool = True) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = file.read(most + 1) if found.st_size <= most else b""
+            data = (
+                file.read(found.st_size + 1) if found.st_size <= most else b""
+            )  # room for ``most`` would be made each time
+            if len(data) > found.st_size:  # it grows
+                data += file.read(most + 1 - len(data))
     finally:
         os.close(descriptor)
     if max(found.st_size, len(data)) > most:

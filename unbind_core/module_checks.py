@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +62,7 @@ def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         if key not in PARTITIONS:
             yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
     for kind in ("forget", "retain"):
-        rows = [row for key in PARTITIONS if key.startswith(kind) for row in module.partitions.get(key, ())]
+        rows = list(chain.from_iterable(module.partitions.get(key, ()) for key in PARTITIONS if key.startswith(kind)))
         if set(map(type, rows)) - {int} or min(rows, default=0) < 0 or len(rows) != len(set(rows)):
             yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
 

@@ -16,6 +16,7 @@ GROUPS = (
     "bench.cpu",
     "bench.takedown",
     "bench.fleet",
+    "bench.stored",
     "bench.fuzz",
     "bench.attack",
     "bench.guard",

@@ -44,6 +44,7 @@ class ObjectStore:
         self.folder = None if "://" in self.where else Path(self.where)
         self._files: Any = None
         self._seen = False
+        self._asking = threading.Lock()
         self._asked: dict[str, Future[bytes]] = {}  # what the store has not answered yet
         self._slow_until = 0.0
 
@@ -75,18 +76,19 @@ class ObjectStore:
         return data
 
     def soon(self, key: str, digest: str, patience: float = PATIENCE_SECONDS) -> bytes:
-        """The same for one thread that cannot wait: what a store elsewhere has not given in ``patience`` seconds comes at a later
+        """The same for threads that cannot wait: what a store elsewhere has not given in ``patience`` seconds comes at a later
         call. Raises StoreUnreachable until then.
         """
         if self.folder is not None:
             return self.get(key, digest)
-        if digest not in self._asked:
-            if len(self._asked) >= _ASKED_AT_ONCE:
-                self._asked = {asked: future for asked, future in self._asked.items() if not future.done()}
-            if len(self._asked) >= _ASKED_AT_ONCE:
-                raise StoreUnreachable(f"module store {self.where}: is slow to answer; {key} waits its turn")
-            self._asked[digest] = in_thread(lambda: self.get(key, digest))
-        future = self._asked[digest]
+        with self._asking:
+            future = self._asked.get(digest)
+            if future is None:
+                if len(self._asked) >= _ASKED_AT_ONCE:
+                    self._asked = {asked: future for asked, future in self._asked.items() if not future.done()}
+                if len(self._asked) >= _ASKED_AT_ONCE:
+                    raise StoreUnreachable(f"module store {self.where}: is slow to answer; {key} waits its turn")
+                future = self._asked[digest] = in_thread(lambda: self.get(key, digest))
         with suppress(TimeoutError):
             first = patience if self._files is not None else CONNECT_SECONDS
             wait = first if time.monotonic() > self._slow_until else 0.0  # several are waited for once
@@ -94,7 +96,8 @@ class ObjectStore:
         if not future.done():
             self._slow_until = time.monotonic() + patience
             raise StoreUnreachable(f"module store {self.where}: has not given {key} yet")
-        del self._asked[digest]
+        with self._asking:
+            self._asked.pop(digest, None)
         return future.result()
 
     def look(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import Row, Select, func, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
@@ -42,12 +42,12 @@ class NewModule:
     facts: Mapping[str, Any] | None = None
 
 
-def etag(row: ModuleRow) -> str:
+def etag(row: ModuleRow | Row[Any]) -> str:
     """What If-Match must say for a change to this record."""
     return f'"{row.id}-{row.revision}"'
 
 
-def module_view(row: ModuleRow) -> dict[str, Any]:
+def module_view(row: ModuleRow | Row[Any]) -> dict[str, Any]:
     """A record as the API shows it: with what a guard says of itself, and what it binds, which follows from the rest."""
     facts = row.facts or {}
     acts = facts.get("action") != "report"
@@ -55,7 +55,7 @@ def module_view(row: ModuleRow) -> dict[str, Any]:
     return {**facts, **_record(row), **said}
 
 
-def _record(row: ModuleRow) -> dict[str, Any]:
+def _record(row: ModuleRow | Row[Any]) -> dict[str, Any]:
     """What the audit trail keeps the digests of."""
     return {
         "id": row.id,

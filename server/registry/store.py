@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")
+READERS = 4  # threads
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied
 _MOST_TOLD = 600  # characters of an error: a file may have put anything into it
 _Stamp = tuple[int, int, int]
@@ -108,8 +110,12 @@ class ModuleStore:
         shipped, problems = self._found_files()
         modules: dict[str, StoredModule] = {}
         absent: dict[str, dict[str, Any]] = {}
-        for record in self._records.live(self._identity.fingerprint):
+        records = self._records.live(self._identity.fingerprint)
+        failed = self._read_objects(records)
+        for record in records:
             try:
+                if (reason := failed.get(record["digest"])) is not None:
+                    raise reason
                 module = self._of(record, shipped)
             except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
                 problems[f"{record['name']} ({record['id']})"] = told(error)
@@ -128,14 +134,35 @@ class ModuleStore:
             if isinstance(content, _Refused):
                 raise ModuleFileError(content.reason)
             return None  # somebody took the file away, and with it the module
-        if digest not in self._objects_read:
-            data = self._objects.soon(record["file"], digest)
-            module = UnbindModule.from_bytes(data, record["file"], digest)
-            module.require(self._identity)
-            if module.name != record["name"]:
-                raise DamagedObject(f"{record['file']}: holds the module '{module.name}'; the record was changed")
-            self._objects_read[digest] = module
-        return StoredModule(self._objects_read[digest], digest, f"{self._objects.where}/{record['file']}", record)
+        module = self._objects_read[digest]
+        if module.name != record["name"]:
+            raise DamagedObject(f"{record['file']}: holds the module '{module.name}'; the record was changed")
+        return StoredModule(module, digest, f"{self._objects.where}/{record['file']}", record)
+
+    def _read_objects(self, records: Iterable[dict[str, Any]]) -> dict[str, Exception]:
+        """Have the objects of these records, and no others, in memory; by digest, why some could not be read.
+
+        In a few threads: hashing lets other threads run, and so does a store that is elsewhere.
+        """
+        files = {str(record["digest"]): str(record["file"]) for record in records if record["origin"] != Origin.SHIPPED}
+        missing = [(digest, file) for digest, file in files.items() if digest not in self._objects_read]
+        read = {digest: module for digest, module in self._objects_read.items() if digest in files}
+        failed: dict[str, Exception] = {}
+
+        def attempt(digest: str, file: str) -> None:
+            try:
+                module = UnbindModule.from_bytes(self._objects.soon(file, digest), file, digest)
+                module.require(self._identity)
+                read[digest] = module
+            except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
+                failed[digest] = error
+
+        if missing:
+            with ThreadPoolExecutor(READERS, "unbind-modules") as pool:
+                for _ in pool.map(attempt, *zip(*missing, strict=True)):
+                    pass
+        self._objects_read = read
+        return failed
 
     def _found_files(self) -> tuple[dict[str, StoredModule], dict[str, str]]:
         """Shipped modules by digest, and why other files were refused; takes up what was dropped."""

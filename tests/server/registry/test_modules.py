@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from sqlalchemy import update
 
 from server.registry.audit import Actor
 from server.registry.database import open_database
@@ -26,7 +27,7 @@ from server.registry.lifecycle import ALLOWED, LEADS_TO, LIVE, Action
 from server.registry.records import NewModule
 from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
 from server.registry.registry import Registry
-from server.registry.tables import JobKind, JobState, ModuleState, Origin
+from server.registry.tables import JobKind, JobState, ModuleRow, ModuleState, Origin
 from tests.server.registry.test_registry import claim, made_by, submit
 
 ADMIN = Actor("admin", "test")
@@ -341,3 +342,22 @@ def test_what_becomes_due_beside_others_than_measured_is_measured_first(registry
     finish(registry, ready(registry, "any", override=True), None, now=62.0, effective_at=70.0)
     registry.modules.pass_time(80.0)
     assert registry.modules.get("any")["state"] == "active"  # whatever it costs
+
+
+def test_live_records_are_as_they_stand_now_whoever_wrote_them(tmp_path: Path) -> None:
+    ours, theirs = (Registry(open_database(tmp_path / "r.sqlite")) for _ in range(2))
+    for name in ("one", "two"):
+        make(ours, name)
+    fingerprint = ours.modules.get("one")["fingerprint"]
+    before = ours.modules.live(fingerprint)
+    assert [record["name"] for record in before] == ["one", "two"]
+    assert all(again is record for again, record in zip(ours.modules.live(fingerprint), before, strict=True))
+    with theirs.transactions.change() as session:  # by hand, without a new revision
+        session.execute(update(ModuleRow).where(ModuleRow.name == "one").values(scope="global", digest="0" * 64))
+    changed, same = ours.modules.live(fingerprint)
+    assert (changed["scope"], changed["digest"], changed["in_force"]) == ("global", "0" * 64, "enforced")
+    assert same is before[1]
+    act(theirs, theirs.modules.get("two"), Action.SUSPEND)
+    assert [record["name"] for record in ours.modules.live(fingerprint)] == ["one"]
+    act(theirs, theirs.modules.get("two"), Action.ACTIVATE)
+    assert ours.modules.live(fingerprint) == [theirs.modules.get(name) for name in ("one", "two")]

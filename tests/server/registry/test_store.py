@@ -290,6 +290,51 @@ def test_a_damaged_object_is_reported_and_not_loaded(
     assert list(fresh.modules) == ["one"]
 
 
+def test_of_many_objects_each_that_is_damaged_is_missing_and_all_others_are_loaded(
+    place: Place, make_module: MakeModule, loaded: LoadedModel
+) -> None:
+    stored = {f"m{number:02}": make_module(f"m{number:02}", seed=number) for number in range(20)}
+    for name, module in stored.items():
+        data = module.to_bytes()
+        key = place.objects.put(data)
+        new = NewModule(name, module.digest, module.model.fingerprint, key, Origin.TAKEDOWN)
+        place.registry.modules.adopt(new, 1.0)
+        if name in ("m03", "m11"):  # the last byte is a tensor's
+            (place.published / key).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        if name == "m17":
+            (place.published / key).unlink()
+    other = load_model(save_checkpoint("qwen2", place.shipped.parent / "other", seed=3))
+    foreign = build_module(other.identity, "foreign")  # as if its record were changed
+    key = place.objects.put(foreign.to_bytes())
+    place.registry.modules.adopt(
+        NewModule("foreign", foreign.digest, loaded.identity.fingerprint, key, Origin.TAKEDOWN), 1.0
+    )
+    for _ in range(2):
+        scan = place.store.scan()
+        assert set(scan.absent) == {"m03", "m11", "m17", "foreign"} and len(scan.problems) == 4
+        assert {name: found.digest for name, found in scan.modules.items()} == {
+            name: module.digest for name, module in stored.items() if name not in scan.absent
+        }
+    told = " ".join(scan.problems.values())
+    assert told.count("damaged") == 2 and "was fitted on" in told
+
+
+def test_an_object_is_read_once_while_it_is_live_and_again_when_it_is_live_again(
+    place: Place, make_module: MakeModule
+) -> None:
+    module = make_module("one")
+    key = place.objects.put(module.to_bytes())
+    place.registry.modules.adopt(NewModule("one", module.digest, module.model.fingerprint, key, Origin.TAKEDOWN), 1.0)
+    assert list(place.store.scan().modules) == ["one"]
+    (place.published / key).write_bytes(b"damaged since")
+    assert list(place.store.scan().modules) == ["one"]
+    place.registry.modules.act("one", Action.SUSPEND, "*", ADMIN, 2.0)
+    assert place.store.scan().modules == {}
+    place.registry.modules.act("one", Action.ACTIVATE, "*", ADMIN, 3.0)
+    scan = place.store.scan()
+    assert scan.modules == {} and list(scan.absent) == ["one"]
+
+
 def test_a_remote_store_keeps_and_gives_the_same_bytes(
     tmp_path: Path, loaded: LoadedModel, make_module: MakeModule
 ) -> None:
