@@ -12,9 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.registry.audit import Actor
 from server.registry.estimate import standing
 from server.registry.tables import JobState
+from server.telemetry.figures import calibrated_rates
 from tests.server.api.admin.test_modules import adopt
 from tests.support.live import ADMIN_KEY, Live, live
 from tests.support.repository import ROOT
+from unbind_core.module import UnbindModule
 
 ROWS = {"name": "t", "rows": [{"text": "def add(a, b):\n    return a + b\n" * 8}]}
 
@@ -140,6 +142,13 @@ def test_what_is_enforced_is_told_with_whether_it_applies(checkpoint: Path, tmp_
         info = [name for name in found if name.startswith("unbind_module_info{")]
         assert len(info) == 3 and all('policy="silent"' in name for name in info)
         assert found['unbind_module_threshold{module="one"}'] == pytest.approx(0.1)
+
+
+def test_rates_of_calibration_are_told_where_a_modules_file_has_them() -> None:
+    older = UnbindModule.load(ROOT / "modules/demo-a.safetensors").measured
+    assert calibrated_rates(older) == {"retain": older["certificate"]["open_rate"]["observed"]}
+    assert calibrated_rates({**older, "forget_open_rate": 0.9}) == {**calibrated_rates(older), "forget": 0.9}
+    assert calibrated_rates({}) == {}
 
 
 def test_jobs_are_told_by_state_and_age(checkpoint: Path, tmp_path: Path) -> None:
