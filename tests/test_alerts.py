@@ -167,6 +167,13 @@ QUIET: dict[str, dict[str, str]] = {
         'unbind_module_calibrated_rate{%s,module="m",side="retain"}', constant(0)
     )
     | of_both(f"unbind_gate_activations_total{{%s,{GATE}}}", rising(0)),
+    "a module whose file tells nothing of forget rows": of_both(
+        'unbind_module_calibrated_rate{%s,module="m",side="forget"}', f"_x{MINUTES}"
+    ),
+    "a module whose file tells no rates": of_both(
+        'unbind_module_calibrated_rate{%s,module="m",side="forget"}', f"_x{MINUTES}"
+    )
+    | of_both('unbind_module_calibrated_rate{%s,module="m",side="retain"}', f"_x{MINUTES}"),
     "an old miss": {MISS: "0x20 1x100"},
     "a restart sets counters back": {f"unbind_gate_evaluations_total{{{S1},{GATE}}}": "0+600x90 0+600x30"},
     "no worker, and nothing to do": of_both("unbind_worker_up{%s}", constant(0)),

@@ -29,6 +29,7 @@ from unbind_core.applying.passes import Pass
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import LoadedModel
 from unbind_core.cpu.linears import packed_linears
+from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.running.recording import recording
 
@@ -58,6 +59,16 @@ def fitted_again(base: UnbindModule, number: int) -> UnbindModule:
         heads=disturbed(heads[order][:, units]),
         heads_b=heads_b[order].clone(),
     )
+
+
+def fitted_often(loaded: LoadedModel, count: int) -> list[UnbindModule]:
+    """So many network modules of this model, all different. Raises UnbindError where it is not the demo's."""
+    base = UnbindModule.load(FITTED)
+    if count and base.model != loaded.identity:
+        raise UnbindError(
+            f"--networks: they are made of a module of the demo model, not of '{loaded.identity.name}'; leave it out"
+        )
+    return [fitted_again(base, number) for number in range(count)]
 
 
 def random_closed(loaded: LoadedModel, number: int, layer: int, states: Tensor) -> UnbindModule:

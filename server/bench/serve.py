@@ -22,6 +22,7 @@ import torch
 
 from server.bench.filter import NETWORKS, random_module
 from server.bench.load import under_load
+from server.bench.many import fitted_often
 from server.bench.server import served
 from server.bench.systems import EngineSystem, HttpSystem, LibraryBatching, StaticBatch, System, vllm_system
 from server.bench.telemetry import telemetry_cost
@@ -205,10 +206,10 @@ class Bench:
         """What probes and scrapes wait for while as many clients stream."""
         return under_load(settings, self._prompts(load.requests, load.prompt), load.new, self._progress)
 
-    def telemetry(self, load: Workload, settings: dict[str, object]) -> dict[str, Any]:
-        """Tokens a second with all telemetry over those with as little as can be."""
-        prompts = partial(self._prompts, load.requests, load.prompt)
-        return telemetry_cost(settings, prompts, load.new, self._repeats, self._progress)
+    def telemetry(self, load: Workload, settings: dict[str, object], networks: int = 0) -> dict[str, Any]:
+        """Tokens a second with all telemetry over those with as little as can be; ``networks``: modules, 0 for those there are."""
+        prompts, modules = partial(self._prompts, load.requests, load.prompt), fitted_often(self._loaded, networks)
+        return telemetry_cost(settings, prompts, load.new, self._repeats, self._progress, modules)
 
 
 def run(
@@ -221,13 +222,14 @@ def run(
     keystrokes: int = KEYSTROKES,
     keystroke_tokens: int = KEYSTROKE_TOKENS,
     vllm: Path | None = None,
+    networks: int = 0,
     settings: dict[str, object],
     progress: ProgressCallback,
 ) -> dict[str, Any]:
     """All figures, or those of ``parts``; ``settings`` name the model to the server that is started for HTTP.
 
-    ``vllm``: a Python that has vLLM, to be set against the engine too. Ratios above 1 mean that the engine is faster;
-    slowdowns are shares (0.02 is 2 %).
+    ``vllm``: a Python that has vLLM, to be set against the engine too. ``networks``: modules of the part telemetry. Ratios above 1
+    mean that the engine is faster; slowdowns are shares (0.02 is 2 %).
     """
     known = (*PARTS, LOAD, TELEMETRY)
     unknown = set(parts) - set(known)
@@ -249,16 +251,16 @@ def run(
         figures |= {"keystroke_warm_over_cold": typed["ratio"], "keystrokes": typed}
     if "modules" in parts:
         figures["module_slowdown"] = bench.modules(loads[0], sorted({0, *module_counts}))
-        networks = [count for count in module_counts if count <= max(NETWORKS)]
+        fewer = [count for count in module_counts if count <= max(NETWORKS)]
         for key, kind in (("networks", "network"), ("lowrank", "network lowrank")):
-            figures[f"module_slowdown_{key}"] = bench.modules(loads[0], sorted({0, *networks}), kind)
+            figures[f"module_slowdown_{key}"] = bench.modules(loads[0], sorted({0, *fewer}), kind)
     if "http" in parts:
         through = bench.http(loads[0], settings)
         figures |= {"http_over_engine": through["ratio"], "http": through}
     if LOAD in parts:
         figures[LOAD] = {str(load): bench.load(load, settings) for load in loads}
     if TELEMETRY in parts:
-        figures[TELEMETRY] = {str(load): bench.telemetry(load, settings) for load in loads}
+        figures[TELEMETRY] = {str(load): bench.telemetry(load, settings, networks) for load in loads}
     parameters = next(loaded.model.parameters())
     return figures | {
         "model": loaded.identity.name,

@@ -177,7 +177,8 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
             f"[bold green]{result.outcome}[/] {where}, the paper's gate at quantile {module.quantile} ({chosen['grid']} grid)",
             f"forget NLL +{chosen['forget_gain']:.3f}, retain KL {chosen['retain_kl']:.4f}, retain NLL "
             f"{chosen['retain_nll_increase']:+.4f}, retain BLEU {-chosen['retain_bleu_drop']:+.4f}, "
-            f"gates open on {100 * chosen['retain_open_rate']:.2f} % of retain positions",
+            f"gates open on {100 * chosen['retain_open_rate']:.2f} % of retain positions and "
+            f"{100 * chosen['forget_open_rate']:.0f} % of those of the rows",
             *certificate,
         ]
     forgot, cost = chosen["forgot"], chosen["cost"]
@@ -188,7 +189,8 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
         f"over {module.window} positions",
         f"F-BLEU left: {left}; rows with 50 exact tokens {forgot['spans']}, mean recovery {100 * forgot['recovery']:.1f} %, "
         f"empty answers {100 * forgot['empty']:.0f} %; towards {chosen['correction']['reference']['kind']}",
-        f"before its gate opens a row has given {_tokens(opens['median'])} (median), 95 % of them {_tokens(opens['p95'])}",
+        f"before its gate opens a row has given {_tokens(opens['median'])} (median), 95 % of them {_tokens(opens['p95'])}; "
+        f"it is open on {100 * chosen['forget_open_rate']:.0f} % of their positions",
         f"on the rows that chose it: retain NLL {cost['nll']:+.4f} (cautiously {cost['cautious']['nll']:+.4f}), "
         f"KL {cost['kl']:.4f}, gates open on {100 * cost['open_rate']:.3f} % of positions "
         f"(cautiously {100 * cost['cautious']['open_rate']:.3f} %)",

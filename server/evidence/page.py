@@ -124,6 +124,7 @@ def _fit(report: Mapping[str, Any]) -> dict[str, Any]:
     shown = bool(scan) or (bool(report) and not levels)
     return {
         "cost": _cost(report.get("selected"), report.get("budgets") or {}),
+        "on_rows": (report.get("selected") or {}).get("forget_open_rate"),
         "certificate": told(report["certificate"]) if report.get("certificate") else None,
         "bounds": _bounds(report.get("certificate") or {}),
         "candidates": plots.scan(scan or []) if shown else None,

@@ -113,7 +113,9 @@ def test_the_page_says_what_rows_that_chose_nothing_cost(document: dict[str, Any
     payload = copy.deepcopy(document["payload"])
     certificate = {"touched": share_bound(0, 150).to_json(), "kl": mean_bound([0.0] * 150, ways=4).to_json()}
     payload["report"]["certificate"] = {**certificate, "level": 0.95, "cap": 1.0, "over": []}
-    payload["report"]["selected"] = {"cost": {"bounds": {"kl": 0.001}}}  # as reports called the estimates once
+    assert "On the rows themselves" not in document["html"]
+    costs = {"bounds": {"kl": 0.001}}  # as reports called the estimates once
+    payload["report"]["selected"] = {"forget_open_rate": 0.875, "cost": costs}
     group = {"ways": "prefix-64, fence", "rows": 12, "spans_50": 0}
     payload["result"]["verify"]["after"]["reported_by"] = group
     html = page(payload)
@@ -121,6 +123,7 @@ def test_the_page_says_what_rows_that_chose_nothing_cost(document: dict[str, Any
         "0 of 150 retain rows that chose nothing were touched: at most 2.0 % of such rows are (95 %, clopper-pearson)"
         in html
     )
+    assert "the gate was open at 87.5 % of the positions" in html
     assert "clopper-pearson<td>150<td>0.95" in html and "hoeffding<td>150<td>0.95" in html
     assert "reported_by<td>ways<td><td>prefix-64, fence" in html
 

@@ -112,6 +112,13 @@ class Replay:
         """The edit of a batch at ``layer``, and which of its real positions it changed (bool [B,T])."""
         return changed_by(selection, layer, kept.batch, kept.states[layer])
 
+    def open_rate(self, selection: Selection, layer: int) -> float:
+        """Share of the positions at which the gate of an edit's one module is open: of all, the first of every window included, but
+        not of padding. No model is run.
+        """
+        each = [self.touched(kept, selection, layer)[0].totals() for kept in self.batches]
+        return sum(opened for _, opened in each) / max(sum(evaluated for evaluated, _ in each), 1)
+
     def screen_kl(self, selection: Selection, layer: int) -> float:
         """Mean KL of an edit over one small batch: what the bisection over strengths looks at."""
         kept = self._screen

@@ -101,6 +101,7 @@ def _measured(context: Context, module: UnbindModule, reference: Reference) -> A
         "gate": "network",
         "layer": module.layer,
         "cost": asdict(cost),
+        "forget_open_rate": judge.forget_open_rate(module),
         "aim": asdict(judge.aim),
         "correction": {"reference": reference.to_json()},
         "retain_left_out": [retain_digest(context.retain[i]) for i in left_out],

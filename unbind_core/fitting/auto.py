@@ -240,6 +240,7 @@ def _finish(run: _Auto, module: UnbindModule, level: Level, outcome: Outcome) ->
     levels = [one.to_json() for one in run.levels]
     chosen = levels[run.levels.index(level)]
     reached = {**chosen, "layer": module.layer, "correction": correction, "aim": asdict(run.judge.aim)}
+    reached["forget_open_rate"] = run.judge.forget_open_rate(module)
     measured = {**reached, "positions": positions, **run.screening.contradicting}
     del measured["verdict"]  # of this fit, and no figure
     report = FitReport(

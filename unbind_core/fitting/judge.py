@@ -98,7 +98,7 @@ class Judge:
         self, context: Context, retain: Replay, completions: RetainCompletions, forget: Replay, reference: Reference
     ) -> None:
         """``forget``: the states of the rows to forget at the layer that is edited."""
-        self.context, self.retain, self.completions = context, retain, completions
+        self.context, self.retain, self.completions, self.forget = context, retain, completions, forget
         self.drafts = Drafts(
             context.model, context.layers[0], pad=context.pad, end=context.tokenizer.eos_token_id, replay=forget
         )
@@ -172,6 +172,10 @@ class Judge:
             **more,
         )
         return _summed(scores, context.forms)
+
+    def forget_open_rate(self, module: UnbindModule) -> float:
+        """Share of the positions of the rows to forget, as they are and in the fit's forms, at which the gate is open."""
+        return self.forget.open_rate(edit_of(module, self.forget.device)[1], module.layer)
 
     def cost(self, module: UnbindModule) -> Cost:
         """What the module does to the retain-calibration rows."""

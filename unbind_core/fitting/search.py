@@ -36,6 +36,7 @@ class Candidate:
     kappa: float
     forget_nll: float | None = None
     forget_gain: float | None = None
+    forget_open_rate: float | None = None
     retain_kl: float | None = None
     retain_nll_increase: float | None = None
     retain_open_rate: float | None = None
@@ -52,6 +53,7 @@ class Candidate:
             "tau": self.gate.tau,
             "forget_nll": self.forget_nll,
             "forget_gain": self.forget_gain,
+            "forget_open_rate": self.forget_open_rate,
             "retain_kl": self.retain_kl,
             "retain_nll_increase": self.retain_nll_increase,
             "retain_open_rate": self.retain_open_rate,
@@ -81,7 +83,9 @@ def search(
     alive = [candidate for candidate in candidates if candidate.verdict != SCREENED]
     for done, candidate in enumerate(alive, start=1):
         bank, selection = edit_of(as_module(candidate), retain.device)
-        candidate.forget_nll = forget.run(selection, candidate.layer).nll / forget.count
+        outcome = forget.run(selection, candidate.layer)
+        candidate.forget_nll = outcome.nll / forget.count
+        candidate.forget_open_rate = outcome.open_gates / max(outcome.evaluated, 1)
         candidate.forget_gain = candidate.forget_nll - base
         progress(Progress("forget scan", done, len(alive)))
     best: Candidate | None = None

@@ -230,6 +230,9 @@ def bench_serve(
     keystrokes: Annotated[int, typer.Option(min=1, help="How many keystrokes to replay.")] = 40,
     keystroke_tokens: Annotated[int, typer.Option(min=32, help="Length of the prompt that is typed on.")] = 1500,
     vllm: Annotated[Path | None, typer.Option(help="A Python that has vLLM, to measure it beside the engine.")] = None,
+    networks: Annotated[
+        int, typer.Option(min=0, help="Modules of the part telemetry, made of a shipped one; 0: those that are there.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """How fast the engine serves, against the library's static and continuous batching; prefix reuse; HTTP."""
@@ -249,6 +252,7 @@ def bench_serve(
             keystrokes=keystrokes,
             keystroke_tokens=keystroke_tokens,
             vllm=vllm,
+            networks=networks,
             settings=settings,
             progress=progress,
         )

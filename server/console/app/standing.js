@@ -55,10 +55,14 @@ export async function enforceIn(scope, name) {
   return send("PUT", path, rules, etag ? { "If-Match": etag } : {})
 }
 
-// What is expected of the gate: the share of retained positions at which it was open, and where it opens in the protected rows.
+// What is expected of the gate: the share of retained positions at which it was open, and of the protected rows' where a fit
+// told that, and where it opens in them.
 export function expected({ measured }) {
   const cost = measured?.cost, certificate = measured?.certificate?.open_rate, opens = measured?.opens
-  return { retain: cost?.open_rate ?? certificate?.observed ?? null, bound: certificate?.value ?? null, opens: opens ?? null }
+  return {
+    retain: cost?.open_rate ?? certificate?.observed ?? null, bound: certificate?.value ?? null,
+    forget: measured?.forget_open_rate ?? null, opens: opens ?? null,
+  }
 }
 
 // Whom it binds, in words, and what an operator should know of it: {text, kind, unbound}.

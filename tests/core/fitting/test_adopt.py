@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tests.core.conftest import make_module
+from tests.core.fitting.test_certificate import open_share
 from tests.support import memorising
 from tests.support.quantised import FP8_TOLD, fp8
 from unbind_core import FitOptions, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.errors import DataError, ModelMismatch
 from unbind_core.fitting.adopt import Adoption, adopt
 from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.windows import forget_windows
 
 FORGET = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()][:3]
 RETAIN = [RetainRow(row["text"]) for row in memorising.retain_rows()]
@@ -46,7 +48,7 @@ def run(loaded: LoadedModel, module: UnbindModule, rows: list[ForgetRow] = FORGE
 
 
 def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
-    quantised: LoadedModel, fitted: UnbindModule
+    plain: Path, quantised: LoadedModel, fitted: UnbindModule
 ) -> None:
     with pytest.raises(ModelMismatch):
         fitted.require(quantised.identity)
@@ -63,6 +65,10 @@ def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
     }
     assert adopted.measured["forgot"]["f_bleu"]["plain"] <= adopted.measured["aim"]["f_bleu"]["plain"]
     assert {"cost", "certificate", "retain_left_out"} <= adopted.measured.keys()
+    for loaded, module in ((load_model(plain), fitted), (quantised, adopted)):
+        windows = forget_windows(loaded.tokenizer, FORGET, range(len(FORGET)), module.forms)
+        assert module.measured["forget_open_rate"] == pytest.approx(open_share(loaded, module, windows), abs=1e-3)
+    assert fitted.measured["forget_open_rate"] > 0.5 > fitted.measured["cost"]["open_rate"]
     assert all(bool((tensor == fitted.tensors[name]).all()) for name, tensor in adopted.tensors.items())
     assert (adopted.tau, adopted.name, adopted.settings) == (fitted.tau, fitted.name, fitted.settings)
     with pytest.raises(DataError, match="is of this model already"):

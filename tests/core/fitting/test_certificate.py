@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.core.conftest import TinyCheckpoint
 from tests.core.fitting.test_fit import FORGET, RETAIN, WIDE
-from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
+from unbind_core import FitOptions, FitReport, LoadedModel, ModuleBank, UnbindModule, attach, fit, load_model
 from unbind_core.applying.bank import edit_of
 from unbind_core.errors import DataError
 from unbind_core.evaluation.bounds import share_bound
@@ -19,7 +21,7 @@ from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.fit import context_of
 from unbind_core.progress import silent
 from unbind_core.rows import RetainRow
-from unbind_core.windows import retain_windows
+from unbind_core.windows import Window, forget_windows, retain_windows
 
 MORE = [RetainRow(row.text.replace("size", "length")) for row in RETAIN[:8]]
 
@@ -38,6 +40,19 @@ def run(loaded: LoadedModel, options: FitOptions, **more: Any) -> tuple[UnbindMo
 @pytest.fixture(scope="module")
 def fitted(loaded: LoadedModel) -> tuple[UnbindModule, FitReport]:
     return run(loaded, replace(WIDE, layers=(0,)), retain_calibration=MORE)
+
+
+def open_share(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]) -> float:
+    """Of all positions, as a server counts them that is given one window after the other."""
+    evaluated = opened = 0
+    for window in windows:
+        bank = ModuleBank.of([module])
+        with attach(loaded.model, bank), torch.no_grad():
+            loaded.model(torch.tensor([window.ids]))
+        counts = bank.counts()[module.name]["prefill"]
+        evaluated, opened = evaluated + counts[0], opened + counts[1]
+    assert evaluated == sum(len(window.ids) for window in windows)
+    return opened / evaluated
 
 
 def test_the_certificate_counts_the_rows_that_chose_nothing(
@@ -60,6 +75,18 @@ def test_the_certificate_counts_the_rows_that_chose_nothing(
         certificate[name]["value"] > certificate[name]["observed"] for name in ("kl", "nll", "open_rate", "bleu")
     )
     assert UnbindModule.from_bytes(module.to_bytes()).measured["certificate"] == certificate
+
+
+def test_the_fit_tells_at_what_share_of_the_rows_kept_back_its_gate_is_open(
+    loaded: LoadedModel, fitted: tuple[UnbindModule, FitReport]
+) -> None:
+    module, report = fitted
+    rows = module.partitions["forget_validation"]
+    assert 0 < len(rows) < len(FORGET)
+    windows = forget_windows(loaded.tokenizer, FORGET, rows, module.forms)
+    assert module.measured["forget_open_rate"] == pytest.approx(open_share(loaded, module, windows), abs=1e-3)
+    assert report.selected is not None
+    assert report.selected["forget_open_rate"] == module.measured["forget_open_rate"] > 0
 
 
 def test_what_is_over_its_budget_on_those_rows_is_named(

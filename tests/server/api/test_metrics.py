@@ -12,11 +12,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.registry.audit import Actor
 from server.registry.estimate import standing
 from server.registry.tables import JobState
+from server.telemetry.figures import calibrated_rates
 from tests.server.api.admin.test_modules import adopt
 from tests.support.live import ADMIN_KEY, Live, live
 from tests.support.repository import ROOT
+from unbind_core.module import UnbindModule
 
 ROWS = {"name": "t", "rows": [{"text": "def add(a, b):\n    return a + b\n" * 8}]}
+
+
+OF_WORKERS = {"unbind_job_stage_seconds", *(f"unbind_worker_{name}" for name in ("up", "restarts_total", "jobs_total"))}
 
 
 def samples(text: str) -> dict[str, float]:
@@ -46,15 +51,17 @@ def documented() -> set[str]:
     return {name for row in rows for name in re.findall(r"`([a-z_:*]+)`", row)}
 
 
+def families(server: Live) -> set[str]:
+    """The names of all metrics, those that have no sample yet among them."""
+    found = text_string_to_metric_families(server.call("/metrics", key=ADMIN_KEY).raw.decode())
+    return {f"{family.name}_total" if family.type == "counter" else family.name for family in found}
+
+
 def test_the_table_of_metrics_and_the_exposition_agree(watched: Live) -> None:
     watched.complete(unbind={"modules": ["one"]})
-    families = text_string_to_metric_families(watched.call("/metrics", key=ADMIN_KEY).raw.decode())
-    shown = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    shown = families(watched)
     own = {name for name in shown if not name.startswith(("process_", "python_"))}
-    elsewhere = {"process_*", "unbind_engine_preemptions_total"}  # vLLM's
-    elsewhere |= {f"unbind_{name}" for name in ("worker_up", "worker_restarts_total", "worker_jobs_total")}
-    elsewhere |= {"unbind_job_stage_seconds"}  # of servers with a worker
-    assert own == documented() - elsewhere
+    assert own == documented() - OF_WORKERS - {"process_*", "unbind_engine_preemptions_total"}  # vLLM's
     assert any(name.startswith("process_") for name in shown)
 
 
@@ -140,6 +147,13 @@ def test_what_is_enforced_is_told_with_whether_it_applies(checkpoint: Path, tmp_
         info = [name for name in found if name.startswith("unbind_module_info{")]
         assert len(info) == 3 and all('policy="silent"' in name for name in info)
         assert found['unbind_module_threshold{module="one"}'] == pytest.approx(0.1)
+
+
+def test_rates_of_calibration_are_told_where_a_modules_file_has_them() -> None:
+    older = UnbindModule.load(ROOT / "modules/demo-a.safetensors").measured
+    assert calibrated_rates(older) == {"retain": older["certificate"]["open_rate"]["observed"]}
+    assert calibrated_rates({**older, "forget_open_rate": 0.9}) == {**calibrated_rates(older), "forget": 0.9}
+    assert calibrated_rates({}) == {}
 
 
 def test_jobs_are_told_by_state_and_age(checkpoint: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
     assert all(value > 0 for value in (figures["keystroke_warm_over_cold"], figures["http_over_engine"]))
     assert "vs_vllm" not in figures
     cost = figures["telemetry"]["3x6->4"]
-    assert cost["ratio"] > 0 and set(cost["tokens_per_second"]) == {"on", "off"}
+    assert cost["ratio"] > 0 and cost["processor_ratio"] > 0 and set(cost["tokens_per_second"]) == {"on", "off"}
     assert 0 < cost["scrape_seconds"]["median"] <= cost["scrape_seconds"]["worst"]
     waited = figures["load"]["3x6->4"]["worst_seconds"]
     assert set(waited) == {"/health", "/ready", "/metrics"} and min(waited.values()) > 0
@@ -43,6 +43,11 @@ def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
 def test_a_workload_that_is_none_is_refused(loaded: LoadedModel, workloads: str) -> None:
     with pytest.raises(UnbindError, match="REQUESTSxPROMPT->NEW"):
         run(loaded, workloads=(workloads,), settings={}, progress=silent)
+
+
+def test_networks_of_the_demo_model_are_refused_with_another(loaded: LoadedModel) -> None:
+    with pytest.raises(UnbindError, match="--networks: they are made of a module of the demo model"):
+        run(loaded, workloads=("1x4->2",), parts=(TELEMETRY,), networks=2, settings={}, progress=silent)
 
 
 def test_a_python_that_has_no_vllm_is_named(loaded: LoadedModel, tmp_path: Path) -> None:

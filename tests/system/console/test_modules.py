@@ -71,9 +71,11 @@ def test_a_module_is_suspended_put_into_shadow_and_activated(page: Page, server:
 def test_a_version_is_rolled_back_to_the_one_before_it(page: Page, server: Live) -> None:
     expect(row(page, "two")).to_contain_text("version 1")
     assert page.get_by_role("button", name="Roll back").count() == 0
-    newer = build_module(server.service.loaded.identity, "two", layer=1, seed=7)
+    told = {"cost": {"open_rate": 0.001}, "forget_open_rate": 0.9}
+    newer = build_module(server.service.loaded.identity, "two", layer=1, seed=7, measured=told)
     newer.save(server.service.settings.modules_dir / "two.safetensors")
     expect(row(page, "two")).to_contain_text("version 2")
+    expect(row(page, "two")).to_contain_text("protected rows: open at 90")
     press(page, "Roll back two, version 2", sure=True)
     expect(page.locator("main")).to_contain_text("two, version 1, is active")
     page.get_by_role("link", name="two").click()

@@ -73,9 +73,10 @@ const ACTIONS = { steer: "steers away", stop: "ends the answer", report: "counts
 
 function Expected({ module }) {
   if (module.kind === "guard") return "exact"
-  const { retain, bound: most, opens } = expected(module)
+  const { retain, bound: most, forget, opens } = expected(module)
   if (retain === null) return module.measured ? "not measured" : "told once it is loaded"
   return html`<span>open at ${percent(retain)}</span>${most !== null && html`<div class="hint">at most ${percent(most)}, 95 % sure</div>`}
+    ${forget !== null && html`<div class="hint">protected rows: open at ${percent(forget)}</div>`}
     ${opens?.median !== null && opens?.median !== undefined && html`<div class="hint">protected rows: from token ${opens.median} (median)</div>`}`
 }
 
