@@ -99,7 +99,7 @@ export function NewProfile() {
   return html`<${Title} title="New profile" lead="A named set of rules: a key may have it, and a request may ask under it by /p/NAME/v1/... or the model MODEL~NAME." />
     <form class="card" onSubmit=${make}><${Field} label="Name" id="name"><input id="name" required maxlength="64" value=${name} onInput=${event => set(event.target.value)} /></${Field}>
       <${Problem} error=${problem} />
-      <div role="alert">${there && html`<${Note} kind="warn">There is a profile ${there} already, and nothing of it was changed.
+      <div role="alert">${there && html`<${Note} kind="warn">There is a profile ${there} already, and nothing of it was changed.${" "}
         <a href=${rules(there)}>See what it says</a>, or choose another name.</${Note}>`}</div>
       <div class="row"><button class="main">Make the profile</button><a href="#/keys">Back</a></div></form>`
 }
