@@ -183,7 +183,8 @@ def test_by_keyboard_alone(browser: Browser, server: ServerProcess) -> None:
             for key in keys:
                 press(key)
 
-        page.keyboard.type(ADMIN_KEY)  # the field has the focus
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.keyboard.type(ADMIN_KEY)
         press("Enter")
         expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
         to("Takedowns", "Enter")
