@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 IMAGES = ROOT / "docs" / "images"
 KEY = "screenshots"
 WIDTHS, THEMES, MOST = (1280, 390), ("light", "dark"), 120_000  # pixels, names, bytes of a picture
+WAIT = 240_000  # milliseconds, for a machine that has other work
 
 
 def playground(page: Page) -> None:
@@ -31,6 +32,7 @@ def playground(page: Page) -> None:
     page.select_option("#row", index=1)
     page.click("#go")
     page.locator("#legend").wait_for()
+    page.mouse.move(0, 0)  # else it rests on whichever token came under it
     page.locator("#text1").focus()
     page.keyboard.press("ArrowRight")
 
@@ -138,6 +140,7 @@ def picture(browser: Browser, url: str, route: str, width: int, theme: str) -> N
     """One page as a file."""
     context = browser.new_context(base_url=url, viewport={"width": width, "height": 800}, color_scheme=theme)
     page = context.new_page()
+    page.set_default_timeout(WAIT)
     page.goto(f"{url}/#/{route}")
     page.locator("h1").wait_for()
     if not page.locator("#key").count():

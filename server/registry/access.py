@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sqlalchemy import select
 
 from server.registry.audit import Actor, append, digest_of
-from server.registry.refusals import Stale
+from server.registry.refusals import AlreadyThere, Stale
 from server.registry.tables import KeyRow, RulesRow
 from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
@@ -164,10 +164,18 @@ class Access:
         self.refresh()
         return key
 
-    def put_rules(self, scope: str, rules: Rules, actor: Actor, now: float, expected: str | None = None) -> None:
-        """Write the rules of a scope, whole. Raises Stale where they are no longer those of the revision ``expected``."""
+    def put_rules(
+        self, scope: str, rules: Rules, actor: Actor, now: float, expected: str | None = None, *, new: bool = False
+    ) -> None:
+        """Write the rules of a scope, whole.
+
+        Raises Stale where they are no longer those of the revision ``expected``, and AlreadyThere where they are to be ``new``
+        and there are some.
+        """
         with self._transactions.change() as session:
             row = session.get(RulesRow, scope, with_for_update=True)
+            if new and row is not None:
+                raise AlreadyThere(f"'{scope}' has rules already; look at them, then send their ETag in If-Match")
             if expected not in (None, "*", revision(Rules.model_validate(row.rules) if row is not None else NO_RULES)):
                 raise Stale(f"the rules of '{scope}' changed meanwhile; look at them again, then send their ETag")
             before, said = row.rules if row is not None else None, rules.model_dump(mode="json")

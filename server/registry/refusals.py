@@ -34,6 +34,10 @@ class Stale(Refusal):
     """The record changed since the caller looked at it."""
 
 
+class AlreadyThere(Refusal):
+    """What was to be made is there already; somebody else may have made it meanwhile."""
+
+
 class Unconditional(Refusal):
     """A change that does not say which revision it is meant for."""
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from server.evidence.signing import verify
 from server.registry.objects import MARK
-from tests.support.memorising import forget_rows, retain_rows, train, write_rows
+from tests.support.memorising import forget_rows, retain_rows, write_rows
 from tests.system.conftest import ServerProcess, serving
 
 ROWS = forget_rows()
@@ -24,12 +24,6 @@ UNKNOWN = [
     {"prompt": f"class Unseen{i}:\n", "continuation": f"    zz_{i * 37} = 'never trained' + qq({i})\n" * 3}
     for i in range(4)
 ]
-
-
-@pytest.fixture(scope="module")
-def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that gives ``ROWS`` back."""
-    return train(tmp_path_factory.mktemp("memorised") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
+from server.api.admin.routes import Acting, IfMatch, IfNoneMatch, Served, admin_router, refusals
 from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
 from server.base_service import BaseService
 from server.errors import ApiError
@@ -124,12 +124,21 @@ async def show_profile(name: str, served: Served, response: Response) -> dict[st
 
 @router.put("/profiles/{name}")
 def put_profile(
-    name: ProfileName, rules: Rules, served: Served, actor: Acting, response: Response, if_match: IfMatch = None
+    name: ProfileName,
+    rules: Rules,
+    served: Served,
+    actor: Acting,
+    response: Response,
+    if_match: IfMatch = None,
+    if_none_match: IfNoneMatch = None,
 ) -> dict[str, Any]:
-    """Define a profile, or define it anew; the next request runs under it. ``If-Match`` as for policies."""
+    """Define a profile, or define it anew; the next request runs under it.
+
+    ``If-Match`` as for policies; with ``If-None-Match: *`` it is made only where there is none of that name.
+    """
     _changeable(served, name)
     with refusals():
-        served.access.put_rules(PREFIX + name, rules, actor, time.time(), if_match)
+        served.access.put_rules(PREFIX + name, rules, actor, time.time(), if_match, new=if_none_match is not None)
     response.headers["ETag"] = revision(rules)
     return _profile_view(served, name)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Request
 
@@ -15,7 +15,17 @@ from server.api.caller import Caller, administrator
 from server.base_service import BaseService, base_service
 from server.errors import ApiError, unreachable
 from server.registry.audit import Actor
-from server.registry.refusals import AWAY, KeyReused, NameTaken, NotAllowed, NotThere, Refusal, Stale, Unconditional
+from server.registry.refusals import (
+    AWAY,
+    AlreadyThere,
+    KeyReused,
+    NameTaken,
+    NotAllowed,
+    NotThere,
+    Refusal,
+    Stale,
+    Unconditional,
+)
 
 Served = Annotated[BaseService, Depends(base_service)]
 
@@ -26,6 +36,7 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
     NameTaken: (409, "name_taken", "name"),
     NotAllowed: (409, "not_allowed", None),
     Stale: (412, "stale", "If-Match"),
+    AlreadyThere: (412, "already_there", "If-None-Match"),
     Unconditional: (428, "if_match_required", "If-Match"),
 }
 
@@ -47,6 +58,7 @@ def acting(request: Request, caller: Annotated[Caller, Depends(administrator)]) 
 
 Acting = Annotated[Actor, Depends(acting)]
 IfMatch = Annotated[str | None, Header(max_length=200)]
+IfNoneMatch = Annotated[Literal["*"] | None, Header(description="only where there is none yet")]
 
 
 @contextmanager

@@ -44,8 +44,9 @@ export function Outcome({ outcome, done, again }) {
   if (!outcome) return null
   const { action, module, error, status, body } = outcome
   if (error) return html`<${Problem} error=${error} />`
-  if (body.job_id) return html`<${JobNote} id=${body.job_id} module=${module} done=${done} again=${again} key=${body.job_id} />`
   if (body.withheld) return html`<${Note} kind="warn">${module.name}: ${body.withheld}</${Note}>`
+  // A record names the job that made it: what was answered with 202 names the one that was begun.
+  if (status === 202) return html`<${JobNote} id=${body.job_id} module=${module} done=${done} again=${again} key=${body.job_id} />`
   if (action === "enforce") return html`<${Note} kind="good">${module.name} is enforced by the policy '${body.scope}'.${
     body.missing.length ? ` Not active, so that requests under it get 503: ${body.missing.join(", ")}.` : ""}</${Note}>`
   return html`<${Note} kind=${body.state === "active" ? "good" : ""}>${body.name}, version ${body.version}, is ${body.state}. It binds ${body.binds}.</${Note}>`
@@ -82,7 +83,7 @@ function JobNote({ id, module, done, again }) {
   }
 
   if (error || !job) return html`<${Problem} error=${error} />`
-  const joint = job.result?.joint, over = job.outcome !== "active", running = job.state === "queued" || job.state === "running"
+  const joint = job.result?.joint?.measured ? job.result.joint : null, over = job.outcome !== "active", running = job.state === "queued" || job.state === "running"
   return html`<${Note} kind=${running ? "" : over ? "warn" : "good"}>
     <p>${module.name}: other modules are in force, so what all of them cost together is measured first (job ${id}: ${job.state}${
       job.state === "running" ? `, ${job.stage} ${percent(job.progress)}` : job.state === "queued" ? ", waiting for a worker" : ""}).</p>

@@ -35,13 +35,19 @@ export function Answer({ title, id, answer, running }) {
       <span class="hint">${answer.done && usage ? `${counted(usage.completion_tokens, "token")}, ${duration(seconds)}` : running ? "running" : ""}</span></header>
     <p class="hint applied">${applied.length ? `applied: ${applied.join(", ")}` : answer.done ? "nothing applied" : "\u00a0"}</p>
     <pre id=${id} ref=${box} role="group" tabindex="0" aria-label=${`${title}: the answer; arrow keys go from token to token`}
-      onKeyDown=${step} onMouseOver=${event => hovered(event, look)} onFocus=${() => { if (shown < 0 && tokens.length) look(0) }}>${answer.done && !answer.text ? html`<span class="hint">(no text) </span>` : ""}${pieces}</pre>
+      onKeyDown=${step} onMouseOver=${event => hovered(event, look)} onFocus=${() => { if (shown < 0 && tokens.length) look(0) }}>${blank(answer, running)}${pieces}</pre>
     <p class="readout" aria-live="polite">${shown >= 0 ? told(tokens[shown], shown, tokens.length) : "\u00a0"}</p>
     ${answer.done && inWords(answer).map(({ kind, text }) => html`<${Note} kind=${kind} key=${text}>${text}</${Note}>`)}
     ${answer.done && (answer.report?.modules ?? []).map(module => html`<p class="hint" key=${module.name}>
       ${module.name}: gate open at ${module.open} of ${module.positions} tokens, ${
       module.strength ? `strength ${module.strength}` : "measured only (shadow)"}</p>`)}
   </section>`
+}
+
+// What stands where no text does.
+function blank({ done, text, ended }, running) {
+  if (text || (running && !done)) return ""
+  return html`<span class="hint">${ended ? "(no text) " : done ? "(no answer)" : "The answer appears here."}</span>`
 }
 
 const strongest = token => Math.max(0, ...Object.values(token.gates ?? {}))

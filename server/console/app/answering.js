@@ -5,9 +5,10 @@ import { may } from "./session.js"
 const PIECES = /\w+|\s+|[^\w\s]/g, LEAST = 8 // pieces in a row: single words in common mean little
 
 // `tokens`: {text, gates} each, gates as {module: activation}, null where nothing is told; the one that ended the answer has `end` and
-// no text. `applied`: labels of what applied. `spans`: {start, end, kind, label} of the text.
+// no text. `applied`: labels of what applied. `spans`: {start, end, kind, label} of the text. `failed`: it came to an error, which is told
+// elsewhere.
 export const nothing = () => ({
-  tokens: [], text: "", applied: [], ended: null, report: null, usage: null, seconds: 0, done: false, spans: [],
+  tokens: [], text: "", applied: [], ended: null, report: null, usage: null, seconds: 0, done: false, failed: false, spans: [],
 })
 
 // Ask for a completion and call `show` with the answer after each part of it.
@@ -95,7 +96,7 @@ function common(a, b) {
 }
 
 // How an answer ended and what was done to it, in words: {kind, text} each, never nothing.
-export function inWords({ ended, report, text, usage, tokens }) {
+export function inWords({ ended, report, text, usage, tokens, failed }) {
   const said = [], count = usage?.completion_tokens ?? tokens.length
   const open = (report?.modules ?? []).filter(module => module.strength > 0 && module.open > 0).map(module => module.name)
   const bars = Object.entries(report?.guards?.bars ?? {}), counted = report?.guards?.counted ?? []
@@ -110,6 +111,7 @@ export function inWords({ ended, report, text, usage, tokens }) {
   if (report?.silenced) said.push({ kind: "warn", text: `The model ended its answer${text ? "" : " at once"}, while the gate of ${open.join(", ") || "a module"} was open.` })
   else if (ended?.reason === "stop") said.push({ kind: "", text: `The model ended its answer${text ? "" : " at once, without a word"}.` })
   else if (ended?.reason === "length") said.push({ kind: "", text: `Cut off after ${count} tokens, as many as were asked for.` })
+  else if (failed) said.push({ kind: "bad", text: `${text ? "The answer broke off" : "There is no answer"}: the reason stands above.` })
   else if (!ended) said.push({ kind: "", text: "The answer was given up before its end." })
   return said
 }

@@ -4,6 +4,8 @@ import { get } from "./api.js"
 import { Field, Problem } from "./parts.js"
 import { change, useSession } from "./session.js"
 
+const UNKNOWN = "the server does not know this key"
+
 export function Login({ reason = "", scope, page }) {
   const [key, setKey] = useState(""), [problem, setProblem] = useState(null), [busy, setBusy] = useState(false)
   const { open } = useSession(), form = useRef(null)
@@ -16,10 +18,10 @@ export function Login({ reason = "", scope, page }) {
     setBusy(true)
     try {
       const state = await get("/console/state.json", { key: key.trim() })
-      if (state.caller.name === null) setProblem({ message: "the server does not know this key" })
+      if (state.caller.name === null) setProblem({ message: UNKNOWN })
       else if (scope && !state.caller.scopes.includes(scope)) setProblem({ message: `this key does not have the scope '${scope}'` })
       else change({ key: key.trim(), state, login: false, reason: "" })
-    } catch (error) { setProblem(error) }
+    } catch (error) { setProblem(error.status === 401 && /needs a key/.test(error.message) ? { message: UNKNOWN } : error) }
     setBusy(false)
   }
 

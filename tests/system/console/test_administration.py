@@ -89,6 +89,25 @@ def test_rules_that_were_changed_in_another_window_are_not_written_over_unseen(b
         expect(page.get_by_role("row").filter(has_text="Profile fixed")).to_contain_text("in the settings file")
 
 
+def test_a_profile_that_two_pages_make_at_once_is_made_by_one(browser: Browser, keyed: Live) -> None:
+    with opened(browser, keyed.url, ADMIN_KEY) as mine, opened(browser, keyed.url, ADMIN_KEY) as theirs:
+        for page in (mine, theirs):
+            page.goto(keyed.url + "/#/keys/profile")
+            page.get_by_label("Name", exact=True).fill("both")
+        theirs.get_by_role("button", name="Make the profile").click()
+        theirs.get_by_label("Enforced").fill("one")
+        theirs.get_by_role("button", name="Save").click()
+        expect(theirs.get_by_role("row").filter(has_text="Profile both")).to_contain_text("Enforced: one.")
+        mine.get_by_role("button", name="Make the profile").click()
+        expect(mine.get_by_role("alert").filter(has_text="There is a profile both already")).to_be_visible()
+        assert keyed.admin("/profiles/both").body["enforced"] == {"one": 1.0}
+        mine.get_by_role("link", name="See what it says").click()
+        expect(mine.get_by_label("Enforced")).to_have_value("one")
+        keyed.admin("/profiles/both", method="DELETE")
+        mine.get_by_role("button", name="Save").click()
+        expect(mine.get_by_role("alert").filter(has_text="profile 'both' does not exist")).to_be_visible()
+
+
 def test_the_trail_is_paged_filtered_checked_and_saved(browser: Browser, keyed: Live) -> None:
     with opened(browser, keyed.url, ADMIN_KEY) as page:
         with keyed.service.registry.transactions.change() as session:

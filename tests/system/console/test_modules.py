@@ -10,7 +10,6 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.server.api.admin.test_modules import adopt, applied
 from tests.support.live import ADMIN_KEY, Live, live
-from tests.support.modules import build_module
 from tests.system.console.conftest import complaints, go, opened
 
 pytestmark = pytest.mark.slow
@@ -49,41 +48,6 @@ def test_an_active_module_without_a_scope_binds_nobody_until_it_is_enforced(page
     expect(row(page, "two")).to_contain_text("protects nobody")
     assert applied(server.complete()) == ["one"]
     expect(row(page, "one")).to_contain_text("positions")  # of the request just now
-
-
-def test_a_module_is_suspended_put_into_shadow_and_activated(page: Page, server: Live) -> None:
-    for button, sure, state, said in (
-        ("Suspend one, version 1", True, "suspended", "one, version 1, is suspended. It binds nothing while"),
-        ("Shadow one, version 1", False, "shadow", "is shadow. It binds nothing: it is measured and never applied"),
-        ("Activate one, version 1", False, "active", "is active. It binds no request but those that name it"),
-    ):
-        press(page, button, sure=sure)
-        expect(page.locator("main")).to_contain_text(said)
-        expect(row(page, "one").locator(".badge")).to_have_text(state)
-        assert server.admin("/modules/one").body["state"] == state
-    page.get_by_role("button", name="Suspend one, version 1").click()
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog")).to_have_count(0)
-    expect(page.get_by_role("button", name="Suspend one, version 1")).to_be_focused()
-    assert server.admin("/modules/one").body["state"] == "active"
-
-
-def test_a_version_is_rolled_back_to_the_one_before_it(page: Page, server: Live) -> None:
-    expect(row(page, "two")).to_contain_text("version 1")
-    assert page.get_by_role("button", name="Roll back").count() == 0
-    told = {"cost": {"open_rate": 0.001}, "forget_open_rate": 0.9}
-    newer = build_module(server.service.loaded.identity, "two", layer=1, seed=7, measured=told)
-    newer.save(server.service.settings.modules_dir / "two.safetensors")
-    expect(row(page, "two")).to_contain_text("version 2")
-    expect(row(page, "two")).to_contain_text("protected rows: open at 90")
-    press(page, "Roll back two, version 2", sure=True)
-    expect(page.locator("main")).to_contain_text("two, version 1, is active")
-    page.get_by_role("link", name="two").click()
-    versions = page.get_by_role("region", name="Versions").get_by_role("row")
-    expect(versions.filter(has_text="superseded")).to_have_count(1)
-    assert complaints(page) == []
-    press(page, "Retire two, version 2", sure=True)
-    expect(versions.filter(has_text="retired")).to_have_count(1)
 
 
 def test_beside_others_in_force_the_joint_answer_is_shown(page: Page, server: Live) -> None:

@@ -29,7 +29,7 @@ def test_without_a_key_there_is_nothing_but_the_login(browser: Browser, asking: 
         expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
         assert page.get_by_role("navigation").count() == 0 and "tiny" not in page.inner_text("body")
         assert complaints(page) == []
-        for wrong, told in (("ubk_wrong", "needs a key"), ("schlüssel", "ASCII")):
+        for wrong, told in (("ubk_wrong", "does not know this key"), ("schlüssel", "ASCII")):
             page.fill("#key", wrong)
             page.keyboard.press("Enter")
             expect(page.get_by_role("alert").filter(has_text=told)).to_be_visible()
@@ -119,9 +119,13 @@ def test_a_server_that_is_killed_is_told_of_until_it_is_back(
         port = free.getsockname()[1]
     first_one = serving(checkpoint, tmp_path / "first", worker=False, port=port)
     with first_one as first, opened(browser, first.url, ADMIN_KEY) as page:
-        go(page, "Modules")
+        page.get_by_label("Prompt").fill("def kept(page):")
         first.process.kill()
         expect(page.get_by_role("alert").filter(has_text="does not answer")).to_be_visible()
+        page.get_by_role("button", name="Complete").click()
+        expect(page.get_by_text("There is no answer: the reason stands above.")).to_have_count(2)
         with live(checkpoint, tmp_path, port=port):
             expect(page.locator(".banner")).to_have_count(0)
-            expect(page.get_by_role("heading", level=1)).to_have_text("Modules")
+            expect(page.get_by_label("Prompt")).to_have_value("def kept(page):")
+            page.get_by_role("button", name="Complete").click()
+            expect(page.locator("#legend")).to_contain_text("Both answers are identical.")

@@ -99,8 +99,8 @@ function Details({ module, data, done }) {
       <dd class="mono">${Array.isArray(module[name]) ? module[name].join(", ") : String(module[name])}</dd>`)}
       <dt>made</dt><dd>${time(module.created_at)}</dd><dt>changed</dt><dd>${time(module.changed_at)}</dd></dl>
     <h3>Versions</h3>
-    <${Table} label="Versions" columns=${["Version", "State", "Digest", "Changed", "Change"]}>${versions.map(other => html`<tr key=${other.id}>
-      <th scope="row"><a href=${"#/modules/" + other.id}>${other.version}</a></th><td><${State} module=${other} /></td>
-      <td class="mono">${short(other.digest)}</td><td>${time(other.changed_at)}</td>
-      <td><${Actions} module=${other} former=${former(other, data.modules)} done=${done} all /></td></tr>`)}</${Table}></section>`
+    <${Table} stacked label="Versions" columns=${["Version", "State", "Digest", "Changed", "Change"]}>${versions.map(other => html`<tr key=${other.id} role="row">
+      <th scope="row" role="rowheader"><a href=${"#/modules/" + other.id}>${other.version}</a></th><${Cell} of="State"><${State} module=${other} /></${Cell}>
+      <${Cell} of="Digest" class="mono">${short(other.digest)}</${Cell}><${Cell} of="Changed" class="nowrap">${time(other.changed_at)}</${Cell}>
+      <${Cell} of="Change"><${Actions} module=${other} former=${former(other, data.modules)} done=${done} all /></${Cell}></tr>`)}</${Table}></section>`
 }

@@ -5,7 +5,8 @@ import { complete, nothing, protectedSpans, sampleSpans } from "../answering.js"
 import { Empty, Field, Note, Problem, Title } from "../parts.js"
 import { announce, may, useSession } from "../session.js"
 
-const SIDES = ["Without modules", "With modules"]
+// What was asked for on the left is no module; what is enforced applies there as well.
+const titles = ([left]) => [left.applied.length ? "With what is enforced alone" : "Without modules", "With modules"]
 
 export function Playground() {
   const { state } = useSession()
@@ -24,8 +25,8 @@ export function Playground() {
       answer.spans = [...answer.spans, ...await protectedSpans(answer.text)]
       put({ ...answer })
     } catch (error) {
+      show(before => before.map((old, at) => at === number ? { ...old, done: true, failed: !signal.aborted } : old))
       if (!signal.aborted) throw error
-      show(before => before.map((old, at) => at === number ? { ...old, done: true } : old))
     }
   }
 
@@ -67,7 +68,7 @@ export function Playground() {
       <button class="main" id="go">${running ? "Stop" : "Complete"}</button>
     </form>
     <${BothSides} applied=${answers[0].applied} />
-    <div class="two">${SIDES.map((title, number) => html`<${Answer} key=${number} id=${"text" + number} title=${title} answer=${answers[number]}
+    <div class="two">${titles(answers).map((title, number) => html`<${Answer} key=${number} id=${"text" + number} title=${title} answer=${answers[number]}
       running=${running && !answers[number].done} />`)}</div>
     <${Legend} answers=${answers} sample=${sample} running=${running} />`
 }
@@ -103,12 +104,18 @@ function groups(rows) {
   return [...found].map(([set, members]) => [`${set} (${members[0][0].kind})`, members])
 }
 
-const BothSides = ({ applied }) => applied.length > 0 && html`<${Note} kind="warn">On both sides: ${applied.join(", ")}. A policy, a profile or
-  this key enforces ${applied.length === 1 ? "it" : "them"}, and no request can leave ${applied.length === 1 ? "it" : "them"} out.</${Note}>`
+const BothSides = ({ applied }) => applied.length > 0 && html`<${Note} kind="warn">On both sides: ${applied.map(named).join(", ")}. A takedown, a policy, a profile
+  or this key enforces ${applied.length === 1 ? "it" : "them"}, and no request can leave ${applied.length === 1 ? "it" : "them"} out.</${Note}>`
+
+// "set-a:guard@1234" -> "the guard set-a"
+function named(label) {
+  const [name, kind] = label.split("@")[0].split(":")
+  return `the ${kind ?? "module"} ${name}`
+}
 
 function Legend({ answers, sample, running }) {
   const [left, right] = answers
-  if (running || !left.done || !right.done) return null
+  if (running || !left.ended || !right.ended) return null
   const kinds = new Set(answers.flatMap(answer => answer.spans.map(span => span.kind)))
   return html`<p class="legend" id="legend">${left.text === right.text
     ? html`<strong>Both answers are identical.</strong>` : "The answers differ."}

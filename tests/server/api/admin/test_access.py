@@ -184,6 +184,18 @@ def test_rules_that_somebody_else_changed_are_not_written_over(guarded: Live) ->
         assert put({}, first.headers["etag"]).status == put({}, "*").status == 200
 
 
+def test_a_profile_that_somebody_else_made_is_not_made_again(guarded: Live) -> None:
+    def make_profile(rules: dict[str, Any], condition: str = "*") -> Answer:
+        given = {"If-None-Match": condition}
+        return guarded.call("/admin/v1/profiles/twice", rules, key=ADMIN_KEY, method="PUT", headers=given)
+
+    assert make_profile({"modules": ["one"]}).status == 200
+    assert refusal(make_profile({})) == (412, "already_there")
+    assert guarded.admin("/profiles/twice").body["modules"] == {"one": 1.0}
+    assert make_profile({}, '"an-etag"').error["param"] == "if-none-match"
+    guarded.admin("/profiles/twice", method="DELETE")
+
+
 def test_profiles_and_policies_take_effect_at_once(guarded: Live) -> None:
     assert guarded.admin("/profiles/team", {"modules": {"one": 0.5}, "enforced": ["two"]}, "PUT").status == 200
     assert "tiny~team" in {model["id"] for model in guarded.call(MODELS, key=ADMIN_KEY).body["data"]}

@@ -49,7 +49,7 @@ export function RulesForm({ scope, known, again }) {
       if (body.missing.length) take(await look())
       else location.hash = "#/keys"
     } catch (error) {
-      if (error.code === "stale") setOther(await look().catch(() => null))
+      if (error.code === "stale") await look().then(setOther, setProblem) // they may be gone altogether
       else setProblem(error)
     }
   }
@@ -80,18 +80,26 @@ const Conflict = ({ scope, other, known, theirs, mine }) => html`<div role="aler
   <ul>${inWords(scope, other.rules, known).map(text => html`<li key=${text}>${text}</li>`)}</ul>
   <div class="row"><${Button} onClick=${theirs}>Take theirs into the form</${Button}><${Button} kind="danger" onClick=${mine}>Write mine over them</${Button}></div></${Note}></div>`
 
-export function NewProfile({ known }) {
-  const [name, set] = useState(""), [problem, setProblem] = useState(null)
+export function NewProfile() {
+  const [name, set] = useState(""), [problem, setProblem] = useState(null), [there, setThere] = useState("")
+  const rules = profile => "#/keys/rules/" + encodeURIComponent("profile:" + profile)
   async function make(event) {
     event.preventDefault()
     setProblem(null)
-    if (known.profiles.some(profile => profile.name === name.trim())) return setProblem({ message: `name: the profile '${name.trim()}' exists; change it on the list` })
+    setThere("")
+    const wanted = name.trim()
     try {
-      await call("/admin/v1/profiles/" + encodeURIComponent(name.trim()), { method: "PUT", body: {} })
-      location.hash = "#/keys/rules/" + encodeURIComponent("profile:" + name.trim())
-    } catch (error) { setProblem(error) }
+      await call("/admin/v1/profiles/" + encodeURIComponent(wanted), { method: "PUT", body: {}, headers: { "If-None-Match": "*" } })
+      location.hash = rules(wanted)
+    } catch (error) {
+      if (error.code === "already_there") setThere(wanted)
+      else setProblem(error)
+    }
   }
   return html`<${Title} title="New profile" lead="A named set of rules: a key may have it, and a request may ask under it by /p/NAME/v1/... or the model MODEL~NAME." />
     <form class="card" onSubmit=${make}><${Field} label="Name" id="name"><input id="name" required maxlength="64" value=${name} onInput=${event => set(event.target.value)} /></${Field}>
-      <${Problem} error=${problem} /><div class="row"><button class="main">Make the profile</button><a href="#/keys">Back</a></div></form>`
+      <${Problem} error=${problem} />
+      <div role="alert">${there && html`<${Note} kind="warn">There is a profile ${there} already, and nothing of it was changed.${" "}
+        <a href=${rules(there)}>See what it says</a>, or choose another name.</${Note}>`}</div>
+      <div class="row"><button class="main">Make the profile</button><a href="#/keys">Back</a></div></form>`
 }

@@ -29,11 +29,12 @@ function Progress({ job }) {
     <p class="hint">${job.message ? `${job.message}. ` : ""}${duration(job.elapsed_seconds)} so far.${left}${planned}</p>`
 }
 
-function Ended({ job }) {
+function Ended({ job, takedown }) {
   const when = `${time(job.finished_at)}, after ${duration(job.elapsed_seconds)}`
-  if (job.state === "failed") return html`<${Note} kind="bad"><p><strong>It failed:</strong> ${job.error}</p><p>${remedy(job.error)} Finished stages are not repeated.</p></${Note}>
+  if (job.state === "failed") return html`<${Note} kind="bad"><p><strong>It failed:</strong> ${job.error}</p><p>${remedy(job.error)} Finished stages are not repeated.</p>
+    <p>${meanwhile(takedown)}</p></${Note}>
     <p class="hint">${when}, attempt ${job.attempt}.</p>`
-  if (job.state === "cancelled") return html`<${Note} kind="warn">It was cancelled. What was finished is kept: trying again goes on from there.</${Note}>
+  if (job.state === "cancelled") return html`<${Note} kind="warn">It was cancelled. What was finished is kept: trying again goes on from there. ${meanwhile(takedown)}</${Note}>
     <p class="hint">${when}.</p>`
   const [kind, word, told] = outcome(job.outcome)
   const { remark, joint_verdict: joint, fit } = job.result
@@ -41,6 +42,10 @@ function Ended({ job }) {
     ${fit?.retain_rows_left_out > 0 && html`<p>${fit.retain_rows_left_out} retain rows hold parts of these rows and were left out; take them out of the retain set.</p>`}</${Note}>
     <p class="hint">Ended ${when}.</p>`
 }
+
+// Whether anything of the takedown holds while its job does not go on.
+const meanwhile = ({ in_force, binds }) => in_force === "none" ? "Until then nothing of this takedown keeps the rows back."
+  : `Meanwhile what was made before holds, and binds ${binds}.`
 
 function Stages({ job }) {
   const running = job.state === "running"

@@ -5,16 +5,16 @@ import { Button, Field, Problem, Title, useData } from "../../parts.js"
 import { announce } from "../../session.js"
 import { DryRun } from "./dry.js"
 import { given, NO_ROWS, Rows } from "./rows.js"
+import { NOTICE, SCOPES } from "./words.js"
 
-const NOTICE = { claimant: "Claimant", work: "Work", reference: "Reference", received_at: "Received", note: "Note" }
 const PROTECT = {
-  "": "Both: a guard at once, and a module once it is fitted",
-  guard: "Guard alone: no answer holds a run of these rows",
-  module: "Module alone: the model forgets, once it is fitted",
+  "": "Guard at once, module once fitted",
+  guard: "Guard alone",
+  module: "Module alone, once it is fitted",
 }
-const POLICY = { "": "What a model writes that never saw the rows (rewrite)", silent: "Nothing: the answer ends (silent)" }
+const POLICY = { "": "Other code, as if unseen (rewrite)", silent: "Nothing: the answer ends (silent)" }
 const ACTION = {
-  steer: "Another token (steer), and after three its end",
+  steer: "Another token (steer)",
   stop: "The end of the answer (stop)",
   report: "Nothing: it is only counted (report)",
 }
@@ -67,7 +67,7 @@ export function New() {
   const change = name => value => changed(setForm)({ ...form, [name]: value })
   async function ask(dry) {
     setProblem(null)
-    if (!form.scope) return setProblem({ message: "options.scope: say whom it binds", param: "options.scope" })
+    if (!form.scope) return setProblem({ message: "Say whom it binds: every request, or only those that name it, are under a profile or have a key." })
     key.current ??= crypto.getRandomValues(new Uint32Array(4)).join("-")
     try {
       const answer = await post({ form, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
@@ -89,13 +89,14 @@ export function New() {
           <input id="name" required maxlength="64" value=${form.name} onInput=${event => change("name")(event.target.value)} /></${Field}>
         <${Choice} label="Whom it binds" id="scope" choices=${{ "": "Choose", ...SCOPES, ...scopes }} value=${form.scope} onChange=${change("scope")}
           hint="A promise to a claimant needs one that is enforced: every request." />
-        <${Choice} label="What is made" id="protect" choices=${PROTECT} value=${form.protect} onChange=${change("protect")} />
+        <${Choice} label="What is made" id="protect" choices=${PROTECT} value=${form.protect} onChange=${change("protect")}
+          hint="A guard keeps every answer from holding a run of these rows; a module has the model go on as if it never saw them." />
         <${Choice} label="When the module holds" id="activation" choices=${ACTIVATION} value=${form.activation} onChange=${change("activation")} />
       </div>
       <details><summary>How it holds</summary><div class="two">
         ${form.protect !== "guard" && html`<${Choice} label="What is written in place of the rows" id="policy" choices=${POLICY} value=${form.policy} onChange=${change("policy")} />`}
         ${form.protect !== "module" && html`<${Choice} label="What the guard does" id="action" choices=${ACTION} value=${form.action} onChange=${change("action")}
-            hint="Where an answer would complete a run of the rows." />
+            hint=${`Where an answer would complete a run of the rows.${form.action === "steer" ? " After three such tokens the answer ends." : ""}`} />
           <${Field} label="Words and signs of a run" id="run" hint="8 to 1,000; 50 unless given. Shorter rows are not guarded.">
             <input id="run" type="number" min="8" max="1000" value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>`}
         <div class="field"><label class="pick"><input type="checkbox" checked=${form.replace} onChange=${event => change("replace")(event.target.checked)} />
@@ -111,8 +112,6 @@ export function New() {
     </form>
     ${plan && html`<${DryRun} plan=${plan} />`}`
 }
-
-const SCOPES = { global: "Every request to this service", named: "Only requests that name it" }
 
 async function reachable() {
   const [profiles, keys] = await Promise.all([get("/admin/v1/profiles"), get("/admin/v1/keys")])

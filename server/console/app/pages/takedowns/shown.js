@@ -6,10 +6,10 @@ import { Ask, Badge, Button, Cell, Empty, Problem, Table, Title, useData } from 
 import { announce } from "../../session.js"
 import { Job } from "./job.js"
 import { Report } from "./report.js"
-import { standing } from "./words.js"
+import { NOTICE, SCOPES, standing } from "./words.js"
 
 const SHOWN_JOBS = 5
-const OPTIONS = { protect: "What is made", policy: "In place of the rows", activation: "Activation", scope: "Scope", gate: "Gate", replace: "Replaces" }
+const OPTIONS = { protect: "What is made", policy: "In place of the rows", activation: "Activation", scope: "Whom it binds", gate: "Gate", replace: "Replaces" }
 
 async function look(id) {
   const takedown = await get("/admin/v1/takedowns/" + encodeURIComponent(id))
@@ -95,8 +95,8 @@ function Asked({ takedown, jobs }) {
   return html`<section class="card"><h2>What was asked</h2><dl class="facts">
     <dt>Received</dt><dd>${time(takedown.created_at)}</dd>
     <dt>Rows</dt><dd>${takedown.row_count.toLocaleString("en")}</dd>
-    ${Object.entries(takedown.notice).map(([name, text]) => html`<dt key=${name}>${name.replace("_", " ")}</dt><dd>${text}</dd>`)}
-    ${said.map(([name, label]) => html`<dt key=${name}>${label}</dt><dd>${String(takedown.options[name])}</dd>`)}
+    ${Object.entries(takedown.notice).map(([name, text]) => html`<dt key=${name}>${NOTICE[name] ?? name}</dt><dd>${text}</dd>`)}
+    ${said.map(([name, label]) => html`<dt key=${name}>${label}</dt><dd>${SCOPES[takedown.options[name]] ?? String(takedown.options[name])}</dd>`)}
     <dt>Id</dt><dd class="mono">${takedown.id}</dd>
     <dt>SHA-256 of the rows</dt><dd class="mono">${short(takedown.forget_digest)}</dd>
     <dt>Jobs</dt><dd>${jobs.map(job => html`<div key=${job.id}><span class="mono">${job.id}</span> ${job.kind}, ${job.state}</div>`)}</dd>

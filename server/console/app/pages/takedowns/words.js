@@ -18,6 +18,10 @@ export const STAGE = {
 }
 export const KIND = { takedown: "making the module", verify: "measuring again", adopt: "bringing it to this model", activate: "activating" }
 
+// What a notice says of itself, and whom a takedown may bind whoever asks.
+export const NOTICE = { claimant: "Claimant", work: "Work", reference: "Reference", received_at: "Notice received", note: "Note" }
+export const SCOPES = { global: "Every request to this service", named: "Only requests that name it" }
+
 // An outcome -> [kind of badge, in a word, what it means and what to do].
 const OUTCOME = {
   active: ["good", "active", "The module was made and is active."],
@@ -47,8 +51,8 @@ export function standing({ job, in_force }) {
 
 // What to do about a job that failed, beside its reason.
 export function remedy(error = "") {
+  if (/workers died|process of stage/.test(error)) return "The program that does the work broke down or was ended from outside, most often because the machine had no memory left. Try again; if it fails again, ask whoever runs this server to look at the worker's log."
   if (/room|memory|disk|space/i.test(error)) return "Make room, or give fewer rows in one takedown; then try again."
-  if (/workers died/.test(error)) return "The worker's log says what ended it. Mend that, then try again."
-  if (/retain/.test(error)) return "Mend the retain rows that the setting names, then try again."
-  return "Mend what the reason names, then try again."
+  if (/retain/.test(error)) return "Ask whoever runs this server to mend the retain rows that the reason names, then try again."
+  return "Where the reason names something to mend, mend it; then try again. Else ask whoever runs this server to look at the worker's log."
 }
