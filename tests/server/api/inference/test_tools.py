@@ -117,6 +117,16 @@ def test_the_template_tells_the_format(family: tuple[str, Live]) -> None:
     assert format_of(server.service.loaded.tokenizer.chat_template, "none") is None
 
 
+def test_the_template_shows_what_it_tells_of_functions(family: tuple[str, Live]) -> None:
+    _, server = family
+    asked = {"messages": ASK["messages"]}
+    told = server.call("/apply-template", {**asked, "tools": TOOLS}).body["prompt"]
+    tool = TOOLS[0]["function"]
+    plain = server.call("/apply-template", asked).body["prompt"]
+    assert f"{tool['name']}: {tool.get('description')}" in told and told.endswith(plain[-8:]) and len(told) > len(plain)
+    assert server.call("/apply-template", {**asked, "tools": TOOLS, "tool_choice": "none"}).body["prompt"] == plain
+
+
 def test_a_demanded_call_fits_its_schema_whole_and_streamed(family: tuple[str, Live]) -> None:
     _, server = family
     for seed in range(1):
