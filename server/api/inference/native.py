@@ -13,9 +13,11 @@ from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.completions import PromptBody
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
 from server.api.inference.bodies.messages import Messages
+from server.api.inference.bodies.tools import ToolBody
 from server.api.inference.call import Admitted
 from server.api.inference.infill import NativeBody, native_answer
 from server.api.inference.prompts import chat_prompt, completion_prompts, size_of
+from server.api.inference.tools.calling import calling_of
 from server.service import Service, service
 
 router = APIRouter(tags=["completions"])
@@ -26,7 +28,7 @@ class NativeCompletionBody(NativeBody, PromptBody):
     """``POST /completion``."""
 
 
-class TemplateBody(TemplateOptions):
+class TemplateBody(TemplateOptions, ToolBody):
     """``POST /apply-template``."""
 
     messages: Messages
@@ -43,9 +45,10 @@ async def complete(body: NativeCompletionBody, call: Admitted) -> Response:
 
 @router.post("/apply-template", dependencies=[Depends(inference)])
 async def apply_template(body: TemplateBody, served: Served) -> dict[str, str]:
-    """The text that a chat's prompt is made of."""
+    """The text that a chat's prompt is made of, with what it tells of ``tools``."""
+    calling_of(served, body)
     size = size_of([message.text for message in body.messages])
-    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body)
+    prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, tools=body.offered)
     return {"prompt": prompt.text}
 
 

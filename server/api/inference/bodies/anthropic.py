@@ -199,7 +199,6 @@ class ConversationBody(GenerationBody):
     tools: Annotated[list[Tool], Field(max_length=512)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig = OutputConfig()
-    mcp_servers: Annotated[list[Any], Field(max_length=0, description="not offered")] = Field(default_factory=list)
 
     def chat(self) -> ChatBody:
         """The chat that this is. Raises ValidationError."""

@@ -38,18 +38,24 @@ class NamedSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """``response_format``."""
 
+    model_config = ConfigDict(validate_by_name=True)
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
+    document: Annotated[Schema | None, Field(alias="schema", description="of json_object, as llama.cpp has it")] = None
 
     @model_validator(mode="after")
     def _with_its_schema(self) -> Self:
+        if self.document is not None and self.type != "json_object":
+            raise field_error("schema", "goes with the type json_object; with json_schema send {name, schema} there")
         if self.type == "json_schema" and self.json_schema is None:
             raise field_error("json_schema", "is what type json_schema needs; send {name, schema}")
         return self
 
     def wanted(self) -> Iterator[Wanted]:
         """None for text."""
-        if self.type == "json_object":
+        if self.type == "json_object" and self.document is not None:
+            yield _json(self.document, "response_format.schema")
+        elif self.type == "json_object":
             yield Wanted(Form("json", '{"type": "object"}'), "response_format")
         elif self.type == "json_schema" and self.json_schema is not None:
             strict = bool(self.json_schema.strict)

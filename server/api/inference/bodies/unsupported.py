@@ -19,6 +19,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
+    "mcp_servers": ([],),
     "web_search_options": (),  # an empty object switches it on
     # answers of a given form
     "response_format": ({"type": "text"}, {}),

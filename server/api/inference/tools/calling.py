@@ -11,7 +11,7 @@ from typing import Any
 
 from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.forms import Wanted
-from server.api.inference.bodies.tools import Tool
+from server.api.inference.bodies.tools import Tool, ToolBody
 from server.api.inference.tools.formats import ToolFormat, format_of, lark, shown_tokens, template_of
 from server.api.inference.tools.reading import Argued, Begun, Event, Reader, Said
 from server.engine.grammars import Form, spaced
@@ -40,7 +40,7 @@ class Calling:
         return Speech(Reader(self.form, self.functions, self.most), self.form.id_length)
 
 
-def calling_of(served: Service, body: ChatBody) -> Calling | None:
+def calling_of(served: Service, body: ToolBody) -> Calling | None:
     """None where the body offers no functions. Raises ApiError 400 where the model calls none."""
     if not body.offered:
         return None

@@ -178,6 +178,14 @@ def test_what_is_wrong_is_named_as_it_was_sent(server: Live) -> None:
         assert answer.error["message"].startswith(f"{field}:") or answer.error["code"] == "context_length_exceeded"
 
 
+def test_servers_of_tools_are_refused_with_the_remedy(server: Live) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = server.call(path, {**ASKED, "mcp_servers": [{"type": "url", "url": "x", "name": "y"}]})
+        assert (answer.status, answer.error["code"]) == (400, "unsupported_parameter")
+        assert answer.error["message"].startswith("mcp_servers:") and "leave it out" in answer.error["message"]
+        assert server.call(path, {**ASKED, "mcp_servers": []}).status == 200
+
+
 def test_tokens_are_counted_without_a_limit_and_for_served_models_alone(client: Anthropic, server: Live) -> None:
     long: Any = [{"role": "user", "content": "hello " * 400}]
     counted = client.messages.count_tokens(model="tiny", messages=long).input_tokens

@@ -117,6 +117,16 @@ def test_the_template_tells_the_format(family: tuple[str, Live]) -> None:
     assert format_of(server.service.loaded.tokenizer.chat_template, "none") is None
 
 
+def test_the_template_shows_what_it_tells_of_functions(family: tuple[str, Live]) -> None:
+    _, server = family
+    asked = {"messages": ASK["messages"]}
+    told = server.call("/apply-template", {**asked, "tools": TOOLS}).body["prompt"]
+    tool = TOOLS[0]["function"]
+    plain = server.call("/apply-template", asked).body["prompt"]
+    assert f"{tool['name']}: {tool.get('description')}" in told and told.endswith(plain[-8:]) and len(told) > len(plain)
+    assert server.call("/apply-template", {**asked, "tools": TOOLS, "tool_choice": "none"}).body["prompt"] == plain
+
+
 def test_a_demanded_call_fits_its_schema_whole_and_streamed(family: tuple[str, Live]) -> None:
     _, server = family
     for seed in range(1):
@@ -215,6 +225,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}, "tools": []}, "response_format.schema"),
+    ({"response_format": {"type": "text", "schema": {"const": "a"}}}, "response_format.schema"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
     (
         {
@@ -239,6 +252,13 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     checkpoint = save_checkpoint("qwen2", folder / "tiny")
     with live(checkpoint, folder, (), template=TEMPLATES["hermes"], max_model_len=500) as running:
         yield running
+
+
+def test_a_schema_beside_json_object_is_kept(hermes: Live) -> None:
+    form = {"type": "json_object", "schema": {"enum": ["forty-two"]}}
+    asked = {"messages": ASK["messages"], "max_tokens": 40, "temperature": 0, "response_format": form}
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        assert hermes.call(path, asked).body["choices"][0]["message"]["content"] == '"forty-two"'
 
 
 class Weather(BaseModel):
