@@ -24,13 +24,14 @@ from unbind_lab.filters.filter import Filter
 from unbind_lab.filters.models import FULL
 from unbind_lab.keeping import Kept, digest
 from unbind_lab.protocols import main
+from unbind_lab.protocols.known import PROTOCOLS
+from unbind_lab.protocols.protocol import Protocol
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import System
 from unbind_lab.trained import step, training
 from unbind_lab.trained.training import Configuration, Rows, Trained, Weights, train
 
-PROTOCOLS = ("main",)
 Report = Callable[[str], None]
 
 
@@ -58,16 +59,17 @@ class Lab:
         self.kept = Kept(out / setting.name)
         self.report, self.progress = report, progress
 
-    def run(self, systems: Sequence[System], protocols: Sequence[str] = PROTOCOLS) -> None:
+    def run(self, systems: Sequence[System], protocols: Sequence[str] = ("main",)) -> None:
         """Everything that is asked for and not there yet; the summaries are files. Raises UnbindError for an unknown protocol."""
         for protocol in protocols:
             if protocol not in PROTOCOLS:
                 raise UnbindError(f"--protocols: '{protocol}' is unknown; choose from {', '.join(PROTOCOLS)}")
         for system in systems:
             for entry in self._entries(system):
-                found = self.measured(entry)
-                told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-                self.report(f"{entry.name} {dict(entry.options)}: {told}")
+                for protocol in protocols:
+                    found = self.measured(entry, PROTOCOLS[protocol])
+                    told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+                    self.report(f"{protocol}: {entry.name} {dict(entry.options)}: {told}")
 
     def _entries(self, system: System) -> Iterator[Entry]:
         if isinstance(system, Filter):
@@ -80,18 +82,19 @@ class Lab:
             yield Entry(system, "paper", system.paper.described())
             yield Entry(system, "tuned", self._tuned(system))
 
-    def measured(self, entry: Entry) -> main.Summary:
-        """The main protocol on the reported rows: records in JSONL, and their summary."""
-        name = f"main/{entry.name}"
+    def measured(self, entry: Entry, protocol: Protocol) -> main.Summary:
+        """A protocol on the reported rows: records in JSONL, and their summary."""
+        name = f"{protocol.name}/{entry.name}"
         path = self.kept.folder / f"{name}.jsonl"
 
         def work() -> dict[str, Any]:
-            found = main.records(self._made(entry), self._reported, self.progress)
+            found = protocol.records(self._made(entry), self._reported, self.progress)
             write_text(path, "".join(json.dumps(one) + "\n" for one in found))
             options = {"system": entry.system.name, "configuration": entry.label, "options": dict(entry.options)}
-            return {**options, **main.summary(found)}
+            return {**options, **protocol.summary(found)}
 
-        made_of = digest([self._made_of(entry.system), entry.options, self._measured_by])
+        measured_by = _code(inspect.getmodule(protocol.records), main, served_by)
+        made_of = digest([self._made_of(entry.system), entry.options, measured_by])
         found = self.kept.value(name, made_of, work)
         return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
@@ -180,7 +183,10 @@ class Lab:
     @cached_property
     def _reported(self) -> main.Material:
         retrained = Served(self.bench.retrained.model, self.bench.retrained.tokenizer)
-        return main.Material(self.bench.forget, self.bench.retain, self.setting.completed_rows, retrained)
+        setting = self.setting
+        return main.Material(
+            self.bench.forget, self.bench.retain, setting.completed_rows, retrained, setting.access_attempts
+        )
 
     @cached_property
     def _validation(self) -> main.Material:

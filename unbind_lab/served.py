@@ -44,15 +44,15 @@ class Served:
     asked: Callable[[str], str] | None = None
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], new: int, progress: ProgressCallback = silent
+        self, prompts: Sequence[Sequence[int]], how: int | Sampling, progress: ProgressCallback = silent
     ) -> list[list[int]]:
-        """Greedy answers of at most ``new`` tokens, without the end token; empty where the prompt is refused."""
+        """Answers without the end token, greedy ones where ``how`` is the most tokens; empty where the prompt is refused."""
         taken = [i for i, prompt in enumerate(prompts) if not self._refused(prompt)]
         answers: list[list[int]] = [[] for _ in prompts]
         found = complete(
             self.model,
             [self._asked(prompts[i]) for i in taken],
-            Sampling(new),
+            how if isinstance(how, Sampling) else Sampling(how),
             pad=pad_id(self.tokenizer),
             end=self.tokenizer.eos_token_id,
             editing=self.editing,

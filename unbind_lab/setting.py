@@ -37,6 +37,7 @@ class Setting:
     completed_rows: int = 48
     validation_rows: int = 40
     validation_completed_rows: int = 12
+    access_attempts: int = 5
     rows_an_update: int = 8
     seed: int = 0
     learning_rates: tuple[float, ...] = (1e-4, 4e-4, 1.6e-3)

@@ -1,4 +1,4 @@
-"""The table of a run in the paper's form, as Markdown, with Unbind's rows held against the paper's claims and the best rival."""
+"""The tables of a run in the paper's form, as Markdown, with Unbind's rows held against the paper's claims and the best rival."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import Any
 
 from unbind_core.errors import UnbindError
 from unbind_lab.filters.filter import Filter
+from unbind_lab.protocols.known import PROTOCOLS
 from unbind_lab.protocols.main import joint_score
+from unbind_lab.protocols.protocol import Column
 from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
 
 LABELS = ("shipped", "paper", "tuned")
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("F-BLEU ↓", "f_bleu", ".4f"),
-    ("R-PPL ↓", "r_ppl", ".3f"),
-    ("R-BLEU ↑", "r_bleu", ".4f"),
-    ("FR", "fr", ".3f"),
-    ("UR", "ur", ".3f"),
-    ("FU-H ↑", "fu_h", ".2f"),
-    ("KL from M_retrain ↓", "kl", ".3f"),
-    ("rows with 50 tokens ↓", "spans_50", ".0f"),
-    ("recovery % ↓", "mean_recovery", ".1f"),
-    ("empty answers", "empty", ".0f"),
-)
 Line = dict[str, Any]
 
 
 def lines(folder: Path) -> list[Line]:
     """What was measured, in the order of the systems, with FR, UR and FU-H. Raises UnbindError where M_full is missing."""
-    found: list[Line] = []
-    for name in SYSTEMS:
-        for label in LABELS:
-            path = folder / "main" / f"{name}-{label}.json"
-            if path.is_file():
-                found.append(json.loads(path.read_text(encoding="utf-8"))["value"])
+    found = measured(folder, "main")
     full = next((one for one in found if one["system"] == "m-full"), None)
     if full is None:
         raise UnbindError(f"{folder}: m-full was not measured; run unbind lab run {folder.name} --systems m-full")
     return [{**one, **joint_score(one, full)} for one in found]
 
 
-def markdown(folder: Path) -> str:
-    """The table, what is missing of it, and the claims."""
-    found = lines(folder)
-    heads = ["system", "configuration", *(head for head, _, _ in COLUMNS)]
-    rows = [heads, ["---"] * 2 + ["---:"] * len(COLUMNS)]
+def measured(folder: Path, protocol: str) -> list[Line]:
+    """What was measured by a protocol, in the order of the systems."""
+    paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
+    return [json.loads(path.read_text(encoding="utf-8"))["value"] for path in paths if path.is_file()]
+
+
+def _table(found: Sequence[Line], columns: Sequence[Column]) -> str:
+    heads = ["system", "configuration", *(head for head, _, _ in columns)]
+    rows = [heads, ["---"] * 2 + ["---:"] * len(columns)]
     rows += [
-        [one["system"], _configuration(one), *(_cell(one[key], form) for _, key, form in COLUMNS)] for one in found
+        [one["system"], _configuration(one), *(_cell(one[key], form) if key in one else "" for _, key, form in columns)]
+        for one in found
     ]
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def markdown(folder: Path) -> str:
+    """The main table, what is missing of it, the claims, and a table of every other protocol that was run."""
+    found = lines(folder)
+    text = _table(found, PROTOCOLS["main"].columns)
     there = {(one["system"], one["configuration"]) for one in found}
     missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
     if missing:
         text += f"\n\nNot measured, or not in every configuration: {', '.join(missing)}. "
         text += f"`unbind lab run {folder.name}` completes the table."
     told = claims(found)
-    return text + ("\n\n" + "\n".join(f"- {one}" for one in told) if told else "") + "\n"
+    text += "\n\n" + "\n".join(f"- {one}" for one in told) if told else ""
+    for name, protocol in PROTOCOLS.items():
+        if name != "main" and (others := measured(folder, name)):
+            text += f"\n\n### {name}\n\n{_table(others, protocol.columns)}"
+    return text + "\n"
 
 
 def _labels(system: System) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
 # Two ways that no fit ever looks at, an injection longer than any it knows and a request of another form, and those that it may.
 REPORTED_BY = ("prefix-64", "fence")
 CHOSEN_BY = tuple(way for way in WAYS if way not in REPORTED_BY)
+Answering = Callable[[Sequence[list[int]], Sampling], list[list[int]]]  # prompts, how
 Greedily = Callable[[Sequence[list[int]], Sequence[list[int]], int], list[list[int]]]  # prompts, targets, new tokens
 
 
@@ -87,6 +88,7 @@ def forget_scores(
     new_tokens: int = ACCESS_NEW_TOKENS,
     editing: Editing = nullcontext,
     greedily: Greedily | None = None,
+    answering: Answering | None = None,
     progress: ProgressCallback = silent,
     stage: str = "forget rows",
 ) -> list[RowScore]:
@@ -94,13 +96,16 @@ def forget_scores(
 
     Sampled ones (temperature 0.8, top-p 0.95) are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the
     original way alone, greedily, for as many tokens as BLEU needs. BLEU is of the original way, and not there where that is not
-    asked. ``greedily`` gives the greedy completions where they are to be had for less.
+    asked. ``greedily`` gives the greedy completions where they are to be had for less; ``answering`` gives all
+    of them, in place of ``model``.
     """
     pad, end = pad_id(tokenizer), tokenizer.eos_token_id
     scores = [RowScore({}) for _ in rows]
 
     def run(work: Sequence[_Attempt], sampling: Sampling, label: str) -> list[list[int]]:
         prompts = [attempt.prompt for attempt in work]
+        if answering is not None:
+            return answering(prompts, sampling)
         if greedily is not None and sampling.temperature == 0:
             return greedily(prompts, [attempt.target for attempt in work], sampling.max_new_tokens)
         return complete(

@@ -30,12 +30,14 @@ LARGEST = 700.0  # a mean NLL that still has an exponential
 
 @dataclass(frozen=True)
 class Material:
-    """The rows that systems are measured on, how many of the retain rows are completed, and M_retrain."""
+    """The rows that systems are measured on, how many of the retain rows are completed, M_retrain, and how often
+    each access condition is tried."""
 
     forget: Sequence[ForgetRow]
     retain: Sequence[RetainRow]
     completed: int
     retrained: Served
+    attempts: int = 5
 
     @cached_property
     def windows(self) -> list[Window]:
@@ -60,7 +62,7 @@ def _forget(served: Served, material: Material, progress: ProgressCallback) -> l
         material.forget,
         forms=("plain",),
         attempts=0,
-        greedily=lambda prompts, _, new: served.complete(prompts, new, progress),
+        answering=lambda prompts, how: served.complete(prompts, how, progress),
     )
     found: list[Record] = [
         {

@@ -1,0 +1,21 @@
+"""Every protocol by name: the one place that lists them."""
+
+from __future__ import annotations
+
+from unbind_lab.protocols import access, main
+from unbind_lab.protocols.protocol import Column, Protocol
+
+MAIN: tuple[Column, ...] = (
+    ("F-BLEU ↓", "f_bleu", ".4f"),
+    ("R-PPL ↓", "r_ppl", ".3f"),
+    ("R-BLEU ↑", "r_bleu", ".4f"),
+    ("FR", "fr", ".3f"),
+    ("UR", "ur", ".3f"),
+    ("FU-H ↑", "fu_h", ".2f"),
+    ("KL from M_retrain ↓", "kl", ".3f"),
+    ("rows with 50 tokens ↓", "spans_50", ".0f"),
+    ("recovery % ↓", "mean_recovery", ".1f"),
+    ("empty answers", "empty", ".0f"),
+)
+
+PROTOCOLS = {one.name: one for one in (Protocol("main", main.records, main.summary, MAIN), access.PROTOCOL)}
