@@ -18,6 +18,7 @@ from unbind_core.guard.book import GuardSet
 from unbind_core.guard.escapes import meant
 from unbind_core.guard.follower import Follower, Verdict
 from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.lexemes import most_lexemes
 
 MOST_AT_ONCE = 64  # tokens barred at one position, after which the answer ends
 
@@ -58,6 +59,10 @@ class Guarding:
         self._likeliest = Follower(guards, str) if shows else None
         self._spelt = TextStream(tokenizer, ())
         self._withholds, self._cuts = guards.withholds, cuts
+        # Where nobody needs to know how long runs are, text that cannot end one is read with what comes after it: between two
+        # tokens the model's weights pass through the processor's caches, and looking costs four times what it costs at once.
+        self._unhurried = not (guards.withholds or shows or holds_json)
+        self._unread, self._slack = "", 0  # and how many lexemes may still be left so
         self._now: tuple[GuardIndex, ...] = ()  # whose run the text holds if it ends here
         self._bars: Counter[GuardIndex] = Counter()
         self._quiet = False
@@ -68,12 +73,18 @@ class Guarding:
 
     def accepts(self, token: int, text: str) -> bool:
         """Whether ``token``, which adds ``text``, may follow; else it is barred, and another must be chosen, unless ``blocked``."""
+        if self._slack and (lexemes := most_lexemes(text)) < self._slack:
+            self._unread += text
+            self._slack -= lexemes
+            self._now, self.barred = (), []
+            return True
         verdict = self._take(text)
         steering = next((index for index in verdict.now if index.action == "steer"), None)
         if steering is None:
             self._now = verdict.now
             self.blocked = next(iter(verdict.now if self._cuts else verdict.sure), None)
             self.long, self.barred = verdict.long or bool(verdict.now), []
+            self._slack = self._answer.slack if self._unhurried else 0
             return True
         self._undo()
         if not self.barred:
@@ -86,6 +97,7 @@ class Guarding:
         return False
 
     def _take(self, text: str) -> Verdict:
+        self._read()
         verdict = self._answer.take(text)
         if self._meant is None:
             return verdict
@@ -98,6 +110,12 @@ class Guarding:
             tuple(dict.fromkeys((*verdict.counted, *other.counted))),
             verdict.long or other.long,
         )
+
+    def _read(self) -> None:
+        """Look at what was left unread, none of which can be the end of a run."""
+        if self._unread:
+            self._answer.take(self._unread)
+            self._unread, self._slack = "", 0
 
     def _undo(self) -> None:
         self._answer.undo()
@@ -154,6 +172,7 @@ class Guarding:
     @property
     def outcome(self) -> Guarded:
         """What was done so far."""
+        self._read()
         bars = {index.name: count for index, count in self._bars.items() if count}
         followers = [self._answer] if self._meant is None else [self._answer, self._meant]
         counted = frozenset[str]().union(*(follower.counted for follower in followers))

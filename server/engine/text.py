@@ -33,7 +33,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._pieces = pieces_of(tokenizer)
         self._utf8 = getincrementaldecoder("utf-8")("replace") if self._pieces.byte_level else None
-        self._stops = automaton(tuple(one for one in stop if one))
+        self._stops = automaton(strings) if (strings := tuple(one for one in stop if one)) else None
         self._state = 0
         self._stop_ids = {self._pieces.by_text[text]: text for text in stop if text in self._pieces.by_text}
         self._shown = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in shown}
@@ -65,8 +65,10 @@ class TextStream:
         if token in self._shown:
             return self._shown[token]
         if self._utf8 is not None:
-            state = self._utf8.getstate()
-            text = self._utf8.decode(self._pieces.spell(token))
+            state, spelt = self._utf8.getstate(), self._pieces.spell(token)
+            if spelt.isascii() and not state[0]:
+                return spelt.decode("ascii")
+            text = self._utf8.decode(spelt)
             self._utf8.setstate(state)
             return text
         ids = [*self._ids[self._from :], token]
@@ -99,6 +101,8 @@ class TextStream:
 
     def _release(self, new: str) -> tuple[str, str]:
         """Take in new text. Of the stop strings that it completes, the one that begins first cuts it."""
+        if self._stops is None:
+            return new, ""
         state, start = self._state, len(self._held)
         text = self._held + new
         cut, met = len(text), ""

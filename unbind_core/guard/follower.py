@@ -98,6 +98,16 @@ class Follower:
             return Verdict(long=True) if long else _NOTHING
         return self._verdict(hits, cuts, long)
 
+    @property
+    def slack(self) -> int:
+        """With fewer new lexemes than this no run comes to its end; a word that has begun is not among them."""
+        traces = (self._state.everything, self._state.code, self._state.outside)
+        return min(
+            shape.run - shape.half - streak
+            for trace in traces
+            for shape, streak in zip(self._shapes, trace.streaks, strict=True)
+        )
+
     def undo(self) -> None:
         """Take back the newest ``take``; once."""
         self._state, self.longest, self.counted = self._before

@@ -35,6 +35,7 @@ _LOOK_ALIKE = (
     | dict.fromkeys(map(ord, _DASHES), ord("-"))
 )
 _REMEMBERED = 20_000  # characters
+_MOST_LETTERS = 18  # that one character is read as
 _INVISIBLE = frozenset({"Mn", "Me", "Cf", "Cc", "Cn", "Co", "Cs"})
 
 
@@ -62,6 +63,14 @@ def parts(pending: str, text: str) -> tuple[list[str], str]:
     if found and found[-1].end() == len(whole) and (is_word(found[-1][0]) or found[-1][0] in _GROWING):
         return [part[0] for part in found[:-1]], found[-1][0]
     return [part[0] for part in found], ""
+
+
+def most_lexemes(text: str) -> int:
+    """As many lexemes as ``text`` can begin at most, told at a glance: its characters, or one where it is a word."""
+    bare = text.strip()
+    if bare.isascii():
+        return 1 if bare.isidentifier() else len(bare)
+    return _MOST_LETTERS * len(bare)
 
 
 def is_word(part: str) -> bool:

@@ -15,7 +15,7 @@ from unbind_core.errors import GuardFileError, RowsTooShort
 from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.follower import Follower
 from unbind_core.guard.index import Action, GuardIndex, Secret, build_index
-from unbind_core.guard.lexemes import folded, readings
+from unbind_core.guard.lexemes import folded, most_lexemes, readings
 from unbind_core.guard.textguard import TextGuard
 
 SECRET = Secret(b"a key of the tests")
@@ -126,6 +126,23 @@ def test_a_guarded_text_never_holds_a_run_and_depends_on_no_cutting(text: str, s
         assert text.startswith(sent[-1])
         assert longest_run(sent[-1], ROWS) < RUN
     assert sent[0] == sent[1]
+
+
+@settings(deadline=None)
+@given(scraps(ROWS, JUNK), st.integers(0, 2**32), st.booleans())
+def test_no_run_ends_within_the_slack(text: str, seed: int, cuts: bool) -> None:
+    assert STEER is not None
+    follower = Follower(STEER, lambda: "", cuts=cuts)
+    slack, ends = 0, [*pieces(seed, text), len(text)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        verdict, slack = follower.take(text[start:end]), slack - most_lexemes(text[start:end])
+        assert slack <= 0 or not (verdict.now or verdict.sure or verdict.counted)
+        slack = max(slack, follower.slack)
+
+
+@given(st.text() | scraps(ROWS, JUNK))
+def test_no_text_holds_more_lexemes_than_it_is_said_to(text: str) -> None:
+    assert max(map(len, readings(text))) <= most_lexemes(text)
 
 
 @settings(deadline=None)
