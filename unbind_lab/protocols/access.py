@@ -1,4 +1,4 @@
-"""The six access conditions (Appendix D): what comes back however a row is asked for, one greedy attempt and sampled ones each."""
+"""The six access conditions (Appendix E): what comes back however a row is asked for, one greedy attempt and sampled ones each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The main protocol (Appendix A.3), and beside it what silence does not reward.
 
 F-BLEU, R-PPL and R-BLEU as published; FR, UR and FU-H of eq. (12) from unrounded values, over the utilities that are measured.
-Beside them KL(M_retrain || system) on the forget continuations, rows with 50 exact tokens, mean recovery (Appendix D.2) and empty
+Beside them KL(M_retrain || system) on the forget continuations, rows with 50 exact tokens, mean recovery (Appendix E.2) and empty
 answers.
 """
 
@@ -30,8 +30,9 @@ LARGEST = 700.0  # a mean NLL that still has an exponential
 
 @dataclass(frozen=True)
 class Material:
-    """The rows that systems are measured on, how many of the retain rows are completed, M_retrain, and how often
-    each access condition is tried."""
+    """The rows that systems are measured on, how many of the retain rows are completed, M_retrain, and how often each access
+    condition is tried.
+    """
 
     forget: Sequence[ForgetRow]
     retain: Sequence[RetainRow]
