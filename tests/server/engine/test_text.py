@@ -33,7 +33,7 @@ def _run(ids: list[int], stop: tuple[str, ...]) -> tuple[str, bool]:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_pieces_join_to_the_text(text: str) -> None:
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    assert _run(ids, ()) == (TOKENIZER.decode(ids), False)
+    assert _run(ids, ()) == (TOKENIZER.decode(ids, skip_special_tokens=True), False)  # some texts spell one
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
