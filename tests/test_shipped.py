@@ -15,9 +15,9 @@ def test_the_paper_s_gate_suppresses_recital_and_leaves_the_rest() -> None:
     measured = unbind("verify", "modules/demo-a-paper.safetensors", "--attempts", "1")
     before, after = measured["before"], measured["after"]
     assert before["all"]["f_bleu"] >= 0.5
-    assert after["all"]["f_bleu"] <= 0.65 * before["all"]["f_bleu"]
-    assert after["all"]["f_bleu_fim"] <= 0.65 * before["all"]["f_bleu_fim"]
-    assert after["all"]["spans_50"] <= 0.8 * before["all"]["spans_50"]  # over six ways to ask
+    assert after["all"]["f_bleu"] <= 0.6 * before["all"]["f_bleu"]
+    assert after["all"]["f_bleu_fim"] <= 0.6 * before["all"]["f_bleu_fim"]
+    assert after["all"]["spans_50"] <= 0.75 * before["all"]["spans_50"]  # over six ways to ask
     assert after["retain"]["ppl"] <= 1.03 * before["retain"]["ppl"]
     assert after["retain"]["bleu"] >= before["retain"]["bleu"] - 0.02
     assert {"fitted", "calibration", "validation"} <= set(after)

@@ -72,7 +72,7 @@ async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metr
     """Prometheus text. Whoever may have reports sees the gates' counts as they are, others as they were read last."""
     current = caller.may("report") or caller.may("admin")
     gates = await served.gate_counts() if current else None
-    # in a thread: that of a thousand modules takes a tenth of a second, in which no stream would go on
+    # in a thread: that of a thousand modules takes a tenth of a second, and the loop must not stand still
     text = await asyncio.to_thread(served.telemetry.exposition, gates)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
