@@ -1,5 +1,5 @@
 // What pages are made of.
-import { html, useCallback, useEffect, useRef, useState } from "../vendor/htm-preact.js"
+import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.js"
 import { session } from "./session.js"
 
 // A page's heading, what it is for, and controls beside it.
@@ -48,7 +48,7 @@ export function Button({ onClick, children, kind = "", disabled, ...rest }) {
 // leaves it, and focus is then where it was.
 export function Ask({ title, yes, onYes, onNo, children }) {
   const dialog = useRef(null)
-  useEffect(() => { dialog.current.showModal() }, [])
+  useLayoutEffect(() => { dialog.current.showModal() }, [])
   return html`<dialog ref=${dialog} aria-labelledby="asked" onClose=${onNo}>
     <h2 id="asked">${title}</h2><div>${children}</div>
     <div class="row end"><button type="button" onClick=${() => dialog.current.close()}>Cancel</button>

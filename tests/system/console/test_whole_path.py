@@ -236,7 +236,10 @@ def test_by_keyboard_alone(browser: Browser, server: ServerProcess) -> None:
         expect(page.locator("#text1 .looked")).to_have_count(1)
 
         to("Modules", "Enter")
-        to("Suspend set-t, version 1", "Enter", "Escape")
+        to("Suspend set-t, version 1", "Enter")
+        expect(page.get_by_role("dialog")).to_be_visible()
+        press("Escape")
+        expect(page.get_by_role("dialog")).to_have_count(0)
         assert page.evaluate(FOCUSED) == "Suspend set-t, version 1"
         assert server.admin("/modules/set-t")[1]["state"] == "active"
         to("Audit", "Enter")
