@@ -35,6 +35,7 @@ from unbind_core.running.recording import recording
 
 MANY = (64, 1000)
 ROWS, CACHE, STEPS = 16, 256, 8
+CHANGES = 5
 DISTURBED = 0.1  # of each number's usual size
 SPREAD = (
     0.6  # of the largest score at a position of ordinary code, in thresholds, whose median is 0; measured of demo-a
@@ -120,6 +121,16 @@ class _Decoding:
             torch.cuda.synchronize(self.device)
 
 
+def _selected(bank: ModuleBank) -> tuple[Selection, float]:
+    """All of a bank for every row, and the milliseconds that making it took."""
+    row = dict.fromkeys(bank.names, 1.0)
+    begun = perf_counter()
+    selection = bank.select([row])
+    spent = 1e3 * (perf_counter() - begun)
+    assert selection is not None
+    return selection, spent
+
+
 def _ids(loaded: LoadedModel) -> Tensor:
     """int64 [ROWS, CACHE + STEPS] of code that no module is about: shipped rows that chose nothing, one after another."""
     path = demo.ROWS / "retain_test.jsonl"
@@ -133,7 +144,8 @@ def _ids(loaded: LoadedModel) -> Tensor:
 def many(loaded: LoadedModel, *, counts: Sequence[int] = MANY, repeats: int = 15) -> list[dict[str, Any]]:
     """By number of modules, all at one layer and asked for by every row: ``over_none``, a decode step (16 rows behind 256 tokens)
     under them over a plain one beside it, median of the repeats' ratios; ``step_ms``, the plain one; ``open_rate``;
-    ``bytes_a_token``, what their gates keep of each position; ``kind``, what the modules are.
+    ``bytes_a_token``, what their gates keep of each position; ``kind``, what the modules are; ``first_ms`` and ``change_ms``, what
+    making the selection takes at first and after one module more (median of five).
     """
     base = UnbindModule.load(FITTED)
     fits = base.model == loaded.identity
@@ -144,12 +156,12 @@ def many(loaded: LoadedModel, *, counts: Sequence[int] = MANY, repeats: int = 15
         for count in counts:
             with torch.inference_mode(False):
                 sample = decoding.states[:: len(decoding.states) // 512].clone()
-                bank = ModuleBank.of(
-                    (fitted_again(base, n) if fits else random_closed(loaded, n, layer, sample) for n in range(count)),
-                    decoding.device,
-                )
-            selection = bank.select([dict.fromkeys(bank.names, 1.0)])
-            assert selection is not None
+                made = [
+                    fitted_again(base, n) if fits else random_closed(loaded, n, layer, sample)
+                    for n in range(count + CHANGES)
+                ]
+                bank = ModuleBank.of(made[:count], decoding.device)
+            selection, first_ms = _selected(bank)
             memory = GateMemory(ROWS, CACHE + STEPS, decoding.device)
             decoding.prepare(intervention, selection, memory)
             none, under = [], []
@@ -159,6 +171,11 @@ def many(loaded: LoadedModel, *, counts: Sequence[int] = MANY, repeats: int = 15
                 if repeat:
                     none.append(plain)
                     under.append(edited)
+            changes = []
+            for more in made[count:]:
+                bank.add(more)
+                changes.append(_selected(bank)[1])
+                bank.remove(more.name)
             tried, opened = (sum(phases["decode"][i] for phases in bank.counts().values()) for i in range(2))
             found.append(
                 {
@@ -170,6 +187,8 @@ def many(loaded: LoadedModel, *, counts: Sequence[int] = MANY, repeats: int = 15
                     "step_ms": 1e3 * statistics.median(none),
                     "open_rate": opened / tried,
                     "bytes_a_token": 4 * sum(bank.columns.values()),
+                    "first_ms": first_ms,
+                    "change_ms": statistics.median(changes),
                 }
             )
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import NetworkGates
-from unbind_core.applying.networks import Networks
+from unbind_core.applying.networks import Block, Networks
 from unbind_core.applying.passes import Pass
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import pad_id
@@ -73,7 +73,9 @@ def _scores(loaded: LoadedModel, module: UnbindModule, windows: Sequence[Window]
             scores = whole.float() @ tensors["w"] - module.s_ref
         else:
             asked = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
-            gates = NetworkGates([module], Networks([module], [tensors]), asked, [0], len(module.heads) + 1, device)
+            gates = NetworkGates(
+                [module], Networks([Block([module], [tensors])]), asked, [0], len(module.heads) + 1, device
+            )
             scores = gates(module.layer, whole, Pass(real=batch.attention_mask.bool()))[0][..., 0]
         found.append(scores[batch.predictors].cpu())
     return torch.cat(found) if found else torch.zeros(0)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from weakref import WeakValueDictionary
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,13 +22,17 @@ from unbind_core.applying.gate_memory import Columns
 from unbind_core.applying.gates import FisherGates, NetworkGates
 from unbind_core.applying.kept_gates import LONGEST, KeptGates
 from unbind_core.applying.looks import NOTHING_SEEN, Look, Requests
-from unbind_core.applying.networks import Networks
+from unbind_core.applying.networks import Blocks, Networks
 from unbind_core.applying.selection import Part, Selection
 from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 from unbind_core.module_file import DETECTORS
 
 _CACHED_SELECTIONS = 64
+_BLOCK = (
+    128  # modules of a block, at most, whose gates go by kept states; networks of the usual size are packed in 5 ms
+)
+_BLOCK_COLUMNS = 4096  # columns of running sums of a block
 
 
 class ModuleBank:
@@ -64,7 +68,7 @@ class ModuleBank:
         self._columns: dict[int, Columns] = {}
         self._summed: Counter[int] = Counter()  # by layer, columns of running sums
         self._counters = Counters(self._device, 4 * requests)
-        self._stacked: WeakValueDictionary[tuple[int, ...], Networks] = WeakValueDictionary()  # by slots
+        self._blocks = Blocks()
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
 
     @classmethod
@@ -96,7 +100,7 @@ class ModuleBank:
             self._slot_names.append(module.name)
             if module.heads is not None:
                 self._take_columns(module, len(module.heads) + 1)  # for each head's score, and for the gate's state
-            self._cache.clear()
+            self._changed()
 
     def remove(self, name: str) -> None:
         """Take a module out; selections in use keep it to their end. Raises UnknownModule."""
@@ -113,7 +117,7 @@ class ModuleBank:
                         del self._states[module.layer]
                 else:
                     self._summed[module.layer] -= len(module.heads) + 1
-            self._cache.clear()
+            self._changed()
 
     def _take_columns(self, module: UnbindModule, wanted: int) -> None:
         """A module keeps its kind of memory for as long as it is here, as sequences that run were begun with it."""
@@ -127,6 +131,10 @@ class ModuleBank:
         if module.layer not in self._states:
             self._states[module.layer] = columns.take(module.layer, size)
         self._halves[module.name] = columns.take_half(module.name)
+
+    def _column(self, name: str) -> int:
+        """The first column of a module, or its half one; 0 where it has none."""
+        return self._halves.get(name, self._starts.get(name, 0))
 
     def _home(self, layer: int) -> int:
         return 0 if self._one_table else layer
@@ -228,8 +236,8 @@ class ModuleBank:
                     for module in map(self._modules.__getitem__, used)
                     if module.layer == layer and module.detector == kind and (module.name in self._halves) == kept
                 ]
-                # As gates with memory want them; those of kept states in the order of their columns too, which is quicker to read.
-                modules.sort(key=lambda module: (module.window, module.first, self._halves.get(module.name, 0)))
+                # As gates with memory want them, and in the order of their columns, which is quicker to read.
+                modules.sort(key=lambda module: (module.window, module.first, self._column(module.name)))
                 if modules:
                     parts.setdefault(layer, []).append(self._part(layer, modules, rows))
         if not parts:
@@ -263,11 +271,24 @@ class ModuleBank:
         return Part(names, gates, tensors, kappa, slots, strength, on, self.requests)
 
     def _networks_of(self, modules: Sequence[UnbindModule]) -> Networks:
-        """Their stacked networks, which selections of the same modules share."""
-        key = tuple(self._slots[module.name] for module in modules)
-        if (networks := self._stacked.get(key)) is None:
-            self._stacked[key] = networks = Networks(modules, [self._tensors[module.name] for module in modules])
-        return networks
+        """Their networks in blocks, which selections share. A module is in the block of those with its window whose columns are
+        near its own: one that comes or goes is the matter of one block, whatever number there are.
+        """
+        blocks = []
+        for _, neighbours in groupby(modules, self._neighbourhood):
+            some = list(neighbours)
+            slots = tuple(self._slots[module.name] for module in some)
+            blocks.append(self._blocks.of(slots, some, [self._tensors[module.name] for module in some]))
+        return Networks(blocks)
+
+    def _neighbourhood(self, module: UnbindModule) -> tuple[int, int, int]:
+        size = _BLOCK if module.name in self._halves else _BLOCK_COLUMNS
+        return module.window, module.first, self._column(module.name) // size
+
+    def _changed(self) -> None:
+        """Selections are made anew from now on; of the same blocks, but for those where something came or went."""
+        self._blocks.keep([block for made in self._cache.values() if made is not None for block in made.blocks])
+        self._cache.clear()
 
 
 def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:

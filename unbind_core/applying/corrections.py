@@ -6,6 +6,7 @@ A push is a correction of rank 0: a constant, -v. So the modules of a layer are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,34 +42,43 @@ def corrected(states: Tensor, amount: Tensor, u: Tensor, a: Tensor, c: Tensor) -
 
 
 class Corrections:
-    """The corrections of m modules, stacked; ``factors`` FP32 [m] are part of the tensors, as strengths that never change."""
+    """The corrections of m modules; ``factors`` FP32 [m] are part of the tensors, as strengths that never change."""
 
     def __init__(self, tensors: Sequence[Mapping[str, Tensor]], factors: Tensor) -> None:
         """``tensors`` are the modules' own, on the device of ``factors``: v of a push, u, a and c of the low-rank kind."""
+        self._tensors, self._factors = tuple(tensors), factors
+        self.width = 2 * sum(own["u"].shape[1] for own in tensors if "u" in own)  # as of gates, beside the constants
+
+    @cached_property
+    def _stacked(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of all modules. Made when it is needed, which on a CPU is seldom: of many modules few act in a pass."""
+        with torch.inference_mode(False):  # a selection that was first used in inference mode must serve outside it too
+            return self._stack(range(len(self._tensors)))
+
+    def _stack(self, which: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``into``, ``back`` and ``owner`` of these modules, as :func:`added` wants them."""
+        tensors, factors = [self._tensors[i] for i in which], self._factors
+        if len(which) < len(factors):
+            factors = factors[torch.tensor(which, device=factors.device)]
         low = [i for i, own in enumerate(tensors) if "u" in own]
         constants = torch.stack([own["c"] if "u" in own else -own["v"] for own in tensors])
-        d = constants.shape[1]
-        self._into = torch.cat([constants.new_empty(0, d), *(tensors[i]["a"] for i in low)]).t().contiguous()
+        into = torch.cat([constants.new_empty(0, constants.shape[1]), *(tensors[i]["a"] for i in low)]).t().contiguous()
         outs = [tensors[i]["u"].t() * factors[i] for i in low]
-        self._back = torch.cat((*outs, constants * factors[:, None]))
+        back = torch.cat((*outs, constants * factors[:, None]))
         owners = [i for i in low for _ in range(tensors[i]["u"].shape[1])]
-        self._owner = torch.tensor(owners, device=factors.device) if len(tensors) > 1 else None
-        self.width = 2 * len(owners)  # products of a state with a vector of its size, beside the constants
-        self._few = len(tensors) // FEW
+        return into, back, torch.tensor(owners, device=factors.device) if len(tensors) > 1 else None
 
     def add_to(self, to: Tensor, states: Tensor, amount: Tensor) -> Tensor:
         """``to`` [...,d] plus what the modules correct of ``states`` [...,d] by ``amount`` FP32 [...,m]; ``to`` itself where a CPU
         sees at once that there is nothing to add. A device of its own is not waited for. Where few modules act, a CPU multiplies
         theirs alone.
         """
-        if not self.width or amount.device.type != "cpu":
-            return added(states, amount, self._into, self._back, self._owner, to)
-        acting = amount.reshape(-1, amount.shape[-1]).any(0).nonzero()[:, 0]
-        if not len(acting):
-            return to
-        if len(acting) > self._few or self._owner is None:
-            return added(states, amount, self._into, self._back, self._owner, to)
-        ranks = torch.isin(self._owner, acting).nonzero()[:, 0]
-        owner = torch.searchsorted(acting, self._owner[ranks])
-        back = self._back.index_select(0, torch.cat((ranks, len(self._owner) + acting)))
-        return added(states, amount[..., acting], self._into[:, ranks], back, owner, to)
+        if self.width and amount.device.type == "cpu":
+            acting = amount.reshape(-1, amount.shape[-1]).any(0).nonzero()[:, 0].tolist()
+            if not acting:
+                return to
+            if len(acting) <= len(self._tensors) // FEW:
+                into, back, owner = self._stack(acting)
+                return added(states, amount[..., acting], into, back, owner, to)
+        into, back, owner = self._stacked
+        return added(states, amount, into, back, owner, to)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unbind_core.applying.gate_memory import SlotPlaces
-from unbind_core.applying.networks import GRAIN, Networks, in_grains
+from unbind_core.applying.networks import GRAIN, Block, Networks, in_grains
 from unbind_core.applying.passes import Pass
 from unbind_core.module import UnbindModule
 
@@ -86,6 +86,7 @@ class FisherGates:
         self._tau = torch.where(on, self.units, torch.nan)  # which nothing reaches
         self._at_zero = min(taus) == 0  # else an open gate's a is above 0 anyway
         self.width = len(modules)
+        self.blocks: tuple[Block, ...] = ()
 
     def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
         """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]."""
@@ -121,15 +122,12 @@ class NetworkGates:
         self._networks, counts, self._most = networks, networks.counts, networks.most
         # No head is read that is not there.
         starts = [sum(counts[:i]) for i in range(len(counts))]
-        # Which of the M x most heads there are; and where each is among those, or for one that is not there its module's first.
-        self._real: Tensor | None = None
+        # Where each of the M x most heads is among those there are, or for one that is not there its module's first.
         self._spread: Tensor | None = None
         if min(counts) < self._most:
-            every = [
-                (start, k, k < count) for start, count in zip(starts, counts, strict=True) for k in range(self._most)
-            ]
-            self._real = torch.tensor([i for i, (_, _, there) in enumerate(every) if there], device=device)
-            self._spread = torch.tensor([start + k * there for start, k, there in every], device=device)
+            each = zip(starts, counts, strict=True)
+            every = [start + k * (k < count) for start, count in each for k in range(self._most)]
+            self._spread = torch.tensor(every, device=device)
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self._close = torch.tensor(closes, device=device)
 
@@ -149,7 +147,7 @@ class NetworkGates:
         self._columns, self._states, self._both = (
             slice_or_index(part, device) for part in (in_order, states, in_order + states)
         )
-        self.width, self._table_width = networks.width, width
+        self.width, self._table_width, self.blocks = networks.width, width, networks.blocks
 
     def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
         """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]. Without places in the pass the rows of a batch are whole
@@ -163,7 +161,7 @@ class NetworkGates:
                     "flat states [N,d] of sequences need places; gates with memory do not take single states"
                 )
             places = SlotPlaces.afresh(states.shape[0], states.shape[1], real, states.device)
-        z = self._grains(states.reshape(-1, states.shape[-1]))
+        z = in_grains(self._networks.scores(states.reshape(-1, states.shape[-1])))  # [N,heads]
         if real is not None:
             real = real.reshape(-1, 1)
             z = z.masked_fill_(~real, 0)  # whatever padding holds, NaN included
@@ -188,12 +186,6 @@ class NetworkGates:
             places.write(layer, self._states, held.int())
         e, held = (part.view(*states.shape[:-1], -1) for part in (e, held))
         return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
-
-    def _grains(self, states: Tensor) -> Tensor:
-        """z of all heads in grains of 1/1024, int32 [N,heads]."""
-        scores = in_grains(self._networks.scores(states))
-        scores = scores.transpose(0, 1).reshape(len(states), -1)
-        return scores if self._real is None else scores.index_select(-1, self._real)
 
     def _means(self, sums: Tensor, lagged: Tensor, lengths: Tensor) -> Tensor:
         """e [N,M] from the sums of grains up to each state, and those up to where each window begins, [windows x N,width]."""

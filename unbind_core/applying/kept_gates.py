@@ -23,7 +23,6 @@ from unbind_core.module import UnbindModule
 
 STEP = 16  # grains: what a bound is rounded up to
 LONGEST = 127  # positions of a window over which sums of bounds, at most 129 steps each, differ by less than 2^14
-_HIDDEN = 1 << 24  # hidden units at a time, of all networks at so many states
 _TOGETHER = 4096  # undecided gates that are decided at a time, which bounds the memory that takes
 
 
@@ -45,6 +44,7 @@ class KeptGates:
         columns that hold the state.
         """
         self._on, self._networks, self.width, self._table_width = on, networks, networks.width, width
+        self.blocks = networks.blocks
         self._d, self.units = modules[0].w.shape[1], torch.ones(len(modules), device=device)
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self._close = torch.tensor(closes, device=device)
@@ -100,9 +100,7 @@ class KeptGates:
         """What each module's largest score at each state is at most, in steps, int32 [N,M]: one grain more than it is here, as the
         last bit of a product depends on what is multiplied beside it.
         """
-        rows = max(16, _HIDDEN // self.width)
-        largest = torch.cat([self._networks.scores(some).amax(-1).t() for some in states.split(rows)])
-        return in_grains(largest).add_(STEP) >> 4
+        return in_grains(self._networks.largest(states)).add_(STEP) >> 4
 
     def _read(self, layer: int, places: Places, rows: Tensor, halves: Sequence[slice | Tensor]) -> Tensor:
         """What the modules have at ``rows``, as many for each part of ``halves``: int32 [n,M] of 16 bits."""

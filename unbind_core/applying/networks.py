@@ -1,9 +1,12 @@
-"""The networks of many modules as one: their scores in one product into all hidden units and one back for each module."""
+"""The networks of many modules: their scores in one product into the hidden units of a block and one back for each module."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from unbind_core.module import UnbindModule
 
 GRAIN = 1024.0  # scores are rounded to 1/1024 of a threshold: whole numbers of which sums are exact
 CLIP = 2.0  # and count for at most two thresholds, so that no single position opens a gate for long
+_HIDDEN = 1 << 24  # hidden units at a time, of all networks of a block at so many states
 _NO_HEAD = -1e30  # the score of a head that a module has less than another: never the largest
 
 
@@ -26,8 +30,11 @@ def in_grains(z: Tensor) -> Tensor:
     return z.clamp_(-CLIP * GRAIN, CLIP * GRAIN).round_().int()
 
 
-class Networks:
-    """M networks; those with fewer hidden units or heads than the largest are filled up, which changes no score."""
+class Block:
+    """m networks as one; those with fewer hidden units or heads than the largest are filled up, which changes no score.
+
+    Immutable, so that selections share it: when modules come and go, the blocks that have none of them stay as they are.
+    """
 
     def __init__(self, modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]]) -> None:
         """``tensors`` are the modules' own, on the device where the scores are wanted."""
@@ -43,17 +50,81 @@ class Networks:
             offsets.append(_padded((own["heads_b"] - module.s_ref) * per_score, self.most, _NO_HEAD))
         self._heads, self._heads_b = torch.stack(heads), torch.stack(offsets).unsqueeze(1)
         self.width = len(b)  # products of a state with a vector of its size
+        # Which of the m x most heads there are.
+        self._real: Tensor | None = None
+        if min(self.counts) < self.most:
+            there = [i * self.most + k for i, count in enumerate(self.counts) for k in range(count)]
+            self._real = torch.tensor(there, device=b.device)
 
     def scores(self, states: Tensor) -> Tensor:
-        """(f - s_ref) / tau of every head in units of 1/1024, FP32 [M,N,most]: states [N,d] of any dtype."""
-        hidden = self._into(states.float()).view(len(states), -1, self.hidden).transpose(0, 1)
+        """(f - s_ref) / tau of every head in units of 1/1024, FP32 [N,heads], by module: states FP32 [N,d]."""
+        found = self._padded_scores(states).transpose(0, 1).reshape(len(states), -1)
+        return found if self._real is None else found.index_select(-1, self._real)
+
+    def largest(self, states: Tensor) -> Tensor:
+        """Of each module the largest of them, FP32 [N,m]."""
+        rows = max(16, _HIDDEN // self.width)
+        return torch.cat([self._padded_scores(some).amax(-1).t() for some in states.split(rows)])
+
+    def _padded_scores(self, states: Tensor) -> Tensor:
+        """FP32 [m,N,most], ``_NO_HEAD`` or so where a module has fewer heads."""
+        hidden = self._into(states).view(len(states), -1, self.hidden).transpose(0, 1)
         return torch.baddbmm(self._heads_b, hidden, self._heads)
 
     def scores_of(self, which: int, states: Tensor) -> Tensor:
-        """The same of one module, [n,most]: states FP32 [n,d]."""
+        """The scores of one module, [n,most], likewise: states FP32 [n,d]."""
         w, b = self._own[which]
         hidden = functional.linear(states, w, b).relu_()
         return torch.addmm(self._heads_b[which], hidden, self._heads[which, : len(b)])
+
+
+class Blocks:
+    """The blocks that selections have, so that the same networks are packed once."""
+
+    def __init__(self) -> None:
+        self._used: WeakValueDictionary[tuple[int, ...], Block] = WeakValueDictionary()
+        self._kept: list[Block] = []
+
+    def of(
+        self, key: tuple[int, ...], modules: Sequence[UnbindModule], tensors: Sequence[Mapping[str, Tensor]]
+    ) -> Block:
+        """These modules' block, of which ``key`` is the name for good; see :class:`Block`."""
+        if (block := self._used.get(key)) is None:
+            self._used[key] = block = Block(modules, tensors)
+        return block
+
+    def keep(self, blocks: list[Block]) -> None:
+        """Have these to the next call that names any, whoever uses them."""
+        self._kept = blocks or self._kept
+
+
+class Networks:
+    """M networks in blocks."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        """Modules are numbered through the blocks."""
+        self.blocks = tuple(blocks)
+        self.counts = [count for block in blocks for count in block.counts]  # heads by module
+        self.most, self.width = max(self.counts), sum(block.width for block in blocks)
+        self._begins = [0, *accumulate(len(block.counts) for block in blocks)]
+
+    def scores(self, states: Tensor) -> Tensor:
+        """See :meth:`Block.scores`; states [N,d] of any dtype."""
+        return _side_by_side([block.scores(states.float()) for block in self.blocks])
+
+    def largest(self, states: Tensor) -> Tensor:
+        """See :meth:`Block.largest`."""
+        return _side_by_side([block.largest(states) for block in self.blocks])
+
+    def scores_of(self, which: int, states: Tensor) -> Tensor:
+        """See :meth:`Block.scores_of`; as many columns whichever module it is."""
+        block = bisect_right(self._begins, which) - 1
+        found = self.blocks[block].scores_of(which - self._begins[block], states)
+        return functional.pad(found, (0, self.most - found.shape[1]), value=_NO_HEAD)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _padded(part: Tensor, rows: int, value: float = 0.0) -> Tensor:

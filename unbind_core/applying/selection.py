@@ -13,6 +13,7 @@ from unbind_core.applying.counts import PHASES, Count, Tally
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
 from unbind_core.applying.kept_gates import KeptGates
 from unbind_core.applying.looks import Requests
+from unbind_core.applying.networks import Block
 from unbind_core.applying.passes import WHOLE, Pass
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import threads_for
@@ -52,7 +53,7 @@ class Part:
         told apart, where anybody looks at scores.
         """
         self._names = tuple(names)
-        self._gates = gates
+        self._gates, self.blocks = gates, gates.blocks
         self._proportional = isinstance(gates, FisherGates)
         self._zero = kappa.new_zeros(())
         self._on = on
@@ -104,6 +105,11 @@ class Selection:
         self.layers = frozenset(parts)
         self.rows = rows
         self.remembers = remembers  # whether some gate has a memory, so that an engine must say where its rows stand
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of networks that its gates have, which other selections may share."""
+        return [block for own in self._parts.values() for part in own for block in part.blocks]
 
     def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE, to: Tensor | None = None) -> Edit:
         """The edited states of one layer (Section 4.3, eq. (10)), same shape and dtype; the input stays as it is, and is given back

@@ -153,9 +153,11 @@ def bench_filter(
             )
         screen.print(table)
     if "many" in figures:
-        table = Table("modules", "kind", "decode step, of one without", "bytes a token")
+        table = Table("modules", "kind", "decode step, of one without", "bytes a token", "packed, ms", "one more, ms")
         for row in figures["many"]:
-            table.add_row(str(row["modules"]), row["kind"], f"{row['over_none']:.2f}", f"{row['bytes_a_token']:,}")
+            cells = [f"{row['over_none']:.2f}", f"{row['bytes_a_token']:,}"]
+            cells += [f"{row[name]:.0f}" for name in ("first_ms", "change_ms")]
+            table.add_row(str(row["modules"]), row["kind"], *cells)
         screen.print(table)
 
 

@@ -32,4 +32,5 @@ def test_many_networks_are_measured_on_code_that_hardly_opens_them(tmp_path: Pat
     (found,) = many(loaded, counts=(30,), repeats=1)
     assert found["modules"] == 30 and found["kind"] == "network 128x24 lowrank, random"
     assert found["open_rate"] < 0.05 and found["over_none"] > 0 and 0 < found["bytes_a_token"] <= 30 * 25 * 4
+    assert found["first_ms"] > 0 and found["change_ms"] > 0
     assert not any(layer._forward_hooks for layer in decoder_layers(loaded.model))
