@@ -161,9 +161,10 @@ class UnbindModule:
     def from_bytes(cls, data: bytes, origin: str = "module file", digest: str | None = None) -> UnbindModule:
         """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does.
 
-        ``digest``: their SHA-256, in hex, where somebody has just computed it.
+        ``digest``: their SHA-256, in hex, where somebody has just held it against that of a file that was read before: then
+        the file's own checksum is not asked.
         """
-        tensors, described = read(data, origin)
+        tensors, described = read(data, origin, known=digest is not None)
         for name, problem in field_problems(described):
             raise ModuleFileError(f"{origin}: metadata field {name} {problem}; fit it again")
         for part in FIRST_PARTITIONS:

@@ -31,7 +31,7 @@ from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")
-READERS = 4  # threads
+READERS = 4  # threads that read a store elsewhere
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied
 _MOST_TOLD = 600  # characters of an error: a file may have put anything into it
 _Stamp = tuple[int, int, int]
@@ -142,7 +142,7 @@ class ModuleStore:
     def _read_objects(self, records: Iterable[dict[str, Any]]) -> dict[str, Exception]:
         """Have the objects of these records, and no others, in memory; by digest, why some could not be read.
 
-        In a few threads: hashing lets other threads run, and so does a store that is elsewhere.
+        In a few threads where the store is elsewhere. On this machine one is quicker: most of it is work that threads take turns at.
         """
         files = {str(record["digest"]): str(record["file"]) for record in records if record["origin"] != Origin.SHIPPED}
         missing = [(digest, file) for digest, file in files.items() if digest not in self._objects_read]
@@ -158,7 +158,8 @@ class ModuleStore:
                 failed[digest] = error
 
         if missing:
-            with ThreadPoolExecutor(READERS, "unbind-modules") as pool:
+            readers = READERS if self._objects.folder is None else 1
+            with ThreadPoolExecutor(readers, "unbind-modules") as pool:
                 for _ in pool.map(attempt, *zip(*missing, strict=True)):
                     pass
         self._objects_read = read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -133,6 +134,21 @@ def test_exchanged_tensors_are_refused() -> None:
     text = json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
     with pytest.raises(ModuleFileError, match="altered"):
         UnbindModule.from_bytes(save_tensors({"w": tensors["v"], "v": tensors["w"]}, metadata={"unbind": text}))
+
+
+def test_with_a_digest_held_against_a_known_one_fields_and_tensors_are_still_looked_at() -> None:
+    data = make_module(MODEL).to_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    assert UnbindModule.from_bytes(data, digest=digest) == UnbindModule.from_bytes(data)
+    for field, value in (("tau", math.inf), ("layer", 99), ("kappa", "1")):
+        with pytest.raises(ModuleFileError, match=field):
+            UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {field: value}), digest=digest)
+    tensors, text = load_tensors(data), json.dumps(metadata_of(data))
+    for spoilt in (tensors["w"] * torch.nan, tensors["w"] * 0):
+        with pytest.raises(ModuleFileError, match="must be finite and not all zero"):
+            UnbindModule.from_bytes(save_tensors(tensors | {"w": spoilt}, metadata={"unbind": text}), digest=digest)
+    far = tensors | {"w": tensors["w"] * 1e30}  # finite, though its square is not
+    UnbindModule.from_bytes(save_tensors(far, metadata={"unbind": text}), digest=digest)
 
 
 def test_a_later_format_asks_for_an_upgrade() -> None:
