@@ -142,7 +142,7 @@ class ModuleStore:
     def _read_objects(self, records: Iterable[dict[str, Any]]) -> dict[str, Exception]:
         """Have the objects of these records, and no others, in memory; by digest, why some could not be read.
 
-        In a few threads where the store is elsewhere. On this machine one is quicker: most of it is work that threads take turns at.
+        In a few threads where the store is elsewhere. On this machine one is quicker, as most of the work takes turns anyway.
         """
         files = {str(record["digest"]): str(record["file"]) for record in records if record["origin"] != Origin.SHIPPED}
         missing = [(digest, file) for digest, file in files.items() if digest not in self._objects_read]
