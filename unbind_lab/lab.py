@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unbind_core.errors import UnbindError
+from unbind_core.evaluation import metrics, scores
 from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow
@@ -93,7 +94,7 @@ class Lab:
             options = {"system": entry.system.name, "configuration": entry.label, "options": dict(entry.options)}
             return {**options, **protocol.summary(found)}
 
-        measured_by = _code(inspect.getmodule(protocol.records), main, served_by)
+        measured_by = [_code(inspect.getmodule(protocol.records)), self._measured_by]
         made_of = digest([self._made_of(entry.system), entry.options, measured_by])
         found = self.kept.value(name, made_of, work)
         return {key: value for key, value in found.items() if isinstance(value, int | float)}
@@ -211,7 +212,7 @@ class Lab:
 
     @cached_property
     def _measured_by(self) -> str:
-        return _code(main, served_by)
+        return _code(main, served_by, scores, metrics)
 
     def _made_of(self, system: System) -> list[Any]:
         """What a system's artifacts depend on: the setting, its own code, and the loop's where it is trained."""

@@ -44,9 +44,17 @@ class Served:
     asked: Callable[[str], str] | None = None
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], how: int | Sampling, progress: ProgressCallback = silent
+        self,
+        prompts: Sequence[Sequence[int]],
+        how: int | Sampling,
+        progress: ProgressCallback = silent,
+        *,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> list[list[int]]:
-        """Answers without the end token, greedy ones where ``how`` is the most tokens; empty where the prompt is refused."""
+        """Answers without the end token, greedy ones where ``how`` is the most tokens; empty where the prompt is refused.
+
+        ``processors`` are the client's own, as ``logit_bias`` is: they come after what the system does.
+        """
         taken = [i for i, prompt in enumerate(prompts) if not self._refused(prompt)]
         answers: list[list[int]] = [[] for _ in prompts]
         found = complete(
@@ -56,7 +64,7 @@ class Served:
             pad=pad_id(self.tokenizer),
             end=self.tokenizer.eos_token_id,
             editing=self.editing,
-            processors=() if self.decoding is None else (_Processor(self.decoding),),
+            processors=(*(() if self.decoding is None else (_Processor(self.decoding),)), *processors),
             progress=progress,
         )
         for i, answer in zip(taken, found, strict=True):
