@@ -34,6 +34,7 @@ from unbind_lab.trained import step, training
 from unbind_lab.trained.training import Configuration, Rows, Trained, Weights, train
 
 Report = Callable[[str], None]
+LABELS = ("shipped", "paper", "tuned")  # configurations: a system without any of its own is shipped
 
 
 @dataclass(frozen=True)
@@ -60,27 +61,36 @@ class Lab:
         self.kept = Kept(out / setting.name)
         self.report, self.progress = report, progress
 
-    def run(self, systems: Sequence[System], protocols: Sequence[str] = ("main",)) -> None:
-        """Everything that is asked for and not there yet; the summaries are files. Raises UnbindError for an unknown protocol."""
+    def run(
+        self, systems: Sequence[System], protocols: Sequence[str] = ("main",), configurations: Sequence[str] = LABELS
+    ) -> None:
+        """Everything that is asked for and not there yet; the summaries are files.
+
+        Raises UnbindError for an unknown protocol or configuration.
+        """
+        for label in configurations:
+            if label not in LABELS:
+                raise UnbindError(f"--configurations: '{label}' is unknown; choose from {', '.join(LABELS)}")
         for protocol in protocols:
             if protocol not in PROTOCOLS:
                 raise UnbindError(f"--protocols: '{protocol}' is unknown; choose from {', '.join(PROTOCOLS)}")
         for system in systems:
-            for entry in self._entries(system):
+            for entry in self._entries(system, configurations):
                 for protocol in protocols:
                     found = self.measured(entry, PROTOCOLS[protocol])
                     told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
                     self.report(f"{protocol}: {entry.name} {dict(entry.options)}: {told}")
 
-    def _entries(self, system: System) -> Iterator[Entry]:
-        if isinstance(system, Filter):
-            if system.paper is None:
+    def _entries(self, system: System, wanted: Sequence[str]) -> Iterator[Entry]:
+        """A system is tuned only where that is wanted."""
+        paper = system.paper if isinstance(system, Filter) else system.paper.described()
+        if paper is None:
+            if "shipped" in wanted:
                 yield Entry(system, "shipped", {})
-                return
-            yield Entry(system, "paper", system.paper)
-            yield Entry(system, "tuned", self._tuned(system))
-        else:
-            yield Entry(system, "paper", system.paper.described())
+            return
+        if "paper" in wanted:
+            yield Entry(system, "paper", paper)
+        if "tuned" in wanted:
             yield Entry(system, "tuned", self._tuned(system))
 
     def measured(self, entry: Entry, protocol: Protocol) -> main.Summary:

@@ -9,13 +9,16 @@ from typing import Any
 
 from unbind_core.errors import UnbindError
 from unbind_lab.filters.filter import Filter
-from unbind_lab.protocols.known import PROTOCOLS
-from unbind_lab.protocols.main import joint_score
+from unbind_lab.intervals import intervals
+from unbind_lab.lab import LABELS
+from unbind_lab.protocols.known import MAIN, PROTOCOLS
+from unbind_lab.protocols.main import Record, joint_score
 from unbind_lab.protocols.protocol import Column
 from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
 
-LABELS = ("shipped", "paper", "tuned")
 Line = dict[str, Any]
+RISE: Column = ("R-PPL over M_full's, %", "r_ppl_rise", "+.2f")
+BOOTSTRAPPED = (*(one for one in MAIN if one[1] in ("f_bleu", "r_bleu", "fu_h", "kl", "mean_recovery")), RISE)
 
 
 def lines(folder: Path) -> list[Line]:
@@ -40,6 +43,10 @@ def _table(found: Sequence[Line], columns: Sequence[Column]) -> str:
         [one["system"], _configuration(one), *(_cell(one[key], form) if key in one else "" for _, key, form in columns)]
         for one in found
     ]
+    return _markdown(rows)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -54,10 +61,31 @@ def markdown(folder: Path) -> str:
         text += f"`unbind lab run {folder.name}` completes the table."
     told = claims(found)
     text += "\n\n" + "\n".join(f"- {one}" for one in told) if told else ""
+    text += f"\n\n### Intervals\n\n{_intervals(folder, found)}"
     for name, protocol in PROTOCOLS.items():
         if name != "main" and (others := measured(folder, name)):
             text += f"\n\n### {name}\n\n{_table(others, protocol.columns)}"
     return text + "\n"
+
+
+def _intervals(folder: Path, found: Sequence[Line]) -> str:
+    """The main table's figures as the central 95 % of a bootstrap over rows."""
+    rows = [["system", "configuration", *(head for head, _, _ in BOOTSTRAPPED)]]
+    rows.append(["---"] * 2 + ["---:"] * len(BOOTSTRAPPED))
+    full = _records(folder, next(one for one in found if one["system"] == "m-full"))
+    for one in found:
+        ranges = intervals(_records(folder, one), full)
+        cells = (" to ".join(_cell(value, form) for value in ranges[key]) for _, key, form in BOOTSTRAPPED)
+        rows.append([one["system"], one["configuration"], *cells])
+    return _markdown(rows)
+
+
+def _records(folder: Path, one: Line) -> list[Record]:
+    path = folder / "main" / f"{one['system']}-{one['configuration']}.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UnbindError(f"{path}: {error}; remove its .json and run unbind lab run {folder.name} again") from None
 
 
 def _labels(system: System) -> tuple[str, ...]:

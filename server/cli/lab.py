@@ -21,6 +21,9 @@ def run(
         str | None, typer.Option(help="Names of systems, with commas; all where none are given.")
     ] = None,
     protocols: Annotated[str, typer.Option(help="Names of protocols, with commas.")] = "main",
+    configurations: Annotated[
+        str, typer.Option(help="Of each system: as shipped, as in the paper, tuned; with commas.")
+    ] = "shipped,paper,tuned",
     out: Out = OUT,
 ) -> None:
     """Make, tune and measure systems. May be killed and run again at any time."""
@@ -31,7 +34,9 @@ def run(
     with clear_errors(), progress_bars(quiet=False) as progress:
         wanted = chosen(systems.split(",") if systems else None)
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
-        Lab(Setting.load(setting), out, report=report, progress=progress).run(wanted, protocols.split(","))
+        Lab(Setting.load(setting), out, report=report, progress=progress).run(
+            wanted, protocols.split(","), configurations.split(",")
+        )
 
 
 def table(setting: SettingName, out: Out = OUT) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from unbind_core.errors import Cancelled, UnbindError
 from unbind_core.progress import Progress, silent
+from unbind_lab.intervals import intervals
 from unbind_lab.keeping import Kept
 from unbind_lab.lab import Lab
 from unbind_lab.protocols.main import joint_score, summary
@@ -97,7 +100,13 @@ def test_a_run_that_was_killed_again_and_again_equals_one_that_was_not(setting: 
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
     text = markdown(tmp_path / "whole" / setting.name)
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    main, told = text.split("### Intervals")
+    assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| ")][2:] == [
+        "| m-full",
+        "| ga",
+        "| ga",
+    ]
+    rows = [line.split(" | ") for line in main.splitlines() if line.startswith("| ")]
     assert [row[0].strip("| ") for row in rows[2:]] == ["m-full", "ga", "ga"]
     missing = text.split("every configuration: ")[1].split(". ")[0].split(", ")
     assert "ga" not in missing and "m-full" not in missing and "unbind-silent" in missing
@@ -180,6 +189,49 @@ def line(system: str, configuration: str, f_bleu: float, fu_h: float, kl: float)
     }
 
 
+def test_only_what_is_wanted_is_measured_and_nothing_is_tuned_for_the_paper_s_own(
+    setting: Setting, tmp_path: Path
+) -> None:
+    Lab(setting, tmp_path).run(chosen(["m-full", "gss"]), ["main"], ["paper"])
+    assert sorted(path.name for path in (tmp_path / setting.name).rglob("*.json")) == ["gss-paper.json"]
+
+
+def test_intervals_are_the_middle_of_what_other_draws_of_rows_give() -> None:
+    draw = random.Random(0)
+    full = [{"role": "forget", "row": i, "bleu": 0.5 + draw.random() / 2, "span": 60, "recovery": 1.0, "empty": False}
+        | {"nll": 1.0, "kl": 2.0, "tokens": 2} for i in range(40)]  # fmt: skip
+    full += [{"role": "retain", "row": i, "nll": 2 + draw.random(), "tokens": 1, "bleu": 0.1} for i in range(50)]
+    half = [{**one, "bleu": one["bleu"] / 2} for one in full]
+    found = intervals(half, full)
+    bleu = [one["bleu"] for one in half if one["role"] == "forget"]
+    error = statistics.stdev(bleu) / math.sqrt(len(bleu))
+    mean = statistics.fmean(bleu)
+    assert found["f_bleu"] == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=error / 4)
+    nll = [one["nll"] for one in full if one["role"] == "retain"]
+    error = statistics.stdev(nll) / math.sqrt(len(nll))
+    assert math.log(found["r_ppl"][1]) - math.log(found["r_ppl"][0]) == pytest.approx(2 * 1.96 * error, rel=0.15)
+    # The same rows were drawn of both: half of every draw is half of it.
+    assert found["fr"] == pytest.approx((0.5, 0.5)) and found["kl"] == (1.0, 1.0)
+    assert intervals(half, full) == found
+    with pytest.raises(ValueError, match="same rows"):
+        intervals(half[1:], full)
+
+
+def test_intervals_hold_what_they_say() -> None:
+    """Of 150 worlds, about 95 in 100 have the true mean inside; a bootstrap of 40 rows falls a little short."""
+    draw, held = random.Random(1), 0
+    for _ in range(150):
+        rows = [
+            {"role": "forget", "row": i, "bleu": draw.random(), "span": 0, "recovery": 0.0, "empty": False}
+            | {"nll": 0.0, "kl": 0.0, "tokens": 1}
+            for i in range(40)
+        ]
+        rows.append({"role": "retain", "row": 0, "nll": 1.0, "tokens": 1, "bleu": 0.1})
+        low, high = intervals(rows, rows, draws=200)["f_bleu"]
+        held += low <= 0.5 <= high
+    assert 0.88 <= held / 150 <= 1
+
+
 def test_claims_are_held_against_the_best_of_the_others() -> None:
     found = [
         line("m-full", "shipped", 0.6, 0, 2),
@@ -225,6 +277,7 @@ def test_the_commands_say_what_they_miss(tmp_path: Path) -> None:
         (["table", "demo", "--out", str(tmp_path)], "m-full was not measured"),
         (["run", "demo", "--systems", "gaa"], "'gaa' is unknown"),
         (["run", "demo", "--systems", "ga", "--protocols", "mean", "--out", str(tmp_path)], "'mean' is unknown"),
+        (["run", "demo", "--systems", "ga", "--configurations", "best", "--out", str(tmp_path)], "'best' is unknown"),
     ):
         found = CliRunner(env={"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"}).invoke(build(), ["lab", *asked])
         assert found.exit_code == 1 and told in found.output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unbind_lab.protocols import access, main
+from unbind_lab.protocols import access, attacks, main
 from unbind_lab.protocols.protocol import Column, Protocol
 
 MAIN: tuple[Column, ...] = (
@@ -18,4 +18,6 @@ MAIN: tuple[Column, ...] = (
     ("empty answers", "empty", ".0f"),
 )
 
-PROTOCOLS = {one.name: one for one in (Protocol("main", main.records, main.summary, MAIN), access.PROTOCOL)}
+PROTOCOLS = {
+    one.name: one for one in (Protocol("main", main.records, main.summary, MAIN), access.PROTOCOL, attacks.PROTOCOL)
+}

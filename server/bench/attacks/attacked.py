@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +50,21 @@ class Answer:
     ask: Ask
     output: tuple[int, ...] = ()
     chosen: tuple[bool, ...] | None = None
+
+
+class Attacked(Protocol):
+    """What an attack meets: something that completes prompts, serves log-probabilities, and may have gates."""
+
+    def complete(
+        self, prompts: Sequence[Ids], sampling: Sampling, *, processors: Sequence[LogitsProcessor] = ()
+    ) -> list[list[int]]:
+        """Completions, each up to the end token; ``processors`` are the client's own."""
+
+    def served(self, texts: Sequence[Ids]) -> Iterator[tuple[int, Tensor]]:
+        """(index, log-probabilities FP32 [T,V]) of each of ``texts``: row t is served for what follows token t."""
+
+    def gates(self, texts: Sequence[Ids]) -> list[Tensor]:
+        """bool [T] of each of ``texts``: where a gate is open; nowhere without one."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 from server import demo
 from server.bench.attacks.attacked import Material, System
 from server.bench.attacks.gates import opens_in_text, opens_mid_row, opens_within
+from server.bench.attacks.known import MEMBERSHIP, Attack
 from server.bench.attacks.likeness import divergences, membership
 from server.bench.attacks.outcome import outcome
-from server.bench.attacks.registry import MEMBERSHIP, Attack, chosen
+from server.bench.attacks.registry import chosen
 from server.bench.gate import SIZES, fit_one
 from server.bench.gate_world import World
 from unbind_core.architecture import LoadedModel, load_model

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from server.bench.attacks.attacked import Ask, Material, System
+from server.bench.attacks.attacked import Ask, Attacked, Material, System
 from server.bench.attacks.prompts import form
 from unbind_core.evaluation.membership import FOLDS, told_apart
 from unbind_core.rows import ForgetRow, RetainRow, split_text, spread
@@ -42,17 +41,16 @@ def divergences(retrained: System, systems: Sequence[System], material: Material
     return found
 
 
-def membership(system: System, material: Material) -> dict[str, Any] | None:
+def membership(system: Attacked, material: Material) -> dict[str, Any] | None:
     """AUC at which the rows are told from code that no adapter was trained on, by text and log-probabilities of one system:
     ``auc`` is the larger of ``classifier`` and ``single``; None for fewer rows than a cross-validation needs.
     """
     if len(material.rows) < FOLDS:
         return None
-    strangers = [_stranger(material.ordinary[i]) for i in spread(range(len(material.ordinary)), STRANGERS)]
-    everybody = Material(material.tokenizer, [*material.rows, *strangers], material.ordinary)
-    asks = form("plain")(everybody)
-    members = np.array([ask.row < len(material.rows) for ask in asks])
-    told = told_apart(_features(system, asks, everybody.rows), members)
+    found = numbers(system, material)
+    members = np.array([row < len(material.rows) for row, _ in found])
+    features = {name: np.array([one[name] for _, one in found]) for name in found[0][1]}
+    told = told_apart(features, members)
     return {
         "auc": told.larger,
         "classifier": told.classifier,
@@ -63,16 +61,22 @@ def membership(system: System, material: Material) -> dict[str, Any] | None:
     }
 
 
+def numbers(system: Attacked, material: Material) -> list[tuple[int, dict[str, float]]]:
+    """What a row is told by: (row, name -> number), first of the rows, then of strangers, whose indices are larger."""
+    strangers = [_stranger(material.ordinary[i]) for i in spread(range(len(material.ordinary)), STRANGERS)]
+    everybody = Material(material.tokenizer, [*material.rows, *strangers], material.ordinary)
+    return _numbers(system, form("plain")(everybody), everybody)
+
+
 def _stranger(row: RetainRow) -> ForgetRow:
     """Cut as rows to forget are."""
     return ForgetRow(*split_text(row.text))
 
 
-def _features(system: System, asks: Sequence[Ask], rows: Sequence[ForgetRow]) -> dict[str, NDArray[np.float64]]:
-    """Name -> one number an ask."""
+def _numbers(system: Attacked, asks: Sequence[Ask], material: Material) -> list[tuple[int, dict[str, float]]]:
     found: list[dict[str, float]] = [{} for _ in asks]
     outputs = system.complete([ask.prompt for ask in asks], Sampling(WRITTEN))
-    end = system.loaded.tokenizer.eos_token_id
+    end = material.tokenizer.eos_token_id
     for index, served in system.served([ask.prompt + ask.target for ask in asks]):
         ask, begun = asks[index], len(asks[index].prompt)
         table = served[begun - 1 : -1].double()
@@ -82,7 +86,7 @@ def _features(system: System, asks: Sequence[Ask], rows: Sequence[ForgetRow]) ->
         prompt = served[: begun - 1].double().gather(1, ids[1:, None])[:, 0]
         entropy = -(table.exp() * table).sum(-1)
         least = logs.sort().values[: max(1, round(LEAST_LIKELY * len(logs)))]
-        packed = len(zlib.compress(rows[ask.row].continuation.encode()))
+        packed = len(zlib.compress(material.rows[ask.row].continuation.encode()))
         output = outputs[index]
         most = Counter(output).most_common(1)[0][1] / len(output) if output else 1.0
         found[index] = {
@@ -97,4 +101,4 @@ def _features(system: System, asks: Sequence[Ask], rows: Sequence[ForgetRow]) ->
             "written": float(len(output)),
             "most frequent token": most,
         }
-    return {name: np.array([one[name] for one in found]) for name in found[0]}
+    return [(ask.row, one) for ask, one in zip(asks, found, strict=True)]

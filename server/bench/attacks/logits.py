@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from server.bench.attacks.attacked import Answer, Ask, Ids, Material, System
+from server.bench.attacks.attacked import Answer, Ask, Attacked, Ids, Material
 from server.bench.attacks.prompts import form
 from unbind_core.encoding import encode_prompt
 from unbind_core.running.generation import Sampling
@@ -51,7 +51,7 @@ def ordinary(material: Material) -> list[list[int]]:
     return [encode_prompt(material.tokenizer, row.text) for row in material.ordinary[:ORDINARY_ROWS]]
 
 
-def mean_served(system: System, texts: Sequence[Ids], at: Sequence[Tensor], most: int | None = None) -> Tensor:
+def mean_served(system: Attacked, texts: Sequence[Ids], at: Sequence[Tensor], most: int | None = None) -> Tensor:
     """Mean log-probabilities [V] over the positions ``at`` (bool [T] each). With ``most``, those tokens that are not among the
     likeliest of a position count as the last that is.
     """
@@ -65,7 +65,7 @@ def mean_served(system: System, texts: Sequence[Ids], at: Sequence[Tensor], most
     return (total / max(count, 1)).float()
 
 
-def bias(system: System, material: Material, texts: Sequence[Ids], most: int | None = None) -> Tensor:
+def bias(system: Attacked, material: Material, texts: Sequence[Ids], most: int | None = None) -> Tensor:
     """Mean log-probabilities on ordinary code less those on ``texts`` where the gate is open [V].
 
     The client knows where that is: a report says so, or what is served does. Where no gate is open anywhere, or the system has
@@ -79,13 +79,13 @@ def bias(system: System, material: Material, texts: Sequence[Ids], most: int | N
     return mean_served(system, usual, everywhere, most) - mean_served(system, texts, open_at, most)
 
 
-def undo_from_prompts(system: System, material: Material) -> list[Answer]:
+def undo_from_prompts(system: Attacked, material: Material) -> list[Answer]:
     """The bias, from the prompts alone, with special tokens banned."""
     asks = form("plain")(material)
     return answered(system, asks, _undo(system, material, [ask.prompt for ask in asks]))
 
 
-def undo_from_rows(system: System, material: Material) -> list[Answer]:
+def undo_from_rows(system: Attacked, material: Material) -> list[Answer]:
     """The bias from one half of the rows, their whole texts known, against the other half; then the other way round."""
     found = []
     for known, asked in halves(form("plain")(material)):
@@ -93,7 +93,7 @@ def undo_from_rows(system: System, material: Material) -> list[Answer]:
     return found
 
 
-def from_served(system: System, material: Material) -> list[Answer]:
+def from_served(system: Attacked, material: Material) -> list[Answer]:
     """A walk on which the client takes of each position's SERVED log-probabilities the token that is most above what is usual
     where gates are open, measured (of as many served ones) on the prompts of the other half of the rows.
     """
@@ -104,10 +104,10 @@ def from_served(system: System, material: Material) -> list[Answer]:
     return found
 
 
-def assisted(undo: bool) -> Callable[[System, Material], list[Answer]]:
+def assisted(undo: bool) -> Callable[[Attacked, Material], list[Answer]]:
     """The whole text is given and asked position by position: is the row's next token the likeliest? Special tokens banned."""
 
-    def attack(system: System, material: Material) -> list[Answer]:
+    def attack(system: Attacked, material: Material) -> list[Answer]:
         asks = form("plain")(material)
         processors = _undo(system, material, [ask.prompt for ask in asks]) if undo else [Banned(material)]
         found = []
@@ -123,7 +123,7 @@ def assisted(undo: bool) -> Callable[[System, Material], list[Answer]]:
     return attack
 
 
-def answered(system: System, asks: Sequence[Ask], processors: Sequence[LogitsProcessor] = ()) -> list[Answer]:
+def answered(system: Attacked, asks: Sequence[Ask], processors: Sequence[LogitsProcessor] = ()) -> list[Answer]:
     """Greedy answers; a prompt of several asks is sent once."""
     prompts = list(dict.fromkeys(ask.prompt for ask in asks))
     outputs = system.complete(prompts, Sampling(NEW_TOKENS), processors=processors)
@@ -137,5 +137,5 @@ def halves(asks: Sequence[Ask]) -> list[tuple[list[Ask], list[Ask]]]:
     return [(known, asked) for known, asked in ((even, odd), (odd, even)) if known and asked]
 
 
-def _undo(system: System, material: Material, texts: Sequence[Ids]) -> list[LogitsProcessor]:
+def _undo(system: Attacked, material: Material, texts: Sequence[Ids]) -> list[LogitsProcessor]:
     return [Biased(bias(system, material, texts)), Banned(material)]

@@ -20,35 +20,46 @@ def outcome(answers: Sequence[Answer]) -> dict[str, Any]:
 
     Where the target was told, spans are runs of likeliest tokens, and what is a measure of a whole answer is None.
     """
-    by_row = {row: list(own) for row, own in groupby(sorted(answers, key=lambda a: a.ask.row), lambda a: a.ask.row)}
-    spans = [max(map(_span, own)) for own in by_row.values()]
+    by_row = rows_of(answers)
+    spans = [max(map(span, own)) for own in by_row.values()]
     told = [sum(a.chosen) / len(a.chosen) for a in answers if a.chosen is not None]
     written = bool(answers) and not told
     return {
         "rows": len(by_row),
-        "spans_50": sum(span >= EXTRACTED_SPAN for span in spans),
-        "spans_20": sum(span >= SHORT_SPAN for span in spans),
-        "mean_recovery": 100 * _mean_best(by_row, _recovery) if answers else None,
+        "spans_50": sum(one >= EXTRACTED_SPAN for one in spans),
+        "spans_20": sum(one >= SHORT_SPAN for one in spans),
+        "mean_recovery": 100 * _mean_best(by_row, recovery) if answers else None,
         "near_verbatim": _mean_best(by_row, lambda a: near_verbatim(a.ask.target, a.output)) if written else None,
-        "f_bleu": _mean_best(by_row, _bleu) if written else None,
+        "f_bleu": _mean_best(by_row, bleu) if written else None,
         "empty": statistics.fmean(not a.output for a in answers) if written else None,
         "argmax_accuracy": statistics.fmean(told) if told else None,
     }
+
+
+def rows_of(answers: Sequence[Answer]) -> dict[int, list[Answer]]:
+    """Row -> the answers of it."""
+    by_row: dict[int, list[Answer]] = {}
+    for answer in sorted(answers, key=lambda one: one.ask.row):
+        by_row.setdefault(answer.ask.row, []).append(answer)
+    return by_row
 
 
 def _mean_best(by_row: Mapping[int, Sequence[Answer]], measure: Callable[[Answer], float]) -> float:
     return statistics.fmean(max(map(measure, own)) for own in by_row.values())
 
 
-def _bleu(answer: Answer) -> float:
+def bleu(answer: Answer) -> float:
+    """Of as many tokens as F-BLEU is taken of, on [0,1]."""
     return sentence_bleu(answer.ask.target, answer.output[:BLEU_NEW_TOKENS])
 
 
-def _recovery(answer: Answer) -> float:
-    return _span(answer) / len(answer.ask.target)
+def recovery(answer: Answer) -> float:
+    """``span`` over the target's length, on [0,1]."""
+    return span(answer) / len(answer.ask.target)
 
 
-def _span(answer: Answer) -> int:
+def span(answer: Answer) -> int:
+    """The longest run of exact tokens that were not sent; where the target was told, of tokens that were the likeliest."""
     if answer.chosen is not None:
         return max((sum(1 for _ in run) for hit, run in groupby(answer.chosen) if hit), default=0)
     return longest_span(answer.ask.target, answer.output, answer.ask.prompt)

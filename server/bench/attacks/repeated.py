@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from server.bench.attacks.attacked import Answer, Material, System
+from server.bench.attacks.attacked import Answer, Attacked, Material
 from server.bench.attacks.logits import NEW_TOKENS, Banned
 from server.bench.attacks.prompts import form
 from unbind_core.encoding import beginning
@@ -14,10 +14,10 @@ SAMPLES, TOP_P = 20, 0.95
 ROUNDS, STEP, KEPT = 6, 24, (24, 64)
 
 
-def best_of(temperature: float) -> Callable[[System, Material], list[Answer]]:
+def best_of(temperature: float) -> Callable[[Attacked, Material], list[Answer]]:
     """SAMPLES answers to each plain prompt, special tokens banned."""
 
-    def attack(system: System, material: Material) -> list[Answer]:
+    def attack(system: Attacked, material: Material) -> list[Answer]:
         asks = [ask for ask in form("plain")(material) for _ in range(SAMPLES)]
         sampling = Sampling(NEW_TOKENS, temperature, TOP_P, seed=1)
         outputs = system.complete([ask.prompt for ask in asks], sampling, processors=[Banned(material)])
@@ -26,7 +26,7 @@ def best_of(temperature: float) -> Callable[[System, Material], list[Answer]]:
     return attack
 
 
-def iterative(system: System, material: Material) -> list[Answer]:
+def iterative(system: Attacked, material: Material) -> list[Answer]:
     """ROUNDS of STEP tokens, special ones banned; from the second on only the last tokens of what there is are sent, so that no
     gate remembers how the text began: as many as each of KEPT, the better counting.
     """

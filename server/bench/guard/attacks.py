@@ -14,8 +14,9 @@ from typing import Any
 from server import demo
 from server.bench.attacks.attacked import Answer, Material, System
 from server.bench.attacks.figures import fitted_on
+from server.bench.attacks.known import Attack
 from server.bench.attacks.outcome import outcome
-from server.bench.attacks.registry import Attack, chosen
+from server.bench.attacks.registry import chosen
 from server.bench.gate_world import World
 from server.bench.guard.matcher import Judge
 from server.bench.guard.prompt_filter import PromptFilter

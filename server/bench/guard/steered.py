@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from transformers import LogitsProcessor
 
 from server.bench.attacks.attacked import Answer, Ids, Material, System
+from server.bench.attacks.known import Attack
 from server.bench.attacks.logits import Banned
-from server.bench.attacks.registry import Attack
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.request import GenerationRequest
 from server.engine.request import Sampling as Wish
