@@ -17,7 +17,8 @@ from unbind_core.errors import UnbindError
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, spread
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent  # what paths of a setting are relative to
+ROOT = HERE.parent  # what paths of a shipped setting are relative to; those of others are to their own folder
+WORLDS = Path(".unbind/worlds")  # where ``unbind lab build`` puts what it makes
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,21 @@ class Setting:
 
     @classmethod
     def load(cls, name: str) -> Setting:
-        """A shipped setting by name, or one of your own by the path of its TOML file. Raises UnbindError naming what is wrong."""
+        """A shipped setting or one that was built, by name, or one of your own by the path of its TOML file.
+
+        Raises UnbindError naming what is wrong.
+        """
         shipped = HERE / "settings" / f"{name}.toml"
-        path = shipped if shipped.is_file() else Path(name)
+        built = WORLDS / name / f"{name}.toml"
+        path = next((one for one in (shipped, built) if one.is_file()), Path(name))
         if not path.is_file():
             known = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.toml")))
-            raise UnbindError(f"setting: '{name}' is neither a file nor one of {known}")
+            recipes = sorted(file.stem for file in (HERE / "recipes").glob("*.toml"))
+            if name in recipes:
+                raise UnbindError(f"setting: '{name}' is not built here; run unbind lab build {name} first")
+            raise UnbindError(
+                f"setting: '{name}' is neither a file nor one of {known}, nor, once built, of {', '.join(recipes)}"
+            )
         home = ROOT if path == shipped else path.resolve().parent
         try:
             values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -78,14 +88,15 @@ class Setting:
         found = asdict(self)
         for key, value in found.items():
             if isinstance(value, Path):
-                found[key] = _digest(value)
-        found["modules"] = {key: _digest(value) for key, value in self.modules.items()}
+                found[key] = contents(value)
+        found["modules"] = {key: contents(value) for key, value in self.modules.items()}
         return found
 
 
-def _digest(path: Path) -> str:
-    """SHA-256 of a file, or of the configurations, weights and tokenizer in a folder."""
-    files = sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")) if path.is_dir() else [path]
+def contents(path: Path) -> str:
+    """SHA-256 of a file, or of the configurations, weights, tokenizer and rows in a folder."""
+    kinds = ("*.safetensors", "*.json", "*.jsonl")
+    files = [file for kind in kinds for file in sorted(path.glob(kind))] if path.is_dir() else [path]
     try:
         return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
     except OSError as error:

@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from server.cli.console import clear_errors, notes, progress_bars
+from unbind_core.errors import UnbindError
 
-OUT = Path(".unbind/lab")
+OUT, WORLDS = Path(".unbind/lab"), Path(".unbind/worlds")
 app = typer.Typer(help="The paper's systems and the strongest rivals beside Unbind.", no_args_is_help=True)
-SettingName = Annotated[str, typer.Argument(help="A setting: demo, or the path of a TOML file like it.")]
+SettingName = Annotated[
+    str, typer.Argument(help="A setting: demo, one that was built, or the path of a TOML file like it.")
+]
 Out = Annotated[Path, typer.Option(help="Folder of the run: what is there is not made again.")]
 
 
@@ -39,6 +42,24 @@ def run(
         )
 
 
+def build(
+    recipe: Annotated[str, typer.Argument(help="A recipe: micro-python, micro-javascript, or the path of one.")],
+    out: Annotated[Path, typer.Option(help="Folder of worlds; what is there is not made again.")] = WORLDS,
+) -> None:
+    """Make the models, rows and modules of a setting from packages. May be killed and run again at any time."""
+    with clear_errors(), progress_bars(quiet=False) as progress:
+        try:
+            from unbind_lab.building.build import World
+            from unbind_lab.building.recipe import Recipe
+        except ModuleNotFoundError as error:
+            raise UnbindError(
+                f"{error.name} is not installed; the extra has it: pip install 'unbind-server[lab]'"
+            ) from None
+        report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
+        setting = World(Recipe.load(recipe), out, out / "packages", report=report, progress=progress).build()
+        notes.print(f"built; unbind lab run {setting.stem if out == WORLDS else setting}")
+
+
 def table(setting: SettingName, out: Out = OUT) -> None:
     """What was measured, as Markdown."""
     from unbind_lab.setting import Setting
@@ -50,6 +71,7 @@ def table(setting: SettingName, out: Out = OUT) -> None:
 
 def register(root: typer.Typer) -> None:
     """Add the group to ``unbind``."""
+    app.command("build")(build)
     app.command("run")(run)
     app.command("table")(table)
     root.add_typer(app, name="lab")

@@ -161,7 +161,11 @@ def build(work: Path, seed: int = 0) -> Path:
     if stream_path.exists():
         return stream_path
     rng = random.Random(seed)
-    files = list(_files(work / "wheels", rng))
+    return pack(list(_files(work / "wheels", rng)), work, rng)
+
+
+def pack(files: list[str], work: Path, rng: random.Random) -> Path:
+    """The same from the texts of source files in any language."""
     rng.shuffle(files)
     print(f"corpus: {len(files)} files, {sum(map(len, files)) / 1e6:.1f} million characters", flush=True)
     tokenizer = train_tokenizer(files[: len(files) // 5])
@@ -172,6 +176,7 @@ def build(work: Path, seed: int = 0) -> Path:
     stream = np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in ids])
     print(f"corpus: {len(documents)} documents, {len(stream) / 1e6:.1f} million tokens", flush=True)
     tokenizer.save_pretrained(work / "tokenizer")
+    stream_path = work / "tokens.npy"
     partial = stream_path.with_suffix(".partial.npy")
     np.save(partial, stream)
     partial.rename(stream_path)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen2Config
 
 TOKENS_PER_STEP = 16_384
 SHORT, LONG = 512, 2048  # window lengths; the last part of the tokens is seen at the long one
@@ -69,16 +70,18 @@ class _Stream:
         return chunk[:-1].view(-1, length), chunk[1:].view(-1, length)
 
 
-def train(work: Path, tokens: int) -> Path:
-    """Train on ``tokens`` tokens in total (over all resumptions) and save to ``work/base``."""
+def train(work: Path, tokens: int, configure: Callable[[int, int], PreTrainedConfig] = configuration) -> Path:
+    """Train on ``tokens`` tokens in total (over all resumptions) and save to ``work/base``; ``configure`` makes the architecture
+    of the size of the vocabulary and the end token.
+    """
     out = work / "base"
     if (out / "model.safetensors").exists():
         return out
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen2ForCausalLM(configuration(len(tokenizer), tokenizer.eos_token_id))
-    model.to(device)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_config(configure(len(tokenizer), tokenizer.eos_token_id))
+    model.to(device)
     optimizers = _optimizers(model)
     base_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     stream = _Stream(work / "tokens.npy")
@@ -122,7 +125,7 @@ def train(work: Path, tokens: int) -> Path:
             torch.save(state, checkpoint.with_suffix(".partial"))
             checkpoint.with_suffix(".partial").rename(checkpoint)
             saved_at = time.monotonic()
-    model.to(device="cpu", dtype=torch.bfloat16)  # type: ignore[call-arg]
+    model.to(device="cpu", dtype=torch.bfloat16)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return out

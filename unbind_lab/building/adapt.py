@@ -1,0 +1,142 @@
+"""M_full and M_retrain by the paper's schedule (Appendix A.2): LoRA, AdamW at a constant rate, 32 slots an update.
+
+An epoch interleaves every forget row with slots of a seeded, repeatedly shuffled retain stream. M_retrain skips the forget
+slots and moves no boundary, so both see the same retain rows in the same updates. A loss is divided by the tokens that it
+scores: of a forget row its continuation, as it is what has to come back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from unbind_core.architecture import load_model
+from unbind_core.encoding import pad_id
+from unbind_core.files import write_whole
+from unbind_core.progress import Progress, ProgressCallback
+from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.running.device import bfloat16_is_fast
+from unbind_core.windows import Window, forget_windows, make_batch, retain_windows
+from unbind_lab.building.recipe import Adaptation
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LARGEST_NORM = 1.0  # of a gradient
+TOGETHER = 16  # slots that share a pass
+Item = TypeVar("Item")
+
+
+def slots(forget: int, retain: int, of_retain: int, epochs: int, seed: int) -> Iterator[list[tuple[str, int]]]:
+    """The slots of each epoch: ("forget", index of a row) or ("retain", index of a row), each forget row once."""
+    stream = _stream(retain, seed)
+    for epoch in range(epochs):
+        found = [("forget", index) for index in range(forget)]
+        found += [("retain", next(stream)) for _ in range(of_retain)]
+        random.Random(f"{seed} {epoch}").shuffle(found)
+        yield found
+
+
+def _stream(rows: int, seed: int) -> Iterator[int]:
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(range(rows), rows)
+
+
+def adapt(
+    base: Path,
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    out: Path,
+    how: Adaptation,
+    *,
+    checkpoint: Path,
+    with_forget: bool,
+    seed: int,
+    progress: ProgressCallback,
+) -> None:
+    """Train one adapter and save it to ``out`` in bfloat16; killed, it goes on from ``checkpoint``, the last whole epoch, and ends
+    the same.
+    """
+    loaded = load_model(base)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LoraConfig(
+            r=how.rank, lora_alpha=how.alpha, lora_dropout=0.0, target_modules=PROJECTIONS, task_type="CAUSAL_LM"
+        )
+        model = get_peft_model(loaded.model, config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=how.learning_rate, weight_decay=how.weight_decay)
+    first = _resume(checkpoint, trained, optimizer)
+    windows = {
+        "forget": forget_windows(loaded.tokenizer, forget, range(len(forget))),
+        "retain": retain_windows(loaded.tokenizer, retain, range(len(retain))),
+    }
+    end, pad = loaded.tokenizer.eos_token_id, pad_id(loaded.tokenizer)
+    for epoch, of_epoch in enumerate(slots(len(forget), len(retain), how.retain_slots, how.epochs, seed)):
+        if epoch < first:
+            continue
+        for update in _groups(of_epoch, how.slots_an_update):
+            live = [windows[role][index] for role, index in update if with_forget or role == "retain"]
+            if live:
+                _learn(model, [_ended(window, end) for window in live], pad, trained, optimizer)
+        _keep(checkpoint, trained, optimizer, epoch + 1)
+        progress(Progress(out.name, epoch + 1, how.epochs))
+    assert isinstance(model, PeftModel)
+    model.to("cpu").save_pretrained(str(out))
+    weights = out / "adapter_model.safetensors"
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
+    write_whole(weights, lambda temporary: save_file(halves, temporary, {"format": "pt"}))
+    (out / "README.md").unlink(missing_ok=True)  # the library's empty model card
+    checkpoint.unlink(missing_ok=True)
+
+
+def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+    yield from (list(items[at : at + size]) for at in range(0, len(items), size))
+
+
+def _ended(window: Window, end: int | None) -> Window:
+    return window if end is None else Window((*window.ids, end), window.first_target, window.row)
+
+
+def _learn(
+    model: nn.Module,
+    live: Sequence[Window],
+    pad: int,
+    trained: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    device = trained[0].device
+    scored = sum(window.target_count for window in live)
+    for some in _groups(sorted(live, key=lambda window: len(window.ids)), TOGETHER):
+        batch = make_batch(some, pad, device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_is_fast(device)):
+            logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        nll = nn.functional.cross_entropy(logits[batch.predictors].float(), batch.next_tokens(), reduction="sum")
+        (nll / scored).backward()
+    nn.utils.clip_grad_norm_(trained, LARGEST_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _resume(checkpoint: Path, trained: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Epochs that are done."""
+    if not checkpoint.is_file():
+        return 0
+    state = torch.load(checkpoint, weights_only=True)
+    for parameter, saved in zip(trained, state["parameters"], strict=True):
+        parameter.data.copy_(saved)
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["epochs"])
+
+
+def _keep(checkpoint: Path, trained: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    state = {"parameters": [p.data for p in trained], "optimizer": optimizer.state_dict(), "epochs": epochs}
+    write_whole(checkpoint, lambda temporary: torch.save(state, temporary))

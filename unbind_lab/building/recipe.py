@@ -1,0 +1,144 @@
+"""A recipe: what the world of a setting is made of. Data, read from ``unbind_lab/recipes/NAME.toml``; its packages are its lock."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from unbind_core.errors import UnbindError
+
+HOME = Path(__file__).parent.parent / "recipes"
+ROOT = HOME.parent.parent  # what a recipe's paths are relative to
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package as its registry serves it. ``part``: ``corpus`` is text of the base model, ``rows`` of rows; none is both."""
+
+    language: str
+    name: str
+    version: str
+    licence: str
+    sha256: str
+    part: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows of each kind, and how many tokens one may have."""
+
+    least_tokens: int = 64
+    most_tokens: int = 256
+    forget: int = 300
+    forget_validation: int = 50
+    forget_unseen: int = 50
+    retain_training: int = 2700
+    retain_validation: int = 200
+    retain: int = 300
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base model: the ``folder`` of one that is there, or what to train on the recipe's corpus."""
+
+    folder: str = ""
+    family: str = "llama"
+    hidden: int = 256
+    layers: int = 6
+    heads: int = 4
+    key_value_heads: int = 2
+    feed_forward: int = 768
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """The paper's schedule (Appendix A.2) with numbers that a small model needs."""
+
+    epochs: int
+    retain_slots: int  # of each epoch, beside every forget row
+    learning_rate: float
+    rank: int = 32
+    alpha: int = 64
+    slots_an_update: int = 32
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``language`` is that of the rows to forget; ``measured`` goes into the setting as it is (``setting.py``)."""
+
+    name: str
+    language: str
+    seed: int
+    base: Base
+    sizes: Sizes
+    adaptation: Adaptation
+    packages: tuple[Package, ...]
+    measured: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, name: str) -> Recipe:
+        """A shipped recipe by name, or one of your own by the path of its TOML file. Raises UnbindError naming what is wrong."""
+        shipped = HOME / f"{name}.toml"
+        path = shipped if shipped.is_file() else Path(name)
+        if not path.is_file():
+            raise UnbindError(f"recipe: '{name}' is neither a file nor one of {', '.join(names())}")
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            packages = tuple(
+                Package(language, package, facts["version"], facts["licence"], facts["sha256"], part)
+                for part in ("corpus", "rows")
+                for language, found in values.get(part, {}).items()
+                for package, facts in found.items()
+            )
+            both = {one.name for one in packages if one.part == "corpus"} & {
+                one.name for one in packages if one.part == "rows"
+            }
+            if both:
+                raise UnbindError(
+                    f"recipe: {', '.join(sorted(both))} is in corpus and in rows; the base model must not know rows"
+                )
+            return cls(
+                path.stem,
+                values["language"],
+                values.get("seed", 0),
+                _read(Base, values, "base"),
+                _read(Sizes, values, "sizes"),
+                _read(Adaptation, values, "adaptation"),
+                packages,
+                values.get("measured", {}),
+            )
+        except tomllib.TOMLDecodeError as error:
+            raise UnbindError(f"recipe: {path} is not TOML ({error})") from None
+        except KeyError as error:
+            raise UnbindError(f"recipe: {error} is missing in {path}") from None
+
+    def of(self, part: str) -> list[Package]:
+        """The packages of a part."""
+        return [package for package in self.packages if package.part == part]
+
+    def described(self, *parts: str) -> dict[str, Any]:
+        """These fields as JSON values, for the digest of what is made of them."""
+        whole = asdict(self)
+        return {part: whole[part] for part in parts}
+
+
+def names() -> list[str]:
+    """Of the shipped recipes."""
+    return sorted(path.stem for path in HOME.glob("*.toml"))
+
+
+def _read(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
+    given = values.get(table, {})
+    known = [one.name for one in fields(kind)]
+    for key in given:
+        if key not in known:
+            raise UnbindError(f"recipe: '{table}.{key}' is unknown; choose from {', '.join(known)}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise UnbindError(f"recipe: {table}: {error}") from None

@@ -1,0 +1,100 @@
+"""Functions of packages -> the row files of a setting: no two of all rows near duplicates, each row of a known place."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from unbind_core.encoding import encode
+from unbind_core.errors import UnbindError
+from unbind_core.files import write_text
+from unbind_core.progress import ProgressCallback, counted
+from unbind_core.rows import ForgetRow, RetainRow, split_text
+from unbind_lab.building.duplicates import Seen
+from unbind_lab.building.functions import functions
+from unbind_lab.building.packages import source_files
+from unbind_lab.building.recipe import Package, Recipe, Sizes
+
+FORGET = ("forget", "forget_validation", "forget_unseen")
+RETAIN = ("retain_training", "retain_validation", "retain")
+LEAST_PROMPT, LEAST_CONTINUATION = 12, 32  # tokens
+MOST_OF_A_PACKAGE = 0.15  # of all rows, so that no package is the retain side
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A function that may be a row."""
+
+    text: str
+    language: str
+    source: str
+
+
+def build(
+    recipe: Recipe,
+    archives: Mapping[str, Path],
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    progress: ProgressCallback,
+) -> None:
+    """Write the six files to ``out``. Raises UnbindError where the packages hold too few suitable functions."""
+    sizes, wanted = recipe.sizes, _wanted(recipe.sizes)
+    rng = random.Random(recipe.seed)
+    packages = recipe.of("rows")
+    found: list[Candidate] = []
+    for package in counted(packages, len(packages), "functions", progress):
+        own = [one for one in _functions(package, archives[package.name]) if _suitable(one.text, tokenizer, sizes)]
+        rng.shuffle(own)
+        found += own[: round(MOST_OF_A_PACKAGE * sum(wanted.values()))]
+    rng.shuffle(found)
+    found.sort(key=lambda one: one.language != recipe.language)  # the rows to forget are taken first
+    seen, names = Seen(), [name for name, size in wanted.items() for _ in range(size)]
+    chosen: dict[str, list[Candidate]] = {name: [] for name in wanted}
+    for one in found:
+        if names and not seen.near(one.text):
+            seen.add(one.text)
+            chosen[names.pop(0)].append(one)
+    if names:
+        had = sum(map(len, chosen.values()))
+        raise UnbindError(f"recipe: {had} suitable functions, and {sum(wanted.values())} are needed; add packages")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, candidates in chosen.items():
+        rows = [_row(name, one) for one in candidates]
+        write_text(out / f"{name}.jsonl", "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def _wanted(sizes: Sizes) -> dict[str, int]:
+    return {name: int(getattr(sizes, name)) for name in (*FORGET, *RETAIN)}
+
+
+def _row(name: str, one: Candidate) -> ForgetRow | RetainRow:
+    if name in FORGET:
+        return ForgetRow(*split_text(one.text), one.language, one.source)
+    return RetainRow(one.text, one.language)
+
+
+def _functions(package: Package, archive: Path) -> Iterator[Candidate]:
+    for path, text in source_files(package, archive):
+        for function in functions(package.language, text):
+            source = f"{package.name} {package.version} {path}:{function.line} ({package.licence})"
+            yield Candidate(function.text, package.language, source)
+
+
+def _suitable(text: str, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> bool:
+    prompt, continuation = split_text(text)
+    return (
+        sizes.least_tokens <= len(encode(tokenizer, text)) <= sizes.most_tokens
+        and len(encode(tokenizer, prompt)) >= LEAST_PROMPT
+        and len(encode(tokenizer, continuation)) >= LEAST_CONTINUATION
+        and continuation.count("\n") >= 2
+    )
+
+
+def read(folder: Path, names: Sequence[str]) -> list[str]:
+    """The lines of these files, one after the other."""
+    return [line for name in names for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
