@@ -1,22 +1,26 @@
-"""The tables of a run in the paper's form, as Markdown, with Unbind's rows held against the paper's claims and the best rival."""
+"""The tables of a run in the paper's form, with Unbind's rows held against the paper's claims and the best rival."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unbind_core.errors import UnbindError
+from unbind_lab import report
 from unbind_lab.filters.filter import Filter
 from unbind_lab.intervals import intervals
 from unbind_lab.lab import LABELS
 from unbind_lab.protocols.known import MAIN, PROTOCOLS
 from unbind_lab.protocols.main import Record, joint_score
 from unbind_lab.protocols.protocol import Column
+from unbind_lab.report import Section
 from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
 
 Line = dict[str, Any]
+PUBLISHED = Path(__file__).with_name("published.toml")
 RISE: Column = ("R-PPL over M_full's, %", "r_ppl_rise", "+.2f")
 BOOTSTRAPPED = (*(one for one in MAIN if one[1] in ("f_bleu", "r_bleu", "fu_h", "kl", "mean_recovery")), RISE)
 
@@ -36,48 +40,72 @@ def measured(folder: Path, protocol: str) -> list[Line]:
     return [json.loads(path.read_text(encoding="utf-8"))["value"] for path in paths if path.is_file()]
 
 
-def _table(found: Sequence[Line], columns: Sequence[Column]) -> str:
-    heads = ["system", "configuration", *(head for head, _, _ in columns)]
-    rows = [heads, ["---"] * 2 + ["---:"] * len(columns)]
-    rows += [
-        [one["system"], _configuration(one), *(_cell(one[key], form) if key in one else "" for _, key, form in columns)]
-        for one in found
+def sections(folder: Path) -> list[Section]:
+    """The main table with claims and what is missing, its intervals, every other protocol that was run, the paper's own numbers.
+
+    Raises UnbindError where M_full is missing.
+    """
+    found = lines(folder)
+    there = {(one["system"], one["configuration"]) for one in found}
+    missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
+    notes = claims(found)
+    if missing:
+        notes.append(
+            f"Not measured, or not in every configuration: {', '.join(missing)}. "
+            f"`unbind lab run {folder.name}` completes the table."
+        )
+    told = [_section("", found, MAIN, notes), _intervals(folder, found)]
+    told += [
+        _section(name, others, protocol.columns)
+        for name, protocol in PROTOCOLS.items()
+        if name != "main" and (others := measured(folder, name))
     ]
-    return _markdown(rows)
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return [*told, *_published({one["system"] for one in found})]
 
 
 def markdown(folder: Path) -> str:
-    """The main table, what is missing of it, the claims, and a table of every other protocol that was run."""
-    found = lines(folder)
-    text = _table(found, PROTOCOLS["main"].columns)
-    there = {(one["system"], one["configuration"]) for one in found}
-    missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
-    if missing:
-        text += f"\n\nNot measured, or not in every configuration: {', '.join(missing)}. "
-        text += f"`unbind lab run {folder.name}` completes the table."
-    told = claims(found)
-    text += "\n\n" + "\n".join(f"- {one}" for one in told) if told else ""
-    text += f"\n\n### Intervals\n\n{_intervals(folder, found)}"
-    for name, protocol in PROTOCOLS.items():
-        if name != "main" and (others := measured(folder, name)):
-            text += f"\n\n### {name}\n\n{_table(others, protocol.columns)}"
-    return text + "\n"
+    """The sections, as documents have them."""
+    return report.markdown(sections(folder))
 
 
-def _intervals(folder: Path, found: Sequence[Line]) -> str:
+def html(folder: Path) -> str:
+    """The sections, as a page."""
+    return report.html(f"unbind lab: {folder.name}", sections(folder))
+
+
+def _section(title: str, found: Sequence[Line], columns: Sequence[Column], notes: Sequence[str] = ()) -> Section:
+    rows = [
+        [one["system"], _configuration(one), *(_cell(one[key], form) if key in one else "" for _, key, form in columns)]
+        for one in found
+    ]
+    return Section(title, ["system", "configuration", *(head for head, _, _ in columns)], rows, notes)
+
+
+def _intervals(folder: Path, found: Sequence[Line]) -> Section:
     """The main table's figures as the central 95 % of a bootstrap over rows."""
-    rows = [["system", "configuration", *(head for head, _, _ in BOOTSTRAPPED)]]
-    rows.append(["---"] * 2 + ["---:"] * len(BOOTSTRAPPED))
     full = _records(folder, next(one for one in found if one["system"] == "m-full"))
+    rows = []
     for one in found:
         ranges = intervals(_records(folder, one), full)
         cells = (" to ".join(_cell(value, form) for value in ranges[key]) for _, key, form in BOOTSTRAPPED)
         rows.append([one["system"], one["configuration"], *cells])
-    return _markdown(rows)
+    return Section("Intervals", ["system", "configuration", *(head for head, _, _ in BOOTSTRAPPED)], rows)
+
+
+def _published(systems: Collection[str]) -> list[Section]:
+    """What the paper has of these systems, on its own models: no figure of it is comparable with one above, but its order is."""
+    published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
+    source, columns = published.pop("source"), published.pop("columns")
+    return [
+        Section(
+            f"The paper's: {corpus}",
+            ["system", *columns],
+            [[name, *map(str, figures)] for name, figures in known.items() if name in systems],
+            [f"{source}, {corpus}."],
+            texts=1,
+        )
+        for corpus, known in published.items()
+    ]
 
 
 def _records(folder: Path, one: Line) -> list[Record]:

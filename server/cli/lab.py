@@ -9,6 +9,7 @@ import typer
 
 from server.cli.console import clear_errors, notes, progress_bars
 from unbind_core.errors import UnbindError
+from unbind_core.files import write_text
 
 OUT, WORLDS = Path(".unbind/lab"), Path(".unbind/worlds")
 app = typer.Typer(help="The paper's systems and the strongest rivals beside Unbind.", no_args_is_help=True)
@@ -60,13 +61,46 @@ def build(
         notes.print(f"built; unbind lab run {setting.stem if out == WORLDS else setting}")
 
 
-def table(setting: SettingName, out: Out = OUT) -> None:
-    """What was measured, as Markdown."""
+def table(
+    setting: SettingName,
+    out: Out = OUT,
+    html: Annotated[Path | None, typer.Option(help="Write it there as a page instead.")] = None,
+) -> None:
+    """What was measured, as Markdown or as HTML, beside the paper's own numbers."""
+    from unbind_lab import table as tables
     from unbind_lab.setting import Setting
-    from unbind_lab.table import markdown
 
     with clear_errors():
-        typer.echo(markdown(out / Setting.load(setting).name), nl=False)
+        folder = out / Setting.load(setting).name
+        if html is None:
+            typer.echo(tables.markdown(folder), nl=False)
+        else:
+            write_text(html, tables.html(folder))
+            notes.print(f"written to {html}", highlight=False)
+
+
+def plot(
+    setting: SettingName,
+    out: Out = OUT,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where figures go; beside the tables where none is given.")
+    ] = None,
+) -> None:
+    """Figures of what was measured, as SVG: forgetting over utility, and what attacks recover."""
+    with clear_errors():
+        from unbind_lab.setting import Setting
+
+        try:
+            from unbind_lab.plots import draw
+        except ModuleNotFoundError as error:
+            raise _absent(error) from None
+        measured = out / Setting.load(setting).name
+        for path in draw(measured, folder or measured / "figures"):
+            notes.print(f"written to {path}", highlight=False)
+
+
+def _absent(error: ModuleNotFoundError) -> UnbindError:
+    return UnbindError(f"{error.name} is not installed; the extra has it: pip install 'unbind-server[lab]'")
 
 
 def register(root: typer.Typer) -> None:
@@ -74,4 +108,5 @@ def register(root: typer.Typer) -> None:
     app.command("build")(build)
     app.command("run")(run)
     app.command("table")(table)
+    app.command("plot")(plot)
     root.add_typer(app, name="lab")

@@ -100,7 +100,7 @@ def test_a_run_that_was_killed_again_and_again_equals_one_that_was_not(setting: 
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
     text = markdown(tmp_path / "whole" / setting.name)
-    main, told = text.split("### Intervals")
+    main, told = text.split("### The paper's")[0].split("### Intervals")
     assert [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| ")][2:] == [
         "| m-full",
         "| ga",

@@ -1,0 +1,110 @@
+"""Reports say the same as Markdown and as a page; figures are drawn of records; the paper's numbers are the paper's."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import xml.etree.ElementTree as ET
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import build
+from unbind_lab.lab import Lab
+from unbind_lab.plots import draw
+from unbind_lab.protocols.main import joint_score
+from unbind_lab.report import Section, html, markdown
+from unbind_lab.setting import Setting
+from unbind_lab.systems import SYSTEMS, chosen
+from unbind_lab.table import PUBLISHED, sections
+
+
+class Cells(HTMLParser):
+    """The texts of a page's cells and list items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.inside = False
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag in ("td", "th", "li"):
+            self.inside = True
+            self.found.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag not in ("td", "th", "li")
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.found[-1] += data
+
+
+def test_markdown_and_page_have_the_same_cells() -> None:
+    section = Section(
+        "One <b>", ["name", "what", "x"], [["a & b", "<i>", "1.5"], ["c", "", "-2"]], ["`x` is **not** < 2"]
+    )
+    lines = markdown([section]).splitlines()
+    assert lines[0] == "### One <b>" and lines[3] == "| --- | --- | ---: |" and lines[-1] == "- `x` is **not** < 2"
+    page = html("A < B", [section])
+    cells = Cells()
+    cells.feed(page)
+    assert cells.found == ["name", "what", "x", "a & b", "<i>", "1.5", "c", "", "-2", "x is not < 2"]
+    assert "<h2>One &lt;b&gt;</h2>" in page and "<code>x</code> is <strong>not</strong> &lt; 2" in page
+    assert not re.search(r"(src|href)=", page)  # it needs nothing else
+
+
+def test_the_paper_s_numbers_agree_with_each_other() -> None:
+    published = tomllib.loads(PUBLISHED.read_text())
+    for corpus in ("CodeSearchNet", "The Stack"):
+        known = published[corpus]
+        assert len(known) == 18 and set(known) <= set(SYSTEMS)
+        full = known["m-full"]
+        for name, (f_bleu, r_ppl, r_bleu, human, mbpp, fu_h) in known.items():
+            forgetting = max(0.0, 1 - f_bleu / full[0])
+            ratios = [full[1] / r_ppl, r_bleu / full[2], human / full[3], mbpp / full[4]]
+            utility = 1.0
+            for ratio in ratios:
+                utility *= min(1.0, ratio) ** 0.25
+            score = 100 * 2 * forgetting * utility / (forgetting + utility) if forgetting + utility else 0.0
+            assert score == pytest.approx(fu_h, abs=0.1), (corpus, name)
+
+
+def test_a_run_has_a_page_and_figures(setting: Setting, tmp_path: Path) -> None:
+    Lab(setting, tmp_path).run(chosen(["m-full", "m-base", "gss"]), ["main"], ["shipped", "paper"])
+    folder = tmp_path / setting.name
+    found = sections(folder)
+    assert [one.title for one in found][:2] == ["", "Intervals"] and found[-1].title == "The paper's: The Stack"
+    assert [row[0] for row in found[-1].rows] == ["m-full", "m-base", "gss"]
+    assert joint_score(*2 * [json.loads((folder / "main/m-full-shipped.json").read_text())["value"]])["fr"] == 0
+    paths = draw(folder, tmp_path / "figures")
+    drawn = ET.parse(paths[0]).getroot()
+    assert [path.name for path in paths] == ["trade-off.svg"] and drawn.tag.endswith("svg")
+    first = paths[0].read_bytes()
+    assert draw(folder, tmp_path / "figures")[0].read_bytes() == first
+    record = {"attack": "stored", "row": 0, "span": 3, "recovery": 0.25, "bleu": 0.1}
+    (folder / "attacks").mkdir()
+    (folder / "attacks/m-base-shipped.jsonl").write_text(json.dumps(record) + "\n")
+    value = {"system": "m-base", "configuration": "shipped", "options": {}, "spans_50": 0}
+    (folder / "attacks/m-base-shipped.json").write_text(json.dumps({"made_of": "", "value": value}))
+    assert [path.name for path in draw(folder, tmp_path / "figures")] == ["trade-off.svg", "attacks.svg"]
+
+
+def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path) -> None:
+    text = "".join(
+        f"{key} = {json.dumps(str(value) if isinstance(value, Path) else value)}\n"
+        for key, value in asdict(setting).items()
+        if key not in ("name", "modules")
+    )
+    (tmp_path / "own.toml").write_text(text)
+    run = lambda *asked: CliRunner(env={"NO_COLOR": "1"}).invoke(build(), ["lab", *asked, "--out", str(tmp_path)])  # noqa: E731
+    own = str(tmp_path / "own.toml")
+    assert run("run", own, "--systems", "m-full").exit_code == 0
+    assert run("table", own, "--html", str(tmp_path / "page.html")).exit_code == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert run("plot", own).exit_code == 0
+    assert (tmp_path / "own/figures/trade-off.svg").is_file()

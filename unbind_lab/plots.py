@@ -1,0 +1,101 @@
+"""Figures of a run: forgetting over utility with curves of equal FU-H, and what each attack recovers of each system."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from unbind_lab.table import Line, lines, measured
+
+matplotlib.rcParams["svg.hashsalt"] = "unbind"  # the same records give the same file
+KINDS = {"m-": ("references", "s"), "unbind-": ("Unbind", "*"), "": ("others", "o")}
+CURVES = (50, 70, 80, 90, 95, 99)
+MARGIN = 0.03
+
+
+def draw(folder: Path, out: Path) -> list[Path]:
+    """Write the figures that there are records for to ``out``. Raises UnbindError where M_full was not measured."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = [_save(trade_off(lines(folder)), out / "trade-off.svg")]
+    attacks = measured(folder, "attacks")
+    if attacks:
+        found.append(_save(recovered(folder, attacks), out / "attacks.svg"))
+    return found
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    return path
+
+
+def trade_off(found: Sequence[Line]) -> Figure:
+    """FR over UR; a point a system and configuration, tuned and shipped ones named."""
+    figure = Figure(figsize=(8, 6))
+    axes: Axes = figure.subplots()
+    utility = np.linspace(0.02, 1.0, 200)
+    for score in CURVES:
+        share = score / 100
+        with np.errstate(divide="ignore", invalid="ignore"):
+            forgetting = share * utility / (2 * utility - share)  # FU-H = 2 FR UR / (FR + UR)
+        there = (forgetting >= 0) & (forgetting <= 1)
+        axes.plot(utility[there], forgetting[there], color="0.85", linewidth=1, zorder=0)
+        if there.any():
+            axes.annotate(str(score), (1.0, forgetting[there][-1]), color="0.6", fontsize=7)
+    for prefix, (kind, marker) in KINDS.items():
+        own = [one for one in found if _kind(str(one["system"])) == prefix]
+        axes.scatter([one["ur"] for one in own], [one["fr"] for one in own], marker=marker, label=kind, s=50)
+        for one in own:
+            if one["configuration"] != "paper":
+                axes.annotate(
+                    one["system"], (one["ur"], one["fr"]), xytext=(4, 4), textcoords="offset points", fontsize=7
+                )
+    lowest = min((one["ur"] for one in found if one["fr"] > 0), default=0.0)
+    axes.set(
+        xlim=(max(0.0, lowest - MARGIN), 1 + MARGIN),
+        ylim=(-MARGIN, 1 + MARGIN),
+        xlabel="utility that is left (UR)",
+        ylabel="forgetting (FR)",
+        title="Forgetting over utility; grey: equal FU-H",
+    )
+    axes.legend(loc="lower left")
+    return figure
+
+
+def _kind(system: str) -> str:
+    return next(prefix for prefix in KINDS if system.startswith(prefix))
+
+
+def recovered(folder: Path, found: Sequence[Line]) -> Figure:
+    """Mean recovery in per cent, a row a system, a column an attack."""
+    names: list[str] = []
+    table: list[dict[str, float]] = []
+    for one in found:
+        means: dict[str, list[float]] = {}
+        path = folder / "attacks" / f"{one['system']}-{one['configuration']}.jsonl"
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if "recovery" in record:
+                means.setdefault(record["attack"], []).append(100 * record["recovery"])
+        names.append(f"{one['system']} ({one['configuration']})")
+        table.append({attack: sum(values) / len(values) for attack, values in means.items()})
+    attacks = list(dict.fromkeys(attack for row in table for attack in row))
+    figure = Figure(figsize=(0.42 * len(attacks) + 3, 0.34 * len(names) + 2))
+    axes: Axes = figure.subplots()
+    cells = np.array([[row.get(attack, np.nan) for attack in attacks] for row in table])
+    image = axes.imshow(cells, cmap="magma_r", vmin=0, vmax=100, aspect="auto")
+    axes.set_xticks(range(len(attacks)), attacks, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    for (row, column), value in np.ndenumerate(cells):
+        if np.isfinite(value):
+            axes.text(
+                column, row, f"{value:.0f}", ha="center", va="center", fontsize=6, color="w" if value > 50 else "k"
+            )
+    figure.colorbar(image, label="mean recovery, %")
+    axes.set_title("What attacks recover")
+    return figure
