@@ -17,6 +17,7 @@ matplotlib.rcParams["svg.hashsalt"] = "unbind"  # the same records give the same
 KINDS = {"m-": ("references", "s"), "unbind-": ("Unbind", "*"), "": ("others", "o")}
 CURVES = (50, 70, 80, 90, 95, 99)
 MARGIN = 0.03
+CROWDED, APART = 0.93, 0.032  # utility from which names stand in a column, and how far apart
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -46,15 +47,11 @@ def trade_off(found: Sequence[Line]) -> Figure:
         there = (forgetting >= 0) & (forgetting <= 1)
         axes.plot(utility[there], forgetting[there], color="0.85", linewidth=1, zorder=0)
         if there.any():
-            axes.annotate(str(score), (1.0, forgetting[there][-1]), color="0.6", fontsize=7)
+            axes.annotate(str(score), (utility[there][0], forgetting[there][0]), color="0.6", fontsize=7)
     for prefix, (kind, marker) in KINDS.items():
         own = [one for one in found if _kind(str(one["system"])) == prefix]
         axes.scatter([one["ur"] for one in own], [one["fr"] for one in own], marker=marker, label=kind, s=50)
-        for one in own:
-            if one["configuration"] != "paper":
-                axes.annotate(
-                    one["system"], (one["ur"], one["fr"]), xytext=(4, 4), textcoords="offset points", fontsize=7
-                )
+    _name(axes, [one for one in found if one["configuration"] != "paper"])
     lowest = min((one["ur"] for one in found if one["fr"] > 0), default=0.0)
     axes.set(
         xlim=(max(0.0, lowest - MARGIN), 1 + MARGIN),
@@ -65,6 +62,27 @@ def trade_off(found: Sequence[Line]) -> Figure:
     )
     axes.legend(loc="lower left")
     return figure
+
+
+def _name(axes: Axes, found: Sequence[Line]) -> None:
+    """Names beside the points, and in a column on the right of those that crowd at full utility, none over another."""
+    crowd = sorted((one for one in found if one["ur"] > CROWDED), key=lambda one: -float(one["fr"]))
+    for one in found:
+        if one not in crowd:
+            axes.annotate(one["system"], (one["ur"], one["fr"]), xytext=(5, 3), textcoords="offset points", fontsize=7)
+    above = 1 + 2 * APART
+    for place, one in enumerate(crowd):
+        lowest = -MARGIN + APART * (len(crowd) - 1 - place)  # so that those below it find room
+        above = max(min(above - APART, float(one["fr"])), lowest)
+        axes.annotate(
+            one["system"],
+            (one["ur"], one["fr"]),
+            xytext=(1 + 2 * MARGIN, above),
+            fontsize=7,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.5},
+        )
 
 
 def _kind(system: str) -> str:
