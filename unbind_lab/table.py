@@ -14,7 +14,7 @@ from unbind_lab.filters.filter import Filter
 from unbind_lab.intervals import intervals
 from unbind_lab.lab import LABELS
 from unbind_lab.protocols.known import MAIN, PROTOCOLS
-from unbind_lab.protocols.main import Record, joint_score
+from unbind_lab.protocols.main import Record
 from unbind_lab.protocols.protocol import Column
 from unbind_lab.report import Section
 from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
@@ -26,18 +26,19 @@ BOOTSTRAPPED = (*(one for one in MAIN if one[1] in ("f_bleu", "r_bleu", "fu_h", 
 
 
 def lines(folder: Path) -> list[Line]:
-    """What was measured, in the order of the systems, with FR, UR and FU-H. Raises UnbindError where M_full is missing."""
+    """The main protocol's, with FR, UR and FU-H. Raises UnbindError where M_full is missing."""
     found = measured(folder, "main")
-    full = next((one for one in found if one["system"] == "m-full"), None)
-    if full is None:
+    if not any(one["system"] == "m-full" for one in found):
         raise UnbindError(f"{folder}: m-full was not measured; run unbind lab run {folder.name} --systems m-full")
-    return [{**one, **joint_score(one, full)} for one in found]
+    return found
 
 
 def measured(folder: Path, protocol: str) -> list[Line]:
-    """What was measured by a protocol, in the order of the systems."""
+    """What was measured by a protocol, in the order of the systems, with what stands beside it where M_full was measured."""
     paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
-    return [json.loads(path.read_text(encoding="utf-8"))["value"] for path in paths if path.is_file()]
+    found = [json.loads(path.read_text(encoding="utf-8"))["value"] for path in paths if path.is_file()]
+    full = next((one for one in found if one["system"] == "m-full"), None)
+    return found if full is None else [{**one, **PROTOCOLS[protocol].beside(one, full)} for one in found]
 
 
 def sections(folder: Path) -> list[Section]:

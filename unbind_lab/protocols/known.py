@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unbind_lab.protocols import access, attacks, main
+from unbind_lab.protocols import access, attacks, main, muse, related
 from unbind_lab.protocols.protocol import Column, Protocol
 
 MAIN: tuple[Column, ...] = (
@@ -19,5 +19,12 @@ MAIN: tuple[Column, ...] = (
 )
 
 PROTOCOLS = {
-    one.name: one for one in (Protocol("main", main.records, main.summary, MAIN), access.PROTOCOL, attacks.PROTOCOL)
+    one.name: one
+    for one in (
+        Protocol("main", main.records, main.summary, MAIN, main.joint_score),
+        access.PROTOCOL,
+        related.PROTOCOL,
+        attacks.PROTOCOL,
+        muse.PROTOCOL,
+    )
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unbind_core.progress import ProgressCallback
@@ -12,11 +12,19 @@ from unbind_lab.served import Served
 Column = tuple[str, str, str]  # head, name in the summary, format
 
 
+def nothing(_own: Mapping[str, float], _full: Mapping[str, float]) -> Summary:
+    """What most protocols add."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """``records`` measures a system; ``summary`` is of records alone; ``columns`` are what a table shows of a summary."""
+    """``records`` measures a system; ``summary`` is of records alone; ``columns`` are what a table shows of a summary and of what
+    stands ``beside`` it: figures of a system's summary and M_full's.
+    """
 
     name: str
     records: Callable[[Served, Material, ProgressCallback], list[Record]]
     summary: Callable[[Sequence[Record]], Summary]
     columns: tuple[Column, ...]
+    beside: Callable[[Mapping[str, float], Mapping[str, float]], Summary] = nothing

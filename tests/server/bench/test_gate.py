@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.bench.gate_neighbours import apart_figures, nearest
+from server.bench.gate_neighbours import apart_figures
 from server.bench.gate_world import Retained, World
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
@@ -32,10 +32,6 @@ def test_held_out_rows_that_repeat_a_forget_row_are_counted_and_left_out(world: 
     every = retained.perplexities((module,), world.test)
     assert every[1] / every[0] - 1 != pytest.approx(found["ppl_increase"], abs=1e-6)
     assert retained.measure((module,))["ppl_increase"] == pytest.approx(every[1] / every[0] - 1, abs=1e-9)
-
-
-def test_the_nearest_row_shares_the_most_telling_identifiers(world: World) -> None:
-    assert nearest([FORGET], world.test) == [REPEATS]
 
 
 def test_without_modules_nothing_rises(world: World) -> None:
