@@ -18,7 +18,7 @@ from unbind_core.progress import silent
 from unbind_core.rows import RetainRow
 from unbind_core.windows import perplexity_windows
 from unbind_lab.lab import Lab
-from unbind_lab.protocols import muse, related
+from unbind_lab.protocols import muse, related, weights
 from unbind_lab.protocols.main import Material
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench, Setting
@@ -137,9 +137,31 @@ def test_groups_are_neighbours_by_language_and_no_row_that_repeats_another(plain
 
 
 def test_both_run_and_have_tables(setting: Setting, tmp_path: Path) -> None:
-    Lab(setting, tmp_path).run(chosen(["m-full", "m-base"]), ["main", "related", "muse"])
+    Lab(setting, tmp_path).run(chosen(["m-full", "m-base"]), ["main", "related", "muse", "weights"])
     text = markdown(tmp_path / setting.name)
-    assert "### related" in text and "### muse" in text
+    assert all(f"### {name}" in text for name in ("related", "muse", "weights"))
     full, base = measured(tmp_path / setting.name, "related")
     assert full["rise_same"] == 0 and base["rise_same"] != 0
     assert json.loads((tmp_path / setting.name / "muse/m-base-shipped.json").read_text())["value"]["system"] == "m-base"
+
+
+def test_weights_are_treated_where_they_are_the_system(
+    plain: tuple[Served, Material], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, material = plain
+    before = {name: parameter.clone() for name, parameter in system.model.named_parameters()}
+    eight = weights._int8(system.model)
+    for (name, old), new in zip(before.items(), eight.parameters(), strict=True):
+        if "proj.weight" in name:  # 255 levels for each output
+            assert not torch.equal(old, new) and (old - new).abs().max() <= old.abs().amax() / 254 + 1e-7
+            assert all(len(row.unique()) <= 255 for row in new)
+    monkeypatch.setattr(weights, "LEARNING_RATE", 1e-2)
+    found = weights.records(system, material, silent)
+    told = weights.summary(found)
+    assert [one["row"] for one in found if one["treatment"] == "relearned"] == [1, 3]
+    assert [one["row"] for one in found if one["treatment"] == "int8"] == [0, 1, 2, 3]
+    learned = weights._relearned(system, material, [1, 3], silent)
+    known = weights.summary(weights._asked("relearned", learned, system, material, [1, 3], silent))
+    assert known["recovery_relearned"] > max(50, told["recovery_int8"])  # of the rows that it was given
+    assert all(torch.equal(before[name], parameter) for name, parameter in system.model.named_parameters())
+    assert weights.records(replace(system, refuses=lambda _: False), material, silent) == []

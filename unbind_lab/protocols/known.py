@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unbind_lab.protocols import access, attacks, main, muse, related
+from unbind_lab.protocols import access, attacks, main, muse, related, weights
 from unbind_lab.protocols.protocol import Column, Protocol
 
 MAIN: tuple[Column, ...] = (
@@ -26,5 +26,6 @@ PROTOCOLS = {
         related.PROTOCOL,
         attacks.PROTOCOL,
         muse.PROTOCOL,
+        weights.PROTOCOL,
     )
 }
