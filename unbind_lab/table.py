@@ -47,6 +47,17 @@ def sections(folder: Path) -> list[Section]:
     Raises UnbindError where M_full is missing.
     """
     found = lines(folder)
+    told = [main_section(folder, found), _intervals(folder, found)]
+    told += [
+        _section(name, others, protocol.columns)
+        for name, protocol in PROTOCOLS.items()
+        if name != "main" and (others := measured(folder, name))
+    ]
+    return [*told, *_published({one["system"] for one in found})]
+
+
+def main_section(folder: Path, found: Sequence[Line]) -> Section:
+    """The main table with claims and what is missing."""
     there = {(one["system"], one["configuration"]) for one in found}
     missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
     notes = claims(found)
@@ -55,13 +66,7 @@ def sections(folder: Path) -> list[Section]:
             f"Not measured, or not in every configuration: {', '.join(missing)}. "
             f"`unbind lab run {folder.name}` completes the table."
         )
-    told = [_section("", found, MAIN, notes), _intervals(folder, found)]
-    told += [
-        _section(name, others, protocol.columns)
-        for name, protocol in PROTOCOLS.items()
-        if name != "main" and (others := measured(folder, name))
-    ]
-    return [*told, *_published({one["system"] for one in found})]
+    return _section("", found, MAIN, notes)
 
 
 def markdown(folder: Path) -> str:

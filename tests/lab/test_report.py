@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli import build
+from tests.support.repository import ROOT
 from unbind_lab.lab import Lab
 from unbind_lab.plots import draw
 from unbind_lab.protocols.main import joint_score
 from unbind_lab.report import Section, html, markdown
 from unbind_lab.setting import Setting
 from unbind_lab.systems import SYSTEMS, chosen
-from unbind_lab.table import PUBLISHED, sections
+from unbind_lab.table import PUBLISHED, lines, main_section, sections
 
 
 class Cells(HTMLParser):
@@ -108,3 +109,12 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert run("plot", own).exit_code == 0
     assert (tmp_path / "own/figures/trade-off.svg").is_file()
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
+    text = (ROOT / "docs/lab.md").read_text(encoding="utf-8")
+    folder = ROOT / "docs/lab/demo"
+    found = lines(folder)
+    told = markdown([main_section(folder, found)])
+    assert len(found) > 30
+    assert [line for line in told.splitlines() if line and line not in text] == []
