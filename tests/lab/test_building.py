@@ -72,6 +72,8 @@ def test_an_adapter_whose_training_was_killed_equals_one_that_was_not_and_memori
     again = load_file(train("killed") / "adapter_model.safetensors")
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
     assert not (tmp_path / "killed.pt").exists()
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("whole", "killed")]
+    assert configs[0] == configs[1] and str(tmp_path) not in json.dumps(configs)
     other = load_file(train("retrained", with_forget=False) / "adapter_model.safetensors")
     assert any(not torch.equal(whole[name], other[name]) for name in whole)
 

@@ -7,6 +7,7 @@ scores: of a forget row its continuation, as it is what has to come back.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 
 from unbind_core.architecture import load_model
 from unbind_core.encoding import pad_id
-from unbind_core.files import write_whole
+from unbind_core.files import write_text, write_whole
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.device import bfloat16_is_fast
@@ -28,6 +29,7 @@ from unbind_lab.building.recipe import Adaptation
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LARGEST_NORM = 1.0  # of a gradient
+CONFIGURATION = "adapter_config.json"
 TOGETHER = 16  # slots that share a pass
 Item = TypeVar("Item")
 
@@ -91,6 +93,9 @@ def adapt(
         progress(Progress(out.name, epoch + 1, how.epochs))
     assert isinstance(model, PeftModel)
     model.to("cpu").save_pretrained(str(out))
+    described = json.loads((out / CONFIGURATION).read_text(encoding="utf-8"))
+    described["base_model_name_or_path"] = base.name  # a digest of the folder must not depend on where it was made
+    write_text(out / CONFIGURATION, json.dumps(described, indent=2) + "\n")
     weights = out / "adapter_model.safetensors"
     halves = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
     write_whole(weights, lambda temporary: save_file(halves, temporary, {"format": "pt"}))
