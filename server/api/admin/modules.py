@@ -17,7 +17,7 @@ from server.registry.lifecycle import Action
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import JointOutdated
-from server.registry.tables import JobKind, Kind
+from server.registry.tables import JobKind, Kind, ModuleState
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 
@@ -186,4 +186,6 @@ def _of_another_model(served: BaseService, record: dict[str, Any]) -> dict[str, 
 
 
 def _withheld(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
-    return {"withheld": WITHHELD} if record["id"] in served.registry.modules.withheld else {}
+    """Nothing of a record that says so itself: it is written a moment before this process knows."""
+    waits = record["id"] in served.registry.modules.withheld and record["state"] != ModuleState.SUSPENDED
+    return {"withheld": WITHHELD} if waits else {}
