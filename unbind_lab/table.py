@@ -49,9 +49,7 @@ def sections(folder: Path) -> list[Section]:
     found = lines(folder)
     told = [main_section(folder, found), _intervals(folder, found)]
     told += [
-        _section(name, others, protocol.columns)
-        for name, protocol in PROTOCOLS.items()
-        if name != "main" and (others := measured(folder, name))
+        protocol_section(name, others) for name in PROTOCOLS if name != "main" and (others := measured(folder, name))
     ]
     return [*told, *_published({one["system"] for one in found})]
 
@@ -67,6 +65,11 @@ def main_section(folder: Path, found: Sequence[Line]) -> Section:
             f"`unbind lab run {folder.name}` completes the table."
         )
     return _section("", found, MAIN, notes)
+
+
+def protocol_section(name: str, found: Sequence[Line]) -> Section:
+    """What a protocol measured."""
+    return _section(name, found, PROTOCOLS[name].columns)
 
 
 def markdown(folder: Path) -> str:

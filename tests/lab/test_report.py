@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from server.cli import build
 from tests.support.repository import ROOT
 from unbind_lab.lab import Lab
 from unbind_lab.plots import draw
+from unbind_lab.protocols.known import PROTOCOLS
 from unbind_lab.protocols.main import joint_score
 from unbind_lab.report import Section, html, markdown
 from unbind_lab.setting import Setting
 from unbind_lab.systems import SYSTEMS, chosen
-from unbind_lab.table import PUBLISHED, lines, main_section, sections
+from unbind_lab.table import PUBLISHED, lines, main_section, measured, protocol_section, sections
 
 
 class Cells(HTMLParser):
@@ -115,6 +116,11 @@ def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
     text = (ROOT / "docs/lab.md").read_text(encoding="utf-8")
     folder = ROOT / "docs/lab/demo"
     found = lines(folder)
-    told = markdown([main_section(folder, found)])
-    assert len(found) > 30
+    others = [
+        protocol_section(name, measured(folder, name))
+        for name in PROTOCOLS
+        if name != "main" and (folder / name).is_dir()
+    ]
+    told = markdown([main_section(folder, found), *(replace(one, title="") for one in others)])
+    assert len(found) > 30 and len(others) >= 3
     assert [line for line in told.splitlines() if line and line not in text] == []
