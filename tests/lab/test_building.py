@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from unbind_lab.building import rows as row_files
 from unbind_lab.building.adapt import adapt, slots
 from unbind_lab.building.base import architecture
 from unbind_lab.building.build import World
-from unbind_lab.building.recipe import Adaptation, Base, Recipe, Sizes
+from unbind_lab.building.recipe import HOME, ROOT, Adaptation, Base, Recipe, Sizes
 from unbind_lab.lab import Lab
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import chosen
@@ -178,3 +179,15 @@ def test_a_world_is_built_once_and_a_lab_runs_on_it(
     Lab(setting, tmp_path / "lab").run(chosen(["m-full", "m-retrain", "unbind-rewrite"]))
     text = markdown(tmp_path / "lab" / "tiny")
     assert "| unbind-rewrite | shipped |" in text
+
+
+def test_what_is_shipped_with_a_recipe_fits_its_base_and_says_what_made_it() -> None:
+    shipped = sorted(HOME.glob("*/*/adapter_model.safetensors"))
+    assert shipped and sum(path.stat().st_size for path in HOME.rglob("*.safetensors")) < 40_000_000
+    fingerprints = set()
+    for path in shipped:
+        base = ROOT / Recipe.load(path.parent.parent.name).base.folder
+        fingerprints.add(load_model(base, path.parent).identity.fingerprint)
+        assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
+        assert json.loads((path.parent / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+    assert len(fingerprints) == len(shipped)  # M_full and M_retrain are two
