@@ -211,6 +211,7 @@ class Elsewhere:
         cut = rng.randint(0, len(text))
         before, after = rng.choice(REQUESTS)
         if way == 6 and self._chats:
+            cut = max(cut, 1)  # where the prompt begins in the chat is found by it
             return self._chat(number, before, text[:cut], text[cut:])
         return self._asked(number, before, text[:cut] + after, text[cut:])
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import ast
+import copy
 import random
 import re
 
 import pytest
 
-from unbind_core.fitting.variations import REWRITINGS, commented, cropped, identifiers, indented, recased, renamed
+from unbind_core.architecture import LoadedModel
+from unbind_core.fitting.variations import (
+    REWRITINGS,
+    Elsewhere,
+    commented,
+    cropped,
+    identifiers,
+    indented,
+    recased,
+    renamed,
+)
+from unbind_core.rows import RetainRow
 
 CODE = """def total(self, first_value, factor=2):
     # sums things up
@@ -84,3 +96,13 @@ def test_a_crop_is_an_end_of_the_text_and_most_of_it_may_be_gone(text: str) -> N
 def test_a_seed_gives_the_same_rewriting() -> None:
     for rewrite in REWRITINGS:
         assert rewrite(CODE, "python", random.Random(5)) == rewrite(CODE, "python", random.Random(5))
+
+
+def test_a_retain_row_is_asked_for_in_a_chat_from_its_first_character_on(tiny: LoadedModel) -> None:
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}<a>"
+    ways = Elsewhere(tokenizer, ["plain"], lambda _: "")
+    row = RetainRow("ab\n")  # so short that a cut in front of it is drawn often
+    found = [ways.retain_window(3, row, random.Random(seed)) for seed in range(200)]
+    assert all(window.row == 3 for window in found)
+    assert any("<a>" in tokenizer.decode(list(window.ids)) for window in found)
