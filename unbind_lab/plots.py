@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from unbind_lab.table import Line, lines, measured
+from unbind_lab.table import Line, lines, measured, records
 
 matplotlib.rcParams["svg.hashsalt"] = "unbind"  # the same records give the same file
 KINDS = {"m-": ("references", "s"), "unbind-": ("Unbind", "*"), "": ("others", "o")}
@@ -95,9 +94,7 @@ def recovered(folder: Path, found: Sequence[Line]) -> Figure:
     table: list[dict[str, float]] = []
     for one in found:
         means: dict[str, list[float]] = {}
-        path = folder / "attacks" / f"{one['system']}-{one['configuration']}.jsonl"
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in records(folder, "attacks", one):
             if "recovery" in record:
                 means.setdefault(record["attack"], []).append(100 * record["recovery"])
         names.append(f"{one['system']} ({one['configuration']})")

@@ -92,10 +92,10 @@ def _section(title: str, found: Sequence[Line], columns: Sequence[Column], notes
 
 def _intervals(folder: Path, found: Sequence[Line]) -> Section:
     """The main table's figures as the central 95 % of a bootstrap over rows."""
-    full = _records(folder, next(one for one in found if one["system"] == "m-full"))
+    full = records(folder, "main", next(one for one in found if one["system"] == "m-full"))
     rows = []
     for one in found:
-        ranges = intervals(_records(folder, one), full)
+        ranges = intervals(records(folder, "main", one), full)
         cells = (" to ".join(_cell(value, form) for value in ranges[key]) for _, key, form in BOOTSTRAPPED)
         rows.append([one["system"], one["configuration"], *cells])
     return Section("Intervals", ["system", "configuration", *(head for head, _, _ in BOOTSTRAPPED)], rows)
@@ -117,8 +117,9 @@ def _published(systems: Collection[str]) -> list[Section]:
     ]
 
 
-def _records(folder: Path, one: Line) -> list[Record]:
-    path = folder / "main" / f"{one['system']}-{one['configuration']}.jsonl"
+def records(folder: Path, protocol: str, one: Line) -> list[Record]:
+    """What a line is the summary of. Raises UnbindError where it is not there or not whole."""
+    path = folder / protocol / f"{one['system']}-{one['configuration']}.jsonl"
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:

@@ -53,9 +53,7 @@ def build(
             from unbind_lab.building.build import World
             from unbind_lab.building.recipe import Recipe
         except ModuleNotFoundError as error:
-            raise UnbindError(
-                f"{error.name} is not installed; the extra has it: pip install 'unbind-server[lab]'"
-            ) from None
+            raise _absent(error) from None
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
         setting = World(Recipe.load(recipe), out, out / "packages", report=report, progress=progress).build()
         notes.print(f"built; unbind lab run {setting.stem if out == WORLDS else setting}")
