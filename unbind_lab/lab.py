@@ -225,9 +225,13 @@ class Lab:
         return _code(main, served_by, scores, metrics)
 
     def _made_of(self, system: System) -> list[Any]:
-        """What a system's artifacts depend on: the setting, its own code, and the loop's where it is trained."""
+        """What a system's artifacts depend on: the setting, of its modules the one that it is, its code, and the loop's where it is
+        trained.
+        """
         own = inspect.getmodule(system.loss if isinstance(system, Trained) else system.build)
-        return [self._described, system.name, _code(own, *((training, step) if isinstance(system, Trained) else ()))]
+        module = system.module if isinstance(system, Filter) else None
+        described = {**self._described, "modules": self._described["modules"].get(module)}
+        return [described, system.name, _code(own, *((training, step) if isinstance(system, Trained) else ()))]
 
 
 def _configuration(system: Trained, described: Mapping[str, Any]) -> Configuration:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,10 @@ def test_a_run_that_was_killed_again_and_again_equals_one_that_was_not(setting: 
     Lab(setting, tmp_path / "killed").run(systems)
     assert results(tmp_path / "killed") == whole
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "whole").rglob("main/*")}
-    Lab(setting, tmp_path / "whole").run(systems)
-    assert {path: path.stat().st_mtime_ns for path in times} == times
+    (tmp_path / "other").write_bytes(b"a module that neither system is")
+    for same in (setting, replace(setting, modules={"rewrite": tmp_path / "other"})):
+        Lab(same, tmp_path / "whole").run(systems)
+        assert {path: path.stat().st_mtime_ns for path in times} == times
 
     text = markdown(tmp_path / "whole" / setting.name)
     main, told = text.split("### The paper's")[0].split("### Intervals")

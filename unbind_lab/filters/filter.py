@@ -19,10 +19,11 @@ class Filter:
     """``build`` makes it of rows to forget and its options; the folder it is given is its own, for what takes long.
 
     ``paper``: the options of the paper, or of the system's own authors. ``grid``: those that are tried on the validation rows; none
-    where there is nothing to choose.
+    where there is nothing to choose. ``module``: the name of the setting's module that it is, where it is one.
     """
 
     name: str
     build: Build
     paper: Options | None = None
     grid: tuple[Options, ...] = ()
+    module: str | None = None

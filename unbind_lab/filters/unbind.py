@@ -12,12 +12,12 @@ from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, forget_digest
-from unbind_lab.filters.filter import Build, Filter, Options
+from unbind_lab.filters.filter import Filter, Options
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench
 
 
-def _shipped(name: str) -> Build:
+def _shipped(name: str) -> Filter:
     def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Path) -> Served:
         path = bench.setting.modules.get(name)
         if path is None:
@@ -30,7 +30,7 @@ def _shipped(name: str) -> Build:
         module.require(bench.full.identity)
         return served(bench, module)
 
-    return build
+    return Filter(f"unbind-{name}", build, module=name)
 
 
 def strict(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Path) -> Served:
@@ -61,6 +61,5 @@ def served(bench: Bench, module: UnbindModule) -> Served:
     return Served(model, bench.full.tokenizer, editing=lambda: attach(model, bank))
 
 
-REWRITE, SILENT = (Filter(f"unbind-{name}", _shipped(name)) for name in ("rewrite", "silent"))
-PAPER = Filter("unbind-paper", _shipped("paper"))
+REWRITE, SILENT, PAPER = (_shipped(name) for name in ("rewrite", "silent", "paper"))
 STRICT = Filter("unbind-strict", strict)
