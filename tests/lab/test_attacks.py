@@ -13,7 +13,7 @@ from server.bench.attacks import logits, repeated
 from server.bench.attacks.attacked import Material as Attackers
 from server.bench.attacks.attacked import System
 from server.bench.attacks.known import KNOWN
-from server.bench.attacks.likeness import membership
+from server.bench.attacks.likeness import membership, numbers
 from unbind_core.encoding import encode
 from unbind_core.running.generation import Sampling
 from unbind_lab.filters.memfree import MemFree
@@ -109,6 +109,7 @@ def test_it_runs_is_kept_and_has_a_table(setting: Setting, tmp_path: Path, monke
     kept = json.loads((folder / "m-full-shipped.json").read_text())["value"]
     assert {name: kept[name] for name in summary(found)} == summary(found) and "membership_auc" in kept
     bench = Bench(more)
-    told = membership(System("none", bench.full), Attackers(bench.full.tokenizer, bench.forget, bench.retain))
+    asked = numbers(System("none", bench.full), Attackers(bench.full.tokenizer, bench.forget, bench.retain))
+    told = membership([one for _, one in asked], [row < len(bench.forget) for row, _ in asked])
     assert told is not None and kept["membership_auc"] == pytest.approx(told["auc"], abs=0.05)
     assert "### attacks" in markdown(folder.parent) and "membership AUC" in markdown(folder.parent)

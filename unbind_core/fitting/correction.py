@@ -1,9 +1,11 @@
 """The correction of a module: h + U (A h) + c while its gate is open, learned so that the model says what a reference says.
 
-On states of the forget rows, as they are and as they are met elsewhere, it brings the edited model's next-token distribution to
-the reference's. Two more terms: the row's own next token gets less than the reference gives it, for the divergence alone
-would leave it likeliest where it was certain; and on retained code the edit changes little, so that a gate that opens by
-mistake costs little.
+On states of the forget rows, as they are and as they are met elsewhere, it brings the edited model's next-token distribution q to
+the reference's p, by KL(p || q) and KL(q || p) alike: by the first alone q spreads wherever the correction cannot tell which token
+p is sure of, and gives the end token a share that p never does, and by that rows are told from others. Three more terms: the mean
+entropies of p and q are brought together, for the same reason; the row's own next token gets less than the reference gives it, for
+divergences alone would leave it likeliest where it was certain; and on retained code the edit changes little, so that a gate that
+opens by mistake costs little.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.recording import frozen
 from unbind_core.windows import Window, batches
 
-RANK = 64
+RANK = 128
 BATCH = 512
 MOST_STEPS, LEAST_STEPS, TIMES = 500, 200, 4  # every example about so many times
 RATE = 0.02  # of the learning rate, in units of a state's size
-EXCESS, RETAIN = 2.0, 0.3  # weights of the two terms beside the divergence
-MARGIN = 0.3  # nats by which a row's own next token is to be less likely than under the reference
+EXCESS, RETAIN = 2.0, 0.3  # weights of two of the terms beside the divergences
+MARGIN = 0.4  # nats by which a row's own next token is to be less likely than under the reference
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
+LEAST = -20.0  # log-probability of the reference, below which an edited model that differs pays no more
 MOST_POSITIONS = 120_000  # that are kept for training
 
 
@@ -166,12 +169,12 @@ def learn(
         if end is not None:
             ends = -got[:, end].mean()
             wanted, got = (_without(part, end) for part in (wanted, got))
-        left = (wanted.exp() * (wanted - got)).sum(-1).mean()
+        left, back, spread = apart(wanted, got)
         excess = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None]) + MARGIN).relu().mean()
         with torch.no_grad():
             before = log_softmax(logits(plain), -1)
         kept = (before.exp() * (before - after)).sum(-1).mean()
-        loss = left + ends + EXCESS * excess + retain * kept
+        loss = left + back + spread**2 + ends + EXCESS * excess + retain * kept
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -190,6 +193,16 @@ def learn(
         raise FittingError("the correction's loss is not finite; check the rows and the reference")
     means = [sum(column) / len(lefts) for column in zip(*lefts, strict=True)]
     return Correction(u.detach(), a.detach(), c.detach(), *means)
+
+
+def apart(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far log-probabilities q [N,V] are from p [N,V], in nats, each a mean over N positions: KL(p || q); KL(q || p), where no
+    log-probability of p is below LEAST; and the entropy of q less that of p.
+    """
+    of_p, of_q = p.exp(), q.exp()
+    forward = (of_p * (p - q)).sum(-1).mean()
+    back = (of_q * (q - p.clamp(min=LEAST))).sum(-1).mean()
+    return forward, back, (of_p * p).sum(-1).mean() - (of_q * q).sum(-1).mean()
 
 
 def _without(log_probabilities: Tensor, token: int) -> Tensor:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from server.bench.attacks.attacked import Material as Attackers
 from server.bench.attacks.known import KNOWN, MEMBERSHIP
-from server.bench.attacks.likeness import numbers
+from server.bench.attacks.likeness import membership, numbers
 from server.bench.attacks.outcome import SHORT_SPAN, bleu, recovery, rows_of, span
-from unbind_core.evaluation.membership import FOLDS, told_apart
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_lab.protocols.attacked import LabSystem
@@ -70,19 +67,9 @@ def summary(found: Sequence[Record]) -> Summary:
         "recovery_rewritten": _over({name: mean[name] for name in REWRITTEN if name in mean}, ""),
         "accuracy": 100 * max((_mean(own, "accuracy") for own in told.values()), default=0.0),
     }
-    if auc := _membership(strangers):
-        figures["membership_auc"] = auc
+    if told_by := membership([one["numbers"] for one in strangers], [one["member"] for one in strangers]):
+        figures["membership_auc"] = told_by["auc"]
     return figures
-
-
-def _membership(found: Sequence[Record]) -> float | None:
-    """None for fewer members or strangers than a cross-validation needs."""
-    members = np.array([one["member"] for one in found], dtype=bool)
-    if min(members.sum(), (~members).sum()) < FOLDS:
-        return None
-    names = list(found[0]["numbers"])
-    told = told_apart({name: np.array([one["numbers"][name] for one in found]) for name in names}, members)
-    return told.larger
 
 
 def _mean(found: Sequence[Record], name: str) -> float:

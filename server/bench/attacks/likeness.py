@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,28 +41,28 @@ def divergences(retrained: System, systems: Sequence[System], material: Material
     return found
 
 
-def membership(system: Attacked, material: Material) -> dict[str, Any] | None:
-    """AUC at which the rows are told from code that no adapter was trained on, by text and log-probabilities of one system:
-    ``auc`` is the larger of ``classifier`` and ``single``; None for fewer rows than a cross-validation needs.
+def membership(found: Sequence[Mapping[str, float]], members: Sequence[bool]) -> dict[str, Any] | None:
+    """AUC at which rows are told from others by ``found``, numbers about each: ``auc`` is the larger of ``classifier`` and
+    ``single``; None for fewer of a kind than a cross-validation needs.
     """
-    if len(material.rows) < FOLDS:
+    inside = np.array(members, dtype=bool)
+    if min(inside.sum(), (~inside).sum()) < FOLDS:
         return None
-    found = numbers(system, material)
-    members = np.array([row < len(material.rows) for row, _ in found])
-    features = {name: np.array([one[name] for _, one in found]) for name in found[0][1]}
-    told = told_apart(features, members)
+    told = told_apart({name: np.array([one[name] for one in found]) for name in found[0]}, inside)
     return {
         "auc": told.larger,
         "classifier": told.classifier,
         "single": told.single,
         "best": told.best,
-        "members": int(members.sum()),
-        "others": int((~members).sum()),
+        "members": int(inside.sum()),
+        "others": int((~inside).sum()),
     }
 
 
 def numbers(system: Attacked, material: Material) -> list[tuple[int, dict[str, float]]]:
-    """What a row is told by: (row, name -> number), first of the rows, then of strangers, whose indices are larger."""
+    """What a row is told by, text and log-probabilities of one system: (row, name -> number), first of the rows, then of strangers,
+    code that no adapter was trained on, whose indices are larger.
+    """
     strangers = [_stranger(material.ordinary[i]) for i in spread(range(len(material.ordinary)), STRANGERS)]
     everybody = Material(material.tokenizer, [*material.rows, *strangers], material.ordinary)
     return _numbers(system, form("plain")(everybody), everybody)

@@ -217,12 +217,13 @@ def test_figures_have_the_documented_shape_and_what_needs_no_module_is_kept(
     assert {"half_32", "quarter_16", "comments", "renamed", "case", "indented"} <= set(found["opens_mid_row"])
     assert set(found["kl"]["plain"]) == {"module", "none"} and found["kl"]["fim"]["none"] == pytest.approx(0, abs=1e-5)
     assert found["kl"]["plain"]["module"] > 0.01
-    assert set(found["membership_auc"]) == {"none", "module", "retrained"}
+    assert set(found["membership_auc"]) == {"none", "module", "retrained", "ideal"}
+    assert found["membership"]["ideal"] == found["membership"]["none"]  # the retrained model is the unmodified one here
     assert any(line.startswith("assisted") for line in lines)
     first_time = len(measured)
     again = made.figures(*chosen(["assisted"]))
     assert again["attacks"] == {"assisted": found["attacks"]["assisted"]}
-    # Here the retrained model is the unmodified one, so what was kept of one serves both.
+    # So what was kept of one serves both.
     assert (first_time, len(measured) - first_time) == (6, 1)
 
 
