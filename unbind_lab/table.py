@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,18 @@ def main_section(folder: Path, found: Sequence[Line]) -> Section:
 
 
 def protocol_section(name: str, found: Sequence[Line]) -> Section:
-    """What a protocol measured."""
-    return _section(name, found, PROTOCOLS[name].columns)
+    """What a protocol measured: a row a system, or, where it has variants, a row each of the systems that have any."""
+    protocol = PROTOCOLS[name]
+    if protocol.variants:
+        found = [line for one in found for line in _variants(one, protocol.variants)]
+    return _section(name, found, protocol.columns)
+
+
+def _variants(one: Line, variants: Mapping[str, str]) -> Iterator[Line]:
+    for name, head in variants.items():
+        figures = {key.removeprefix(f"{name}: "): value for key, value in one.items() if key.startswith(f"{name}: ")}
+        if figures:
+            yield {"system": one["system"], "configuration": head, "options": {}, **figures}
 
 
 def markdown(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from unbind_core.applying.attach import attach
@@ -54,11 +55,30 @@ def strict(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Pa
     return served(bench, UnbindModule.load(path))
 
 
-def served(bench: Bench, module: UnbindModule) -> Served:
+@dataclass(frozen=True, kw_only=True)
+class Modular(Served):
     """M_full under one module."""
-    model = bench.full.model
-    bank = ModuleBank.of([module], next(model.parameters()).device)
-    return Served(model, bench.full.tokenizer, editing=lambda: attach(model, bank))
+
+    module: UnbindModule
+
+    def at(self, strength: float) -> Served:
+        """In so many times the correction."""
+        return _under(self, self.module, strength)
+
+    def under(self, module: UnbindModule) -> Served:
+        """Another module in its place."""
+        return _under(self, module)
+
+
+def served(bench: Bench, module: UnbindModule) -> Modular:
+    """M_full under one module."""
+    return _under(Served(bench.full.model, bench.full.tokenizer), module)
+
+
+def _under(full: Served, module: UnbindModule, strength: float = 1.0) -> Modular:
+    bank = ModuleBank.of([module], next(full.model.parameters()).device)
+    chosen = {module.name: strength}
+    return Modular(full.model, full.tokenizer, editing=lambda: attach(full.model, bank, modules=chosen), module=module)
 
 
 REWRITE, SILENT, PAPER = (_shipped(name) for name in ("rewrite", "silent", "paper"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unbind_lab.protocols import access, attacks, main, muse, related, weights
+from unbind_lab.protocols import ablations, access, attacks, main, muse, related, strengths, tasks, weights
 from unbind_lab.protocols.protocol import Column, Protocol
 
 MAIN: tuple[Column, ...] = (
@@ -26,6 +26,9 @@ PROTOCOLS = {
         related.PROTOCOL,
         attacks.PROTOCOL,
         muse.PROTOCOL,
+        tasks.PROTOCOL,
+        strengths.PROTOCOL,
+        ablations.PROTOCOL,
         weights.PROTOCOL,
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unbind_core.progress import ProgressCallback
 from unbind_lab.protocols.main import Material, Record, Summary
@@ -20,7 +20,8 @@ def nothing(_own: Mapping[str, float], _full: Mapping[str, float]) -> Summary:
 @dataclass(frozen=True)
 class Protocol:
     """``records`` measures a system; ``summary`` is of records alone; ``columns`` are what a table shows of a summary and of what
-    stands ``beside`` it: figures of a system's summary and M_full's.
+    stands ``beside`` it: figures of a system's summary and M_full's. ``variants``, where a system has figures in several, whose
+    names then are ``VARIANT: FIGURE``: a table has a row each, under the head that is given here.
     """
 
     name: str
@@ -28,3 +29,4 @@ class Protocol:
     summary: Callable[[Sequence[Record]], Summary]
     columns: tuple[Column, ...]
     beside: Callable[[Mapping[str, float], Mapping[str, float]], Summary] = nothing
+    variants: Mapping[str, str] = field(default_factory=dict)
