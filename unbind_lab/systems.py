@@ -10,6 +10,7 @@ from unbind_lab.filters.divergence import DIVERGENCE
 from unbind_lab.filters.filter import Filter
 from unbind_lab.filters.gss import GSS
 from unbind_lab.filters.guard import GUARD
+from unbind_lab.filters.guard_it import GUARD_IT
 from unbind_lab.filters.memfree import MEMFREE
 from unbind_lab.filters.models import BASE, FULL, RETRAINED
 from unbind_lab.filters.prompt_filter import PROMPT_FILTER
@@ -34,7 +35,7 @@ BASELINES: tuple[System, ...] = (
     *(GA, GRADDIFF, NPO, SIMNPO, DPO, FLAT_KL, FLAT_TV, PROD, RMU, ASU, TASK_VECTOR, CODE_ERASER),
     *(GSS, DIVERGENCE, CONFORMAL),
 )
-RIVALS: tuple[System, ...] = (MEMFREE, GUARD, PROMPT_FILTER)
+RIVALS: tuple[System, ...] = (GUARD_IT, MEMFREE, GUARD, PROMPT_FILTER)
 SYSTEMS = {system.name: system for system in (*REFERENCES, *UNBIND, *BASELINES, *RIVALS)}
 
 

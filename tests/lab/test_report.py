@@ -124,3 +124,6 @@ def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
     told = markdown([main_section(folder, found), *(replace(one, title="") for one in others)])
     assert len(found) > 30 and len(others) >= 3
     assert [line for line in told.splitlines() if line and line not in text] == []
+    seed = ROOT / "docs/lab/demo-seed-1"
+    other = [line for line in markdown([main_section(seed, lines(seed))]).splitlines() if line.startswith("|")]
+    assert len(other) > 5 and [line for line in other if line not in text] == []
