@@ -18,42 +18,12 @@ from typing import Any
 CPU_SECONDS = 2
 LONGEST = 2000  # characters of a repr that are compared
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-BARRED = (
-    *(
-        "socket.",
-        "subprocess.",
-        "ctypes.",
-        "shutil.",
-        "ftplib.",
-        "http.",
-        "urllib.",
-        "smtplib.",
-        "webbrowser.",
-        "winreg.",
-    ),
-    *(
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.startfile",
-        "os.kill",
-        "os.putenv",
-        "os.unsetenv",
-    ),
-    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate"),
-    *(
-        "os.chdir",
-        "os.chflags",
-        "os.setxattr",
-        "os.utime",
-        "pty.",
-        "signal.pthread_kill",
-        "sys.setprofile",
-        "sys.settrace",
-    ),
-    *("resource.", "mmap.", "fcntl."),
+BARRED = (  # audit events that begin so
+    *("socket.", "subprocess.", "ctypes.", "shutil.", "ftplib.", "http.", "urllib.", "smtplib.", "webbrowser."),
+    *("pty.", "resource.", "mmap.", "fcntl.", "signal.pthread_kill", "sys.setprofile", "sys.settrace"),
+    *("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.startfile", "os.kill", "os.putenv"),
+    *("os.unsetenv", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.link"),
+    *("os.symlink", "os.truncate", "os.chdir", "os.chflags", "os.setxattr", "os.utime"),
 )
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 
@@ -69,7 +39,8 @@ def barred(event: str, given: tuple[Any, ...]) -> None:
 def main() -> None:
     """Limits first, then the program."""
     asked = json.load(sys.stdin)
-    ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)  # no network at all, where the kernel lets it be left
+    if sys.platform == "linux":
+        ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)  # no network at all, where the kernel lets it be left
     for what, most in (
         (resource.RLIMIT_CPU, CPU_SECONDS),
         (resource.RLIMIT_AS, asked["memory"]),
