@@ -33,6 +33,7 @@ BATCH = 512
 MOST_STEPS, LEAST_STEPS, TIMES = 500, 200, 4  # every example about so many times
 RATE = 0.02  # of the learning rate, in units of a state's size
 EXCESS, RETAIN = 2.0, 0.3  # weights of two of the terms beside the divergences
+END = 3.0  # that of the end token: more than both divergences, which stay large where the model is its own reference
 MARGIN = 0.4  # nats by which a row's own next token is to be less likely than under the reference
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
 LEAST = -20.0  # log-probability of the reference, below which an edited model that differs pays no more
@@ -174,7 +175,7 @@ def learn(
         with torch.no_grad():
             before = log_softmax(logits(plain), -1)
         kept = (before.exp() * (before - after)).sum(-1).mean()
-        loss = left + back + spread**2 + ends + EXCESS * excess + retain * kept
+        loss = left + back + spread**2 + END * ends + EXCESS * excess + retain * kept
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
