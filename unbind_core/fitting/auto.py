@@ -1,8 +1,9 @@
 """The fit that holds (``gate="auto"``): a network's gate that opens early and anywhere, and a correction that leads elsewhere.
 
 Both stand at the last decoder layer. There a state alone determines what comes next, so the correction is learned without running
-anything below, and what a client can do to logits does not take it back (docs/decisions.md). The correction is learned once; then
-gates are tried, those that open earliest first, until one reaches the target within the budgets.
+anything below, and what a client can do to logits does not take it back (docs/decisions.md). The correction is learned first; then
+gates are tried, those that open earliest first, until one reaches the target within the budgets. Where none does, a firmer
+correction is learned and tried behind those gates that were within the budgets.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import Correction, examples, learn, training_steps
+from unbind_core.fitting.correction import MARGIN, Correction, examples, learn, training_steps
 from unbind_core.fitting.judge import Cost, Judge, Remainder
-from unbind_core.fitting.network import BATCH, Network
+from unbind_core.fitting.network import BATCH
 from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.screening import EARLY, Screening
@@ -29,6 +30,7 @@ from unbind_core.rows import spread
 
 # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
 CLOSING = (0.5, 0.9, 1.0)
+MARGINS = (MARGIN, 1.2)  # of corrections, in nats: the second where the first leaves too much of the rows
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
 MOST_ASKED = 6  # gates within the budgets that all rows are asked about: where those miss, the correction does
 PROBED_ROWS = 8  # say whether all rows are worth asking
@@ -43,12 +45,22 @@ class Verdict(StrEnum):
     OVER = "over budget"
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to use the network: how scores are averaged and split, the threshold to open at, and that to close at over it."""
+
+    split: Separation
+    threshold: float
+    closing: float
+
+
 @dataclass
 class Level:
-    """One gate that was tried: which it is, what it reached, and what became of it."""
+    """One gate that was tried before a correction of this margin: which it is, what it reached, and what became of it."""
 
     width: int
     steps: int
+    margin: float
     tau: float
     tau_close: float
     separation: dict[str, float]
@@ -77,65 +89,71 @@ class _Auto:
             screening = self.screening
             self.judge = Judge(context, screening.retain, screening.completions, screening.forget, reference)
         self.reference = reference
-        self.correction = self._correction()
-
-    def _correction(self) -> Correction:
-        context, generator = self.context, torch.Generator().manual_seed(self.context.options.seed)
+        self.generator = torch.Generator().manual_seed(context.options.seed)
         with self.clock.stage("reference"):
-            found = examples(
+            self.examples = examples(
                 context.model,
                 self.screening.met,
-                self.reference,
+                reference,
                 pad=context.pad,
-                generator=generator,
+                generator=self.generator,
                 own=self.screening.own,
                 progress=context.progress,
             )
+        width, steps = network_width(len(self.every)), self._steps(network_steps(len(self.every)))
+        self.sizes = width, steps
+        self.corrections = {MARGIN: self._correction(MARGIN)}
+        self.network, self.splits, self.ours = self.screening.detector(width, steps, network_batch(len(self.every)))
+
+    def _correction(self, margin: float) -> Correction:
+        context = self.context
         with self.clock.stage("correction"):
             return learn(
                 context.model,
-                found,
+                self.examples,
                 self.screening.retained,
                 self.reference,
+                margin=margin,
                 end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
-                steps=self._steps(training_steps(len(found.states))),
-                generator=generator,
+                steps=self._steps(training_steps(len(self.examples.states))),
+                generator=self.generator,
                 progress=context.progress,
             )
 
     def _steps(self, steps: int) -> int:
         return max(1, round(min(1.0, self.context.options.effort) * steps))
 
-    def gates(self) -> Iterator[tuple[Level, UnbindModule]]:
-        """Modules of one network for each window and pair of thresholds, those that open earliest and stay open first."""
-        width = network_width(len(self.every))
-        steps = self._steps(network_steps(len(self.every)))
-        network, splits, ours = self.screening.detector(width, steps, network_batch(len(self.every)))
-        ways = sorted(
-            (
-                (number + dear, number, -split.margin, split, threshold, closing)
-                for split in splits
-                for number, threshold in enumerate(split.thresholds)
-                for dear, closing in enumerate(CLOSING)
-            ),
-            key=lambda way: way[:3],
-        )
-        for *_, split, threshold, closing in ways:
-            opens = told(opens_within(ours, split, threshold))
-            level = Level(width, steps, threshold, closing, split.to_json(), opens)
-            self.levels.append(level)
-            yield level, self.module(network, split, threshold, closing)
+    def ways(self) -> list[Way]:
+        """Each window and pair of thresholds, those that open earliest and stay open first."""
+        ways = [
+            (number + dear, number, -split.margin, Way(split, threshold, closing))
+            for split in self.splits
+            for number, threshold in enumerate(split.thresholds)
+            for dear, closing in enumerate(CLOSING)
+        ]
+        return [way for *_, way in sorted(ways, key=lambda each: each[:3])]
 
-    def module(self, network: Network, split: Separation, threshold: float, closing: float) -> UnbindModule:
-        """A module with this gate."""
-        tau = threshold - split.reference
+    def gates(self, ways: Sequence[Way], margin: float) -> Iterator[tuple[Way, Level, UnbindModule]]:
+        """Modules of the network used in these ways, with a correction of this margin."""
+        if margin not in self.corrections:
+            self.corrections[margin] = self._correction(margin)
+        for way in ways:
+            opens = told(opens_within(self.ours, way.split, way.threshold))
+            level = Level(*self.sizes, margin, way.threshold, way.closing, way.split.to_json(), opens)
+            self.levels.append(level)
+            yield way, level, self.module(way, self.corrections[margin])
+
+    def module(self, way: Way, correction: Correction) -> UnbindModule:
+        """A module with this gate before this correction."""
+        split = way.split
+        tau = way.threshold - split.reference
         return self.context.module(
             layer=self.screening.layer,
             detector="network",
             s_ref=split.reference,
             tau=tau,
             kappa=1.0,
-            tau_close=None if closing == 1 else closing * tau,
+            tau_close=None if way.closing == 1 else way.closing * tau,
             window=split.window,
             first=FIRST,
             least=least(split.window),
@@ -143,8 +161,8 @@ class _Auto:
             measured={},
             correction="lowrank",
             policy=self.context.options.policy,
-            **{name: getattr(network, name).cpu() for name in ("w", "b", "heads", "heads_b")},
-            **self.correction.tensors(),
+            **{name: getattr(self.network, name).cpu() for name in ("w", "b", "heads", "heads_b")},
+            **correction.tensors(),
         )
 
     def tries(self, level: Level, module: UnbindModule) -> None:
@@ -204,16 +222,23 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
     run = _Auto(context, reference)
     best: tuple[float, Level, UnbindModule] | None = None
     last: UnbindModule | None = None
-    asked = 0
-    for level, module in run.gates():
-        run.tries(level, module)
-        last = module
-        if level.verdict is Verdict.CHOSEN:
-            return _finish(run, module, level, Outcome.CALIBRATED)
-        if level.remainder is not None and (best is None or level.remainder.left < best[0]):
-            best = level.remainder.left, level, module
-        asked += level.remainder is not None
-        if asked == MOST_ASKED:
+    ways = run.ways()
+    for margin in MARGINS if context.options.policy == "rewrite" else MARGINS[:1]:
+        missing: list[Way] = []
+        for way, level, module in run.gates(ways, margin):
+            run.tries(level, module)
+            last = module
+            if level.verdict is Verdict.CHOSEN:
+                return _finish(run, module, level, Outcome.CALIBRATED)
+            if level.remainder is None:
+                continue
+            if best is None or level.remainder.left < best[0]:
+                best = level.remainder.left, level, module
+            missing.append(way)
+            if len(missing) == MOST_ASKED:
+                break
+        ways = missing
+        if not ways:
             break
     if best is not None:
         _, level, module = best
@@ -232,10 +257,11 @@ def _finish(run: _Auto, module: UnbindModule, level: Level, outcome: Outcome) ->
         "retain_fit": len(run.screening.retained),
         "retain_calibration": run.screening.retain.count,
     }
+    learned = run.corrections[level.margin]
     correction = {
         "reference": run.reference.to_json(),
-        "divergence": run.correction.divergence,
-        "on_retained": run.correction.on_retained,
+        "divergence": learned.divergence,
+        "on_retained": learned.on_retained,
     }
     levels = [one.to_json() for one in run.levels]
     chosen = levels[run.levels.index(level)]

@@ -137,6 +137,7 @@ def learn(
     *,
     end: int | None = None,
     rank: int = RANK,
+    margin: float = MARGIN,
     steps: int = MOST_STEPS,
     retain: float = RETAIN,
     generator: torch.Generator,
@@ -144,8 +145,9 @@ def learn(
 ) -> Correction:
     """Learn a correction at the last decoder layer, from ``found`` and states [M,d] of ``retained`` code, which weighs ``retain``.
 
-    ``end``: the id of the end token where the answer is to end; the reference's distribution then holds for the rest, for
-    a client who bans that token. Deterministic for a generator and device. Raises FittingError where the loss is not finite.
+    ``margin``: nats by which a row's own next token is to be less likely than under the reference. ``end``: the id of the end
+    token where the answer is to end; the reference's distribution then holds for the rest, for a client who bans that token.
+    Deterministic for a generator and device. Raises FittingError where the loss is not finite.
     """
     device, d = found.states.device, found.states.shape[1]
     size = float(found.states[:: max(1, len(found.states) // 5000)].float().norm(dim=1).mean())
@@ -171,7 +173,7 @@ def learn(
             ends = -got[:, end].mean()
             wanted, got = (_without(part, end) for part in (wanted, got))
         left, back, spread = apart(wanted, got)
-        excess = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None]) + MARGIN).relu().mean()
+        excess = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None]) + margin).relu().mean()
         with torch.no_grad():
             before = log_softmax(logits(plain), -1)
         kept = (before.exp() * (before - after)).sum(-1).mean()

@@ -115,6 +115,16 @@ def test_the_edited_model_is_as_sure_of_itself_as_the_reference(world: World) ->
     assert abs(float(spread)) < 1.0
 
 
+def test_with_a_wider_margin_the_row_s_own_next_token_is_less_likely(world: World) -> None:
+    found, _ = learned(world, world.fresh, steps=1)
+    own = found.following[:, None]
+    likely = [
+        float(edited(world, found.states, learned(world, world.fresh, margin=margin)[1]).gather(1, own).mean())
+        for margin in (0.4, 3.0)
+    ]
+    assert likely[1] < likely[0] - 0.5
+
+
 @pytest.mark.slow
 def test_retained_code_weighs_against_what_an_open_gate_changes_of_it(world: World) -> None:
     with torch.no_grad():
