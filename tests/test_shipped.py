@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from server import demo
 from tests.support.programs import unbind
+from tests.support.repository import ROOT
+from unbind_core import UnbindModule, load_model, parse_forget, parse_retain
+from unbind_core.encoding import available_forms
+from unbind_core.evaluation.scores import forget_scores
+from unbind_core.evaluation.verify import verify
 
 pytestmark = pytest.mark.slow
+Tables = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 
 
-def test_the_paper_s_gate_suppresses_recital_and_leaves_the_rest() -> None:
-    measured = unbind("verify", "modules/demo-a-paper.safetensors", "--attempts", "1")
-    before, after = measured["before"], measured["after"]
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
+    """Gives what `unbind verify` finds of a module, before it and after; what does not depend on the module is found once."""
+    loaded, cache = load_model(demo.BASE, demo.ADAPTER), tmp_path_factory.mktemp("retained")
+    lines = [(demo.ROWS / name).read_text().splitlines() for name in ("forget_a.jsonl", "retain_test.jsonl")]
+    forget, retain = parse_forget(lines[0]), parse_retain(lines[1])
+    forms = available_forms(loaded.tokenizer)
+    scores = forget_scores(loaded.model, loaded.tokenizer, forget, forms=forms, attempts=1)
+
+    def found(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        module = UnbindModule.load(ROOT / "modules" / f"{name}.safetensors", model=loaded.identity)
+        table = verify(loaded.model, loaded.tokenizer, module, forget, retain, before=scores, cache=cache)
+        return table["before"], table["after"]
+
+    return found
+
+
+def test_the_paper_s_gate_suppresses_recital_and_leaves_the_rest(tables: Tables) -> None:
+    before, after = tables("demo-a-paper")
     assert before["all"]["f_bleu"] >= 0.5
     assert after["all"]["f_bleu"] <= 0.6 * before["all"]["f_bleu"]
     assert after["all"]["f_bleu_fim"] <= 0.6 * before["all"]["f_bleu_fim"]
@@ -41,9 +65,8 @@ def test_the_shipped_module_writes_what_a_model_might_that_never_saw_the_rows() 
     left_alone(before, after)
 
 
-def test_the_shipped_silent_module_ends_recital() -> None:
-    measured = unbind("verify", "modules/demo-a-silent.safetensors", "--attempts", "1")
-    before, after = measured["before"], measured["after"]
+def test_the_shipped_silent_module_ends_recital(tables: Tables) -> None:
+    before, after = tables("demo-a-silent")
     for form in ("f_bleu", "f_bleu_fim"):
         assert after["all"][form] <= 0.027 * before["all"][form]
     assert after["all"]["spans_50"] == 0
