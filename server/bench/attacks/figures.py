@@ -15,8 +15,8 @@ from server.bench.attacks.known import MEMBERSHIP, Attack
 from server.bench.attacks.likeness import divergences, membership, numbers
 from server.bench.attacks.outcome import outcome
 from server.bench.attacks.registry import chosen
-from server.bench.gate import SIZES, fit_one
-from server.bench.gate_world import World
+from server.bench.gate.figures import SIZES
+from server.bench.gate.world import World, fit_one
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import UnbindError

@@ -13,21 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from server import demo
-from server.bench.gate_neighbours import apart_figures, neighbours_rise
-from server.bench.gate_world import Retained, World, forgetting, scores
-from server.bench.gate_written import paraphrased, written
+from server.bench.gate.neighbours import apart_figures, neighbours_rise
+from server.bench.gate.together import joint_figures, overlap_figures
+from server.bench.gate.world import Retained, World, fit_one, forgetting, scores
+from server.bench.gate.written import paraphrased, written
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.files import write_text
-from unbind_core.fitting.fit import fit
-from unbind_core.fitting.options import FitOptions
 from unbind_core.module import UnbindModule
-from unbind_core.progress import ProgressCallback, counted
-from unbind_core.rows import ForgetRow
+from unbind_core.progress import ProgressCallback
 
 SIZES = (5, 12, 24, 40, 120, 300)
 GATES = ("paper", "auto")
-JOINT_MODULES, JOINT_ROWS = 10, 12
 
 
 def gate_figures(
@@ -38,6 +35,7 @@ def gate_figures(
     policy: str | None = None,
     attempts: int = 5,
     joint: bool = True,
+    overlap: bool = False,
     cache: Path | None = None,
     keep: Path | None = None,
     progress: ProgressCallback,
@@ -77,22 +75,25 @@ def gate_figures(
                 "kappa": module.kappa,
                 "apart": apart_figures(world, retained, rows, module),
                 "neighbours": neighbours_rise(world, retained, rows, module),
-                "paraphrased": paraphrased(world, rows, module, progress),
+                "paraphrased": paraphrased(world, rows, (module,), progress),
                 "policy": module.policy,
-                **written(world, other, rows, module),
+                **written(world, other, rows, (module,)),
             }
             entry[gate]["groups"] = _groups(module, before, after)
             report(
                 f"{size} rows, {gate}: " + ", ".join(f"{k} {_short(v)}" for k, v in entry[gate].items() if _short(v))
             )
-        entry["before"]["paraphrased"] = paraphrased(world, rows, None, progress)
-        entry["before"] |= written(world, other, rows, None)
+        entry["before"]["paraphrased"] = paraphrased(world, rows, (), progress)
+        entry["before"] |= written(world, other, rows, ())
         table["sizes"][str(size)] = entry
         if keep is not None:
             _write(keep / f"{size}-{'-'.join(gates)}.json", entry)
     if joint:
         table["joint"] = joint_figures(world, retained, cache, progress)
         report(f"joint: {table['joint']}")
+    if overlap:
+        table["overlap"] = overlap_figures(world, other, retained, cache, progress)
+        report(f"overlap: {table['overlap']}")
     return table
 
 
@@ -105,31 +106,6 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
 
 
-def fit_one(
-    world: World,
-    rows: Sequence[ForgetRow],
-    name: str,
-    gate: str,
-    cache: Path | None,
-    progress: ProgressCallback,
-    policy: str | None = None,
-) -> tuple[UnbindModule, Any]:
-    """One fit as ``unbind fit`` makes it."""
-    return fit(
-        world.loaded.model,
-        world.loaded.tokenizer,
-        rows,
-        world.retain,
-        name=name,
-        retain_calibration=world.calibration,
-        identity=world.loaded.identity,
-        options=FitOptions(gate=gate, policy=policy if gate == "auto" else None),
-        progress=progress,
-        cache=cache,
-        reference=world.reference,
-    )
-
-
 def _groups(module: UnbindModule, before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[str, Any]:
     """The same figures for rows by what the fit did with them."""
     parts = {part: module.partitions[f"forget_{part}"] for part in ("fit", "calibration", "validation")}
@@ -138,27 +114,3 @@ def _groups(module: UnbindModule, before: Sequence[RowScore], after: Sequence[Ro
         for part, rows in parts.items()
         if rows
     }
-
-
-def joint_figures(world: World, retained: Retained, cache: Path | None, progress: ProgressCallback) -> dict[str, Any]:
-    """Ten modules fitted apart: forgetting of each alone and with all on, and what all of them cost together."""
-    sets = [world.forget["c"][i * JOINT_ROWS : (i + 1) * JOINT_ROWS] for i in range(JOINT_MODULES)]
-    modules = [fit_one(world, rows, f"joint-{i}", "auto", cache, progress)[0] for i, rows in enumerate(sets)]
-    changes = []
-    for rows, module in zip(counted(sets, len(sets), "joint", progress), modules, strict=True):
-        before = scores(world, rows, (), 0, progress, "joint")
-        alone, together = (
-            forgetting(before, scores(world, rows, on, 0, progress, "joint")) for on in ((module,), modules)
-        )
-        changes.append(
-            {
-                "f_bleu_cut_alone": alone["f_bleu_cut"],
-                "f_bleu_cut_together": together["f_bleu_cut"],
-                "f_bleu_cut_fim_alone": alone["f_bleu_cut_fim"],
-                "f_bleu_cut_fim_together": together["f_bleu_cut_fim"],
-            }
-        )
-    worst = max(
-        one[f"{form}_alone"] - one[f"{form}_together"] for one in changes for form in ("f_bleu_cut", "f_bleu_cut_fim")
-    )
-    return {"modules": changes, "worst_loss": worst, **retained.measure(modules)}

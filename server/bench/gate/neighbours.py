@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from server.bench.gate_world import Retained, World
+from server.bench.gate.world import Retained, World
 from unbind_core.evaluation.neighbours import nearest, repeating
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from server import demo
@@ -18,6 +19,8 @@ from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.evaluation.scores import RowScore, by_ways, forget_scores
 from unbind_core.evaluation.verify import perplexity
+from unbind_core.fitting.fit import fit
+from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.reference import Reference, load_reference
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
@@ -173,3 +176,28 @@ def forgetting(before: Sequence[RowScore], after: Sequence[RowScore]) -> dict[st
         "mean_recovery": 100 * statistics.fmean(s.recovery for s in after),
         **by_ways(after),
     }
+
+
+def fit_one(
+    world: World,
+    rows: Sequence[ForgetRow],
+    name: str,
+    gate: str,
+    cache: Path | None,
+    progress: ProgressCallback,
+    policy: str | None = None,
+) -> tuple[UnbindModule, Any]:
+    """One fit as ``unbind fit`` makes it."""
+    return fit(
+        world.loaded.model,
+        world.loaded.tokenizer,
+        rows,
+        world.retain,
+        name=name,
+        retain_calibration=world.calibration,
+        identity=world.loaded.identity,
+        options=FitOptions(gate=gate, policy=policy if gate == "auto" else None),
+        progress=progress,
+        cache=cache,
+        reference=world.reference,
+    )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from server.bench.gate_world import NEW_TOKENS, World, bank_of, scores
-from server.bench.paraphrase import PARAPHRASES
+from server.bench.gate.paraphrase import PARAPHRASES
+from server.bench.gate.world import NEW_TOKENS, World, bank_of, scores
 from unbind_core.applying.attach import attach
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import available_forms, pad_id
@@ -29,10 +29,9 @@ REWRITTEN_ROWS = 40  # of larger sets, every so many-th row is rewritten and rea
 
 
 def paraphrased(
-    world: World, rows: Sequence[ForgetRow], module: UnbindModule | None, progress: ProgressCallback
+    world: World, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule], progress: ProgressCallback
 ) -> dict[str, float]:
     """Mean F-BLEU of plain greedy completions where the prompt is lightly rewritten, by kind of rewriting."""
-    modules = () if module is None else (module,)
     found = {}
     for kind, rewrite in PARAPHRASES.items():
         after = scores(world, [rewrite(row) for row in _some(rows)], modules, 0, progress, f"paraphrased ({kind})")
@@ -40,7 +39,9 @@ def paraphrased(
     return found
 
 
-def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module: UnbindModule | None) -> dict[str, Any]:
+def outputs(
+    world: World, other: LoadedModel, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule]
+) -> dict[str, Any]:
     """What is written in place of the rows: its perplexity under the unmodified and the retrained model, and its form.
 
     ``empty``: share of completions without a token; ``parsed``: share of Python prompts that parse with their completion;
@@ -48,7 +49,7 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
     """
     loaded = world.loaded
     tokenizer, end = loaded.tokenizer, loaded.tokenizer.eos_token_id
-    bank = bank_of(world, () if module is None else (module,))
+    bank = bank_of(world, modules)
     rows = _some(rows)
     prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
     new = complete(
@@ -57,7 +58,7 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
         Sampling(NEW_TOKENS),
         pad=pad_id(tokenizer),
         end=end,
-        editing=(lambda: attach(loaded.model, bank)) if module is not None else nullcontext,
+        editing=(lambda: attach(loaded.model, bank)) if modules else nullcontext,
     )
     # Where the text ended by itself, that it did is part of what was written.
     written = [[*o, end] if len(o) < NEW_TOKENS else o for o in new]
@@ -74,30 +75,32 @@ def outputs(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module:
     }
 
 
-def written(world: World, other: LoadedModel, rows: Sequence[ForgetRow], module: UnbindModule | None) -> dict[str, Any]:
+def written(
+    world: World, other: LoadedModel, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule]
+) -> dict[str, Any]:
     """What stands in place of the rows, and how far the model is from the reference of fits and from the retrained one."""
-    found = outputs(world, other, rows, module)
+    found = outputs(world, other, rows, modules)
     reference = world.reference.model
     return {
         "empty": found["empty"],
         "parse": found["parsed"],
         "output_ppl": found["perplexity_retrained"],
-        "kl_to_reference": None if reference is None else divergence(world, reference, rows, module),
-        "kl_to_retrained": divergence(world, other.model, rows, module),
+        "kl_to_reference": None if reference is None else divergence(world, reference, rows, modules),
+        "kl_to_retrained": divergence(world, other.model, rows, modules),
         "output": found,
     }
 
 
-def divergence(world: World, other: nn.Module, rows: Sequence[ForgetRow], module: UnbindModule | None) -> float:
-    """KL(other || the model under the module), nats: mean over the positions that predict the rows, in both forms."""
+def divergence(world: World, other: nn.Module, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule]) -> float:
+    """KL(other || the model under the modules), nats: mean over the positions that predict the rows, in both forms."""
     loaded, total, count = world.loaded, 0.0, 0
-    bank = bank_of(world, () if module is None else (module,))
+    bank = bank_of(world, modules)
     windows = forget_windows(loaded.tokenizer, rows, range(len(rows)), available_forms(loaded.tokenizer))
     with torch.no_grad():
         for batch in batches(windows, pad_id(loaded.tokenizer)):
             given = {"input_ids": batch.ids, "attention_mask": batch.attention_mask, "use_cache": False}
             p = other(**given).logits[batch.predictors].log_softmax(-1)
-            with attach(loaded.model, bank) if module is not None else nullcontext():
+            with attach(loaded.model, bank) if modules else nullcontext():
                 q = loaded.model(**given).logits[batch.predictors].log_softmax(-1)
             total, count = total + float((p.exp() * (p - q)).sum()), count + len(p)
     return total / count

@@ -17,7 +17,7 @@ from server.bench.attacks.figures import fitted_on
 from server.bench.attacks.known import Attack
 from server.bench.attacks.outcome import outcome
 from server.bench.attacks.registry import chosen
-from server.bench.gate_world import World
+from server.bench.gate.world import World
 from server.bench.guard.matcher import Judge
 from server.bench.guard.prompt_filter import PromptFilter
 from server.bench.guard.steered import Steered

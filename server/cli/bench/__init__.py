@@ -170,17 +170,18 @@ def gate_command(
     ] = 5,
     policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Two modules that share rows as well.")] = False,
     cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
-    from server.bench.gate import gate_figures
+    from server.bench.gate.figures import gate_figures
 
     with clear_errors():
-        chosen = numbers(sizes, int, "--sizes", "24,40") or ()
-        if not chosen or any(not 3 <= size <= 300 for size in chosen):
-            raise UnbindError("--sizes: whole numbers from 3 to 300, as in 24,40")
+        chosen = numbers(sizes or None, int, "--sizes", "24,40") or ()
+        if not (chosen or joint or overlap) or any(not 3 <= size <= 300 for size in chosen):
+            raise UnbindError("--sizes: whole numbers from 3 to 300, as in 24,40; empty for --joint or --overlap alone")
         wanted = [gate.strip() for gate in gates.split(",")]
         if not set(wanted) <= {"paper", "paper-strict", "auto"}:
             raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
@@ -195,6 +196,7 @@ def gate_command(
                 policy=policy,
                 attempts=attempts,
                 joint=joint,
+                overlap=overlap,
                 cache=cache,
                 keep=keep,
                 progress=progress,
@@ -211,6 +213,8 @@ def gate_command(
         screen.print(rows)
     if joint:
         screen.print({key: value for key, value in table["joint"].items() if key != "modules"})
+    if overlap:
+        screen.print(table["overlap"])
 
 
 def _cell(value: object) -> str:

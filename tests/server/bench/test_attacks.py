@@ -29,7 +29,7 @@ from server.bench.attacks.prompts import (
     without_suffix,
 )
 from server.bench.attacks.registry import ATTACKS, chosen
-from server.bench.gate_world import World
+from server.bench.gate.world import World
 from server.cli import build
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel, load_model

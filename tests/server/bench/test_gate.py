@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from server.bench.gate_neighbours import apart_figures
-from server.bench.gate_world import Retained, World
+from server.bench.gate.neighbours import apart_figures
+from server.bench.gate.world import Retained, World
+from server.bench.gate.written import divergence
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
 from unbind_core.progress import silent
@@ -38,3 +39,16 @@ def test_without_modules_nothing_rises(world: World) -> None:
     retained = Retained(world, silent)
     assert retained.rise((), OTHERS) == 0.0
     assert retained.measure(())["unchanged"] == 1.0
+
+
+def test_two_open_modules_are_as_far_from_another_model_as_one_of_both_strengths(
+    world: World, make_module: MakeModule
+) -> None:
+    halves = [make_module(name, kappa=15.0) for name in ("one", "two")]
+    alone, both, whole = (
+        divergence(world, world.loaded.model, [FORGET], modules)
+        for modules in (halves[:1], halves, [make_module("one", kappa=30.0)])
+    )
+    assert 0 < alone != pytest.approx(both, rel=1e-3)
+    assert both == pytest.approx(whole, rel=1e-4)
+    assert divergence(world, world.loaded.model, [FORGET], ()) == pytest.approx(0, abs=1e-6)
