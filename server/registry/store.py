@@ -103,14 +103,21 @@ class ModuleStore:
         self._shipped, self._objects, self._records, self._identity = shipped, objects, records, identity
         self._seen: dict[Path, tuple[_Stamp, _Content]] = {}
         self._objects_read: dict[str, UnbindModule] = {}
+        self._last: tuple[Any, Scan] | None = None  # what was found of files and records, and what came of it
 
     def scan(self) -> Scan:
-        """Look at files and records. Never raises for what a file holds; SQLAlchemyError where the database is gone."""
+        """Look at files and records; the same scan again where both are as before and nothing is absent, which may come late.
+
+        Never raises for what a file holds; SQLAlchemyError where the database is gone.
+        """
         self._records.pass_time(time.time())
         shipped, problems = self._found_files()
+        records = self._records.live(self._identity.fingerprint)
+        found = (shipped, dict(problems), records)
+        if self._last is not None and self._last[0] == found and not self._last[1].absent:
+            return self._last[1]
         modules: dict[str, StoredModule] = {}
         absent: dict[str, dict[str, Any]] = {}
-        records = self._records.live(self._identity.fingerprint)
         failed = self._read_objects(records)
         for record in records:
             try:
@@ -123,7 +130,8 @@ class ModuleStore:
                 continue
             if module is not None:
                 modules[record["name"]] = module
-        return Scan(modules, problems, frozenset(shipped), absent)
+        self._last = found, Scan(modules, problems, frozenset(shipped), absent)
+        return self._last[1]
 
     def _of(self, record: dict[str, Any], shipped: dict[str, StoredModule]) -> StoredModule | None:
         digest = str(record["digest"])
