@@ -32,6 +32,7 @@ from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")
 READERS = 4  # threads that read a store elsewhere
+FOLDER_READERS = 2  # and a folder: one reads and hashes while another looks at fields, which no two do at once
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied
 _MOST_TOLD = 600  # characters of an error: a file may have put anything into it
 _Stamp = tuple[int, int, int]
@@ -148,28 +149,28 @@ class ModuleStore:
         return StoredModule(module, digest, f"{self._objects.where}/{record['file']}", record)
 
     def _read_objects(self, records: Iterable[dict[str, Any]]) -> dict[str, Exception]:
-        """Have the objects of these records, and no others, in memory; by digest, why some could not be read.
-
-        In a few threads where the store is elsewhere. On this machine one is quicker, as most of the work takes turns anyway.
-        """
+        """Have the objects of these records, and no others, in memory; by digest, why some could not be read."""
         files = {str(record["digest"]): str(record["file"]) for record in records if record["origin"] != Origin.SHIPPED}
         missing = [(digest, file) for digest, file in files.items() if digest not in self._objects_read]
         read = {digest: module for digest, module in self._objects_read.items() if digest in files}
         failed: dict[str, Exception] = {}
 
-        def attempt(digest: str, file: str) -> None:
-            try:
-                module = UnbindModule.from_bytes(self._objects.soon(file, digest), file, digest)
-                module.require(self._identity)
-                read[digest] = module
-            except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
-                failed[digest] = error
+        waiting = iter(missing)
+
+        def read_on() -> None:
+            for digest, file in waiting:
+                try:
+                    module = UnbindModule.from_bytes(self._objects.soon(file, digest), file, digest)
+                    module.require(self._identity)
+                    read[digest] = module
+                except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
+                    failed[digest] = error
 
         if missing:
-            readers = READERS if self._objects.folder is None else 1
+            readers = min(len(missing), READERS if self._objects.folder is None else FOLDER_READERS)
             with ThreadPoolExecutor(readers, "unbind-modules") as pool:
-                for _ in pool.map(attempt, *zip(*missing, strict=True)):
-                    pass
+                for reader in [pool.submit(read_on) for _ in range(readers)]:
+                    reader.result()
         self._objects_read = read
         return failed
 
