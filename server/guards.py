@@ -71,6 +71,8 @@ class GuardStore:
     def scan(self) -> Guards:
         """Look at the records. Never raises for what a file holds; SQLAlchemyError where the database is gone."""
         live = {str(record["name"]): record for record in self._records.live_guards()}
+        if live == self.last.records and not self.last.problems:
+            return self.last
         loaded: dict[str, GuardIndex] = {}
         problems: dict[str, str] = {}
         for name, record in live.items():

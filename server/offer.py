@@ -57,6 +57,8 @@ class Offer:
         async with self._refreshing:
             scan = await asyncio.to_thread(self._store.scan)
             self.guards = await asyncio.to_thread(self._guard_store.scan)
+            if scan is self.scan:
+                return  # and all of it is loaded
             if {name: m.digest for name, m in scan.modules.items()} != {
                 name: entry.digest for name, entry in self._engine.modules.current.items()
             }:

@@ -67,7 +67,7 @@ def _is_texts(value: Any) -> bool:
 
 def _is_partitions(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(rows, list) and set(map(type, rows)) <= {int} for rows in value.values()
+        isinstance(rows, (list, tuple)) and set(map(type, rows)) <= {int} for rows in value.values()
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from safetensors import SafetensorError
@@ -69,7 +71,7 @@ def read(data: bytes, origin: str, known: bool = False) -> tuple[dict[str, Tenso
             f"{origin}: a safetensors file, but not a module ('{KEY}' must be its one metadata key); give a module file"
         )
     try:
-        described = json.loads(text)
+        described = _parsed(text)
     except (ValueError, RecursionError) as error:
         raise ModuleFileError(f"{origin}: its metadata is not JSON ({error}); restore the original file") from error
     if not isinstance(described, dict):
@@ -89,6 +91,31 @@ def read(data: bytes, origin: str, known: bool = False) -> tuple[dict[str, Tenso
     if filed(whole) != described:
         raise ModuleFileError(f"{origin}: its fields are not those of format {version}; restore the original file")
     return tensors, {key: value for key, value in whole.items() if key != "format"}
+
+
+def _parsed(text: str) -> Any:
+    """The metadata of its JSON. Most of that are the partitions, and thousands of modules that were fitted on the same retain rows
+    have the same: they are parsed once, and are one in memory, with tuples in place of lists.
+    """
+    before, _, rest = text.partition(_PARTITIONS)
+    rows, end, after = rest.partition("}")
+    if rows.startswith("{") and _PARTITIONS not in rest:
+        with suppress(ValueError):  # where an object is nested in them, or all of it is no JSON: the whole text says so
+            described = json.loads(f"{before}{_PARTITIONS}null{after}")
+            if isinstance(described, dict) and described.get("partitions", "") is None:  # else not the metadata's own
+                return {**described, "partitions": _rows(rows + end)}
+    return json.loads(text)
+
+
+_PARTITIONS = '"partitions":'  # as it stands in no text within JSON, where quotes are escaped
+
+
+@lru_cache(maxsize=64)
+def _rows(text: str) -> Any:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        return found
+    return {key: tuple(rows) if isinstance(rows, list) else rows for key, rows in found.items()}
 
 
 def _require_unaltered(

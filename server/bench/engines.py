@@ -27,7 +27,7 @@ from unbind_core.architecture import LoadedModel
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
 
-PARTS = ("equal", "isolation", "plugin", "workloads")
+PARTS = ("equal", "isolation", "plugin", "workloads", "kills")
 LENGTH = 1600
 SLOTS = 16
 PAGES = 12_000_000  # bytes of keys and values where requests are to be preempted: one long request and a little
@@ -90,7 +90,7 @@ def running(subject: Subject, name: str, memory: int = ROOM, columns: int = 256)
             engine.close()
 
 
-async def _answers(
+async def answered(
     engine: Engine, wanted: Sequence[tuple[Sequence[int], Mapping[str, float], int]]
 ) -> tuple[list[tuple[int, ...]], int]:
     """Tokens of each, and how many prompt tokens were taken over."""
@@ -135,7 +135,7 @@ def equal(subject: Subject, count: int, progress: ProgressCallback) -> dict[str,
     figures: dict[str, Any] = {}
     for number, name in enumerate(("embedded", "vllm")):
         with running(subject, name, PAGES) as engine:
-            found[name], cached = asyncio.run(_answers(engine, wanted))
+            found[name], cached = asyncio.run(answered(engine, wanted))
             if name == "vllm":
                 figures["cached_share"] = cached / sum(len(prompt) for prompt, _, _ in wanted)
                 figures["preemptions"] = engine.stats().preemptions
@@ -149,14 +149,14 @@ def isolation(subject: Subject, pairs: int, progress: ProgressCallback) -> dict[
     sets, prompts, drawn = sets_of(subject.modules), subject.prompts[:8], random.Random(1)
     own = {(i, j): (prompt, chosen, 16) for i, prompt in enumerate(prompts) for j, chosen in enumerate(sets)}
     with running(subject, "embedded") as engine:
-        expected = dict(zip(own, asyncio.run(_answers(engine, list(own.values())))[0], strict=True))
+        expected = dict(zip(own, asyncio.run(answered(engine, list(own.values())))[0], strict=True))
     progress(Progress("isolation", 1, 2))
     asked = []
     for _ in range(pairs):
         prompt = drawn.randrange(len(prompts))
         asked += [(prompt, chosen) for chosen in drawn.sample(range(len(sets)), 2)]
     with running(subject, "vllm") as engine:
-        answers, cached = asyncio.run(_answers(engine, [own[one] for one in asked]))
+        answers, cached = asyncio.run(answered(engine, [own[one] for one in asked]))
     progress(Progress("isolation", 2, 2))
     wrong = sum(answer != expected[one] for answer, one in zip(answers, asked, strict=True))
     share = cached / sum(len(prompts[prompt]) for prompt, _ in asked)
@@ -280,6 +280,8 @@ def run(
     requests: int,
     pairs: int,
     repeats: int,
+    kills: int,
+    seed: int,
     parts: Sequence[str] = PARTS,
     progress: ProgressCallback,
 ) -> dict[str, Any]:
@@ -293,4 +295,8 @@ def run(
         figures |= plugin(subject, repeats, progress)
     if "workloads" in parts:
         figures |= workloads(subject, [Workload.parse(text) for text in WORKLOADS], repeats, progress)
+    if "kills" in parts:
+        from server.bench.engine_kills import killed
+
+        figures["killed"] = killed(subject, kills, seed, progress)
     return figures

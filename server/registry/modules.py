@@ -6,14 +6,18 @@ Files are ``store.py``'s and ``guards.py``'s. A method is a transaction; what ha
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, select
+from sqlalchemy import ColumnElement, Row, Select, func, select
 from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.orm import Session
 
 from server.registry import records
-from server.registry.audit import Actor
+from server.registry.audit import Actor, newest
 from server.registry.lifecycle import LIVE, Action, follow
 from server.registry.records import CLOCK, NewModule, module_view
 from server.registry.refusals import JointOutdated, NotAllowed
@@ -21,6 +25,18 @@ from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
 from server.registry.transactions import Transactions
 
 log = logging.getLogger("unbind.modules")
+WHOLE_SECONDS = (
+    60.0  # after so long records are read again though no change is told of: somebody may have written by hand
+)
+_Mark = tuple[tuple[int, str] | None, int]
+
+
+@dataclass
+class _Viewed:
+    """The records that were found when the registry was as ``mark`` says, and the rows that they are views of, by id."""
+
+    mark: _Mark | None = None
+    by_id: dict[str, tuple[Row[Any], dict[str, Any]]] = field(default_factory=dict)
 
 
 class Modules:
@@ -30,7 +46,8 @@ class Modules:
         self._transactions = transactions
         # Suspensions that could not be written, by module id: by whom and when. They hold in this process alone.
         self.withheld: dict[str, tuple[Actor, float]] = {}
-        self._viewed: dict[str, dict[str, tuple[Row[Any], dict[str, Any]]]] = {}  # by what was looked for, and id
+        self._viewed: dict[str, _Viewed] = {}  # by what was looked for
+        self._passed: tuple[_Mark, float] | None = None  # when nothing was left to do, and until when nothing is due
 
     def versions(self, name: str | None = None) -> list[dict[str, Any]]:
         """Every version, by name and age; a name's modules before its guards."""
@@ -40,30 +57,39 @@ class Modules:
 
     def live(self, fingerprint: str) -> list[dict[str, Any]]:
         """The modules that servers of this model load: active or in shadow."""
-        return self._live("module", (ModuleRow.kind == Kind.MODULE) & (ModuleRow.fingerprint == fingerprint))
+        return self._live(
+            f"module of {fingerprint}", (ModuleRow.kind == Kind.MODULE) & (ModuleRow.fingerprint == fingerprint)
+        )
 
     def live_of_others(self, fingerprint: str) -> list[str]:
         """The names of active modules, shipped ones apart, that are for another model than this one."""
         foreign = (ModuleRow.kind == Kind.MODULE) & (ModuleRow.fingerprint != fingerprint)
         posted = (ModuleRow.origin != Origin.SHIPPED) & (ModuleRow.state == ModuleState.ACTIVE)
-        return [str(record["name"]) for record in self._live("foreign", foreign & posted)]
+        return [str(record["name"]) for record in self._live(f"none of {fingerprint}", foreign & posted)]
 
     def live_guards(self) -> list[dict[str, Any]]:
         """The guards that every server loads: active or in shadow."""
         return self._live("guard", ModuleRow.kind == Kind.GUARD)
 
     def _live(self, what: str, which: ColumnElement[bool]) -> list[dict[str, Any]]:
-        """Servers ask each second for thousands of records that hardly ever change: the views of rows that are as before stay."""
+        """Servers ask each second for thousands of records that hardly ever change: what nothing has changed is not read again, and
+        the views of rows that are as before stay.
+        """
         columns = ModuleRow.__table__.columns  # and no objects of rows, which take longer than the database
         query = select(*columns).where(ModuleRow.state.in_(LIVE), which).order_by(ModuleRow.name)
+        before = self._viewed.get(what, _Viewed())
         with self._transactions.look() as session:
-            rows = session.execute(query).all()
-        before, found = self._viewed.get(what, {}), {}
-        for row in rows:
-            known = before.get(row.id)
-            found[row.id] = known if known is not None and known[0] == row else (row, module_view(row))
-        self._viewed[what] = found
-        return [view for identifier, (_, view) in found.items() if identifier not in self.withheld]
+            now = _Viewed(_mark(session))
+            if now.mark == before.mark:
+                now = before
+            else:
+                rows = session.execute(query).all()
+        if now is not before:
+            for row in rows:
+                known = before.by_id.get(row.id)
+                now.by_id[row.id] = known if known is not None and known[0] == row else (row, module_view(row))
+            self._viewed[what] = now
+        return [view for identifier, (_, view) in now.by_id.items() if identifier not in self.withheld]
 
     def get(self, reference: str) -> dict[str, Any]:
         """What has this id; of a name (or ``guard:NAME``) the version that is loaded, else the newest. Raises NotThere."""
@@ -150,7 +176,7 @@ class Modules:
                     waits |= new.origin != Origin.TAKEDOWN and records.takedown_holding(session, new.name) is not None
                     row = records.add(session, new, "manual" if waits else "auto", Actor("folder", new.origin), now)
                 elif not row.fingerprint or (row.file != new.file and new.origin == Origin.DROPPED):
-                    row.fingerprint, row.file = new.fingerprint, new.file
+                    records.place(session, row, new, Actor("folder", new.origin), now)
                 return module_view(row)
         except IntegrityError:  # another server adopted it at the same moment
             with self._transactions.look() as session:
@@ -169,14 +195,17 @@ class Modules:
         """
         due = (ModuleRow.state == ModuleState.CALIBRATED) & (ModuleRow.effective_at <= now)
         over = ModuleRow.state.in_(LIVE) & (ModuleRow.expires_at <= now)
-        query = select(ModuleRow.id).where(due | over)
         if self.withheld:
             try:
                 self._write_withheld(now)
             except (OperationalError, OSError):
                 return  # what is due cannot be written either
         with self._transactions.look() as session:
-            waiting = list(session.scalars(query))
+            mark = _mark(session)
+            if self._passed is not None and self._passed[0] == mark and now < self._passed[1]:
+                return
+            waiting = list(session.scalars(select(ModuleRow.id).where(due | over)))
+            until = _next_due(session)
         for identifier in waiting:
             with self._transactions.change() as session:
                 row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, due | over).with_for_update())
@@ -190,6 +219,7 @@ class Modules:
                 except JointOutdated:
                     records.measure_first(session, row, now)
         self._supersede_files(now)
+        self._passed = mark, until
 
     def _supersede_files(self, now: float) -> None:
         theirs = select(ModuleRow.name).where(ModuleRow.origin == Origin.TAKEDOWN, ModuleRow.kind == Kind.MODULE)
@@ -207,3 +237,17 @@ class Modules:
 def _of_digest(digest: str) -> Select[ModuleRow]:
     """The module, which no other has the bytes of."""
     return select(ModuleRow).where(ModuleRow.digest == digest, ModuleRow.kind == Kind.MODULE)
+
+
+def _mark(session: Session) -> _Mark:
+    """What is another wherever records may have changed: every change ends the audit trail with another entry. It is read before
+    the records are, so that they are as it says or newer.
+    """
+    return newest(session), int(time.monotonic() / WHOLE_SECONDS)
+
+
+def _next_due(session: Session) -> float:
+    """When the clock alone changes a record next."""
+    waits = select(func.min(ModuleRow.effective_at)).where(ModuleRow.state == ModuleState.CALIBRATED)
+    ends = select(func.min(ModuleRow.expires_at)).where(ModuleRow.state.in_(LIVE))
+    return min((at for at in (session.scalar(waits), session.scalar(ends)) if at is not None), default=math.inf)

@@ -120,6 +120,13 @@ def add(
     return row
 
 
+def place(session: Session, row: ModuleRow, new: NewModule, actor: Actor, now: float) -> None:
+    """Write down that a module's file lies elsewhere, or for which model it is, within a transaction."""
+    before = _record(row)
+    row.fingerprint, row.file = new.fingerprint, new.file
+    append(session, now, actor, f"{row.kind}.place", row.id, {"name": row.name}, before=before, after=_record(row))
+
+
 def apply(
     session: Session,
     reference: str,

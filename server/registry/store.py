@@ -32,6 +32,7 @@ from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")
 READERS = 4  # threads that read a store elsewhere
+FOLDER_READERS = 2  # and a folder: one reads and hashes while another looks at fields, which no two do at once
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied
 _MOST_TOLD = 600  # characters of an error: a file may have put anything into it
 _Stamp = tuple[int, int, int]
@@ -103,14 +104,21 @@ class ModuleStore:
         self._shipped, self._objects, self._records, self._identity = shipped, objects, records, identity
         self._seen: dict[Path, tuple[_Stamp, _Content]] = {}
         self._objects_read: dict[str, UnbindModule] = {}
+        self._last: tuple[Any, Scan] | None = None  # what was found of files and records, and what came of it
 
     def scan(self) -> Scan:
-        """Look at files and records. Never raises for what a file holds; SQLAlchemyError where the database is gone."""
+        """Look at files and records; the same scan again where both are as before and nothing is absent, which may come late.
+
+        Never raises for what a file holds; SQLAlchemyError where the database is gone.
+        """
         self._records.pass_time(time.time())
         shipped, problems = self._found_files()
+        records = self._records.live(self._identity.fingerprint)
+        found = (shipped, dict(problems), records)
+        if self._last is not None and self._last[0] == found and not self._last[1].absent:
+            return self._last[1]
         modules: dict[str, StoredModule] = {}
         absent: dict[str, dict[str, Any]] = {}
-        records = self._records.live(self._identity.fingerprint)
         failed = self._read_objects(records)
         for record in records:
             try:
@@ -123,7 +131,8 @@ class ModuleStore:
                 continue
             if module is not None:
                 modules[record["name"]] = module
-        return Scan(modules, problems, frozenset(shipped), absent)
+        self._last = found, Scan(modules, problems, frozenset(shipped), absent)
+        return self._last[1]
 
     def _of(self, record: dict[str, Any], shipped: dict[str, StoredModule]) -> StoredModule | None:
         digest = str(record["digest"])
@@ -140,28 +149,28 @@ class ModuleStore:
         return StoredModule(module, digest, f"{self._objects.where}/{record['file']}", record)
 
     def _read_objects(self, records: Iterable[dict[str, Any]]) -> dict[str, Exception]:
-        """Have the objects of these records, and no others, in memory; by digest, why some could not be read.
-
-        In a few threads where the store is elsewhere. On this machine one is quicker, as most of the work takes turns anyway.
-        """
+        """Have the objects of these records, and no others, in memory; by digest, why some could not be read."""
         files = {str(record["digest"]): str(record["file"]) for record in records if record["origin"] != Origin.SHIPPED}
         missing = [(digest, file) for digest, file in files.items() if digest not in self._objects_read]
         read = {digest: module for digest, module in self._objects_read.items() if digest in files}
         failed: dict[str, Exception] = {}
 
-        def attempt(digest: str, file: str) -> None:
-            try:
-                module = UnbindModule.from_bytes(self._objects.soon(file, digest), file, digest)
-                module.require(self._identity)
-                read[digest] = module
-            except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
-                failed[digest] = error
+        waiting = iter(missing)
+
+        def read_on() -> None:
+            for digest, file in waiting:
+                try:
+                    module = UnbindModule.from_bytes(self._objects.soon(file, digest), file, digest)
+                    module.require(self._identity)
+                    read[digest] = module
+                except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
+                    failed[digest] = error
 
         if missing:
-            readers = READERS if self._objects.folder is None else 1
+            readers = min(len(missing), READERS if self._objects.folder is None else FOLDER_READERS)
             with ThreadPoolExecutor(readers, "unbind-modules") as pool:
-                for _ in pool.map(attempt, *zip(*missing, strict=True)):
-                    pass
+                for reader in [pool.submit(read_on) for _ in range(readers)]:
+                    reader.result()
         self._objects_read = read
         return failed
 

@@ -75,6 +75,32 @@ def test_a_file_without_a_certificate_part_loads_and_keeps_its_bytes() -> None:
     assert again.to_bytes() == data
 
 
+def test_modules_of_the_same_rows_have_these_once_in_memory() -> None:
+    one, two = (UnbindModule.from_bytes(make_module(MODEL, name=name).to_bytes()) for name in ("one", "two"))
+    assert all(rows is two.partitions[part] for part, rows in one.partitions.items())
+    other = replace(make_module(MODEL), partitions={**one.partitions, "retain_certificate": (99,)})
+    assert UnbindModule.from_bytes(other.to_bytes()).partitions["retain_certificate"] == (99,)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"partitions": {"forget_fit": [9]}},
+        {"partitions": None},
+        {"a": {"partitions": {}}, "told": '"partitions":{"forget_fit":[9]}'},
+        {"told": '"partitions":'},
+    ],
+)
+def test_partitions_are_the_metadata_s_own_whatever_else_is_called_so(settings: dict[str, Any]) -> None:
+    module, plain = (
+        replace(make_module(MODEL), settings=settings),
+        UnbindModule.from_bytes(make_module(MODEL).to_bytes()),
+    )
+    for digest in (None, module.digest):
+        again = UnbindModule.from_bytes(module.to_bytes(), digest=digest)
+        assert (again.partitions, again.settings) == (plain.partitions, settings)
+
+
 def test_a_truncated_file_is_refused_at_every_length() -> None:
     data = make_module(MODEL).to_bytes()
     lengths = {0, 1, 7, 8, 9, len(data) - 1, *random.Random(0).sample(range(len(data)), 200)}

@@ -24,10 +24,16 @@ def engines(
     requests: Annotated[int, typer.Option(min=1, help="Mixed requests whose tokens are compared.")] = 1000,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of equal prompts under different sets.")] = 10_000,
     repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats; figures are their medians.")] = 5,
-    parts: Annotated[str, typer.Option(help="equal, isolation, plugin, workloads, with commas; all where empty.")] = "",
+    kills: Annotated[int, typer.Option(min=1, help="vLLM's processes that are killed, at random instants.")] = 30,
+    seed: Annotated[int, typer.Option(help="Of these instants and victims.")] = 0,
+    parts: Annotated[
+        str, typer.Option(help="equal, isolation, plugin, workloads, kills, with commas; all where empty.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
-    """On the demo model: equal tokens, isolation, what the edits cost vLLM, and which engine is quicker. Needs vLLM installed."""
+    """On the demo model: equal tokens, isolation, what the edits cost vLLM, which engine is quicker, and vLLM's processes killed
+    under load. Needs vLLM installed.
+    """
     from server.bench import engines as figures_of
 
     with clear_errors(), progress_lines() as progress:
@@ -49,6 +55,8 @@ def engines(
             requests=requests,
             pairs=pairs,
             repeats=repeats,
+            kills=kills,
+            seed=seed,
             parts=names(parts) or figures_of.PARTS,
             progress=progress,
         )

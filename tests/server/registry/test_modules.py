@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sqlalchemy import update
+from sqlalchemy import event, update
 
 from server.registry.audit import Actor
-from server.registry.database import open_database
+from server.registry.database import connect, open_database, upgrade
 from server.registry.jobs import Claim
 from server.registry.lifecycle import ALLOWED, LEADS_TO, LIVE, Action
 from server.registry.records import NewModule
@@ -344,20 +346,80 @@ def test_what_becomes_due_beside_others_than_measured_is_measured_first(registry
     assert registry.modules.get("any")["state"] == "active"  # whatever it costs
 
 
-def test_live_records_are_as_they_stand_now_whoever_wrote_them(tmp_path: Path) -> None:
-    ours, theirs = (Registry(open_database(tmp_path / "r.sqlite")) for _ in range(2))
+@pytest.fixture
+def two_servers(database_url: str) -> Iterator[tuple[Registry, Registry]]:
+    """What two servers hold of one database, of either kind."""
+    engine = connect(database_url)
+    upgrade(engine)
+    both = Registry(engine), Registry(open_database(database_url))
+    yield both
+    for registry in both:
+        registry.close()
+
+
+def test_live_records_are_as_they_stand_now_whoever_wrote_them(
+    two_servers: tuple[Registry, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = two_servers
     for name in ("one", "two"):
         make(ours, name)
     fingerprint = ours.modules.get("one")["fingerprint"]
     before = ours.modules.live(fingerprint)
     assert [record["name"] for record in before] == ["one", "two"]
     assert all(again is record for again, record in zip(ours.modules.live(fingerprint), before, strict=True))
-    with theirs.transactions.change() as session:  # by hand, without a new revision
+    with theirs.transactions.change() as session:  # by hand, without a new revision or an entry of the trail
         session.execute(update(ModuleRow).where(ModuleRow.name == "one").values(scope="global", digest="0" * 64))
-    changed, same = ours.modules.live(fingerprint)
+    with monkeypatch.context() as later:
+        later.setattr(time, "monotonic", lambda: 1e6)  # a minute and more
+        changed, same = ours.modules.live(fingerprint)
     assert (changed["scope"], changed["digest"], changed["in_force"]) == ("global", "0" * 64, "enforced")
     assert same is before[1]
     act(theirs, theirs.modules.get("two"), Action.SUSPEND)
     assert [record["name"] for record in ours.modules.live(fingerprint)] == ["one"]
     act(theirs, theirs.modules.get("two"), Action.ACTIVATE)
     assert ours.modules.live(fingerprint) == [theirs.modules.get(name) for name in ("one", "two")]
+
+
+def test_a_look_reads_no_records_until_somebody_changes_one_or_one_is_due(
+    two_servers: tuple[Registry, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    ours, theirs = two_servers
+    make(theirs, "one")
+    make(theirs, "short", expires_at=100.0)
+    fingerprint = ours.modules.get("one")["fingerprint"]
+    asked: list[str] = []
+    event.listen(ours.engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
+
+    def look(now: float) -> tuple[list[str], bool]:
+        """Names, and whether the table of modules was read."""
+        asked.clear()
+        ours.modules.pass_time(now)
+        names = [record["name"] for record in ours.modules.live(fingerprint)]
+        ours.modules.live_guards()
+        return names, any("FROM modules" in statement for statement in asked)
+
+    assert look(50.0) == (["one", "short"], True)
+    assert look(51.0) == (["one", "short"], False)
+    make(theirs, "two", now=52.0)
+    assert look(53.0) == (["one", "short", "two"], True)
+    assert look(100.0) == (["one", "two"], True)
+    look(101.0)
+    assert look(102.0) == (["one", "two"], False)
+    act(theirs, theirs.modules.get("one"), Action.SUSPEND)
+    assert look(103.0) == (["two"], True)
+    ours.modules.withheld[theirs.modules.get("two")["id"]] = (ADMIN, 104.0)
+    assert [record["name"] for record in ours.modules.live(fingerprint)] == []  # in this process, at once
+
+
+def test_every_change_of_a_record_is_told_of_in_the_trail(tmp_path: Path) -> None:
+    """So that the trail's end says whether records are as they were."""
+    registry = Registry(open_database(tmp_path / "r.sqlite"))
+    digest = "d" * 64
+    registry.modules.adopt(NewModule("m", digest, "model", "old", Origin.DROPPED), 1.0)
+    before = registry.audit()[-1]["id"]
+    registry.modules.adopt(NewModule("m", digest, "model", "new", Origin.DROPPED), 2.0)
+    (entry,) = registry.audit(after=before)
+    assert (entry["action"], entry["subject"]) == ("module.place", registry.modules.get("m")["id"])
+    registry.modules.adopt(NewModule("m", digest, "model", "new", Origin.DROPPED), 3.0)
+    assert registry.audit(after=entry["id"]) == [] and registry.modules.get("m")["file"] == "new"

@@ -85,6 +85,19 @@ def test_a_dropped_file_is_taken_up_into_the_store(place: Place, make_module: Ma
     assert place.store.scan().modules == {}
 
 
+def test_a_look_at_what_is_as_before_finds_the_same(place: Place, make_module: MakeModule) -> None:
+    make_module("shipped").save(place.shipped / "shipped.safetensors")
+    made = make_module("made")
+    new = NewModule("made", made.digest, made.model.fingerprint, place.objects.put(made.to_bytes()), Origin.TAKEDOWN)
+    place.registry.modules.adopt(new, 1.0)
+    scan = place.store.scan()
+    assert place.store.scan() is scan and sorted(scan.modules) == ["made", "shipped"]
+    place.registry.modules.act("made", Action.SUSPEND, "*", ADMIN, 1.0)
+    assert sorted(place.store.scan().modules) == ["shipped"]
+    (place.shipped / "shipped.safetensors").unlink()
+    assert place.store.scan().modules == {}
+
+
 def test_refused_files_are_quarantined_with_the_reason_where_they_were_dropped(
     place: Place, make_module: MakeModule, tmp_path: Path
 ) -> None:

@@ -1,0 +1,25 @@
+"""The engine's processes die under load: no answer goes without its module."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from server import demo
+from server.bench.engine_kills import killed
+from server.bench.engines import Subject
+from tests.engines.both import shipped
+from unbind_core.architecture import load_model
+
+
+@pytest.mark.slow
+def test_no_answer_under_a_module_is_the_plain_model_s_whatever_dies() -> None:
+    loader = partial(load_model, demo.BASE, demo.ADAPTER)
+    encode = loader().tokenizer
+    rows = [json.loads(line)["prompt"] for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()]
+    prompts = [encode(prompt, add_special_tokens=False)["input_ids"] for prompt in rows[:8]]
+    figures = killed(Subject(demo.BASE, demo.ADAPTER, loader, shipped()[:1], prompts), 2, 1, lambda _: None)
+    assert sum(figures["kills"].values()) >= 2 and figures["answers"]["expected"] > 0
+    assert (figures["answers"]["plain"], figures["answers"]["other"]) == (0, 0)
