@@ -172,6 +172,14 @@ def test_a_world_is_built_once_and_a_lab_runs_on_it(
     assert told == ["full: is being made"] and {file for file in after if after[file] != before[file]} == {
         path.parent / "full" / "adapter_model.safetensors"
     }
+    modules = path.parent / "modules"  # as of a build that was killed in its second fit
+    made_of = json.loads((modules / "made_of.json").read_text())["made_of"]
+    (modules / "made_of.json").unlink()
+    (modules / "silent.json").unlink()
+    partial = modules.rename(modules.with_name(f"modules-{made_of[:12]}"))
+    build()
+    assert (modules / "silent.json").is_file() and not partial.exists()
+    assert (modules / "rewrite.safetensors").stat().st_mtime_ns == before[modules / "rewrite.safetensors"]
     setting = Setting.load(str(path))
     bench = Bench(setting)
     assert (len(bench.forget), len(bench.forget_validation), len(bench.retain_training)) == (6, 2, 24)
