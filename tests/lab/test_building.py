@@ -17,6 +17,7 @@ from tests.lab.packed import module, packed
 from tests.lab.test_sources import slow_near
 from unbind_core.architecture import load_model
 from unbind_core.errors import Cancelled, UnbindError
+from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import forget_windows, retain_windows
@@ -199,3 +200,9 @@ def test_what_is_shipped_with_a_recipe_fits_its_base_and_says_what_made_it() -> 
         assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
         assert json.loads((path.parent / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
     assert len(fingerprints) == len(shipped)  # M_full and M_retrain are two
+    for path in HOME.glob("*/modules/*.safetensors"):
+        UnbindModule.load(path).require(
+            load_model(ROOT / Recipe.load(path.parent.parent.name).base.folder, path.parent.parent / "full").identity
+        )
+        assert json.loads(path.with_suffix(".json").read_text())["outcome"] in ("calibrated", "short")
+        assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
