@@ -110,6 +110,8 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert run("plot", own).exit_code == 0
     assert (tmp_path / "own/figures/trade-off.svg").is_file()
+    (tmp_path / "own.toml").unlink()  # records are read without the models and rows that they are of
+    assert "| m-full | shipped |" in run("table", "own").stdout
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
