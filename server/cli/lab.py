@@ -66,10 +66,9 @@ def table(
 ) -> None:
     """What was measured, as Markdown or as HTML, beside the paper's own numbers."""
     from unbind_lab import table as tables
-    from unbind_lab.setting import Setting
 
     with clear_errors():
-        folder = out / Setting.load(setting).name
+        folder = _measured(setting, out)
         if html is None:
             typer.echo(tables.markdown(folder), nl=False)
         else:
@@ -86,15 +85,21 @@ def plot(
 ) -> None:
     """Figures of what was measured, as SVG: forgetting over utility, and what attacks recover."""
     with clear_errors():
-        from unbind_lab.setting import Setting
-
         try:
             from unbind_lab.plots import draw
         except ModuleNotFoundError as error:
             raise _absent(error) from None
-        measured = out / Setting.load(setting).name
+        measured = _measured(setting, out)
         for path in draw(measured, folder or measured / "figures"):
             notes.print(f"written to {path}", highlight=False)
+
+
+def _measured(setting: str, out: Path) -> Path:
+    """The folder of a run. Where it is there under the setting's name, the setting itself need not be: records are read alone."""
+    from unbind_lab.setting import Setting
+
+    folder = out / setting
+    return folder if (folder / "main").is_dir() else out / Setting.load(setting).name
 
 
 def _absent(error: ModuleNotFoundError) -> UnbindError:

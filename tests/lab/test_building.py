@@ -17,6 +17,7 @@ from tests.lab.packed import module, packed
 from tests.lab.test_sources import slow_near
 from unbind_core.architecture import load_model
 from unbind_core.errors import Cancelled, UnbindError
+from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import forget_windows, retain_windows
@@ -172,6 +173,14 @@ def test_a_world_is_built_once_and_a_lab_runs_on_it(
     assert told == ["full: is being made"] and {file for file in after if after[file] != before[file]} == {
         path.parent / "full" / "adapter_model.safetensors"
     }
+    modules = path.parent / "modules"  # as of a build that was killed in its second fit
+    made_of = json.loads((modules / "made_of.json").read_text())["made_of"]
+    (modules / "made_of.json").unlink()
+    (modules / "silent.json").unlink()
+    partial = modules.rename(modules.with_name(f"modules-{made_of[:12]}"))
+    build()
+    assert (modules / "silent.json").is_file() and not partial.exists()
+    assert (modules / "rewrite.safetensors").stat().st_mtime_ns == before[modules / "rewrite.safetensors"]
     setting = Setting.load(str(path))
     bench = Bench(setting)
     assert (len(bench.forget), len(bench.forget_validation), len(bench.retain_training)) == (6, 2, 24)
@@ -191,3 +200,9 @@ def test_what_is_shipped_with_a_recipe_fits_its_base_and_says_what_made_it() -> 
         assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
         assert json.loads((path.parent / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
     assert len(fingerprints) == len(shipped)  # M_full and M_retrain are two
+    for path in HOME.glob("*/modules/*.safetensors"):
+        UnbindModule.load(path).require(
+            load_model(ROOT / Recipe.load(path.parent.parent.name).base.folder, path.parent.parent / "full").identity
+        )
+        assert json.loads(path.with_suffix(".json").read_text())["outcome"] in ("calibrated", "short")
+        assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])

@@ -15,6 +15,7 @@ from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import Window, forget_windows, make_batch, retain_windows
 from unbind_lab.setting import Setting
 from unbind_lab.systems import BASELINES
+from unbind_lab.trained import step
 from unbind_lab.trained.asu import smoothed_attention
 from unbind_lab.trained.dpo import dpo
 from unbind_lab.trained.flat import by_kl, by_total_variation
@@ -204,6 +205,41 @@ def test_every_loss_has_the_gradient_of_its_differences(parts, system: Trained) 
             values.append(system.loss(step_of(parts, system)))
     model.requires_grad_(False)
     assert float((values[0] - values[1]) / 2e-3) == pytest.approx(slope, rel=1e-2)
+
+
+@pytest.mark.parametrize("system", TRAINED, ids=lambda system: system.name)
+def test_an_update_is_the_same_however_its_rows_share_passes_and_in_whatever_order(
+    parts,  # type: ignore[no-untyped-def]
+    system: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, reference, *windows = parts
+    names = set(system.weights(model))
+    weights = [p for name, p in model.named_parameters() if name in names]
+    for p in weights:
+        p.requires_grad_(True)
+
+    def update(together: int, order: int) -> tuple[float, list[Tensor]]:
+        monkeypatch.setattr(step, "TOGETHER", together)
+        loss = system.loss(step_of((model, reference, *(some[::order] for some in windows)), system))
+        return loss.item(), list(torch.autograd.grad(loss, weights))
+
+    once, slopes = update(8, 1)
+    for together, order in ((1, 1), (1, -1), (8, -1)):
+        found, others = update(together, order)
+        assert found == pytest.approx(once, rel=1e-9)
+        for one, other in zip(slopes, others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)  # the library's norms compute in float32
+    model.requires_grad_(False)
+
+
+def test_pieces_of_a_batch_are_all_its_rows_without_what_is_padding_to_all_of_them() -> None:
+    windows = [Window(tuple(range(length)), 1, 0) for length in range(2, 2 + 3 * step.TOGETHER)]
+    batch = make_batch(windows, 0)
+    found = step.pieces(batch)
+    assert [window for piece in found for window in piece.windows] == windows
+    assert [piece.ids.shape[1] for piece in found] == [1 + step.TOGETHER * n for n in (1, 2, 3)]
+    assert torch.equal(torch.cat([piece.next_tokens() for piece in found]), batch.next_tokens())
 
 
 def test_smoothed_attention_is_that_of_a_smaller_scale_and_ends_with_its_block(parts) -> None:  # type: ignore[no-untyped-def]

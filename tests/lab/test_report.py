@@ -110,6 +110,8 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert run("plot", own).exit_code == 0
     assert (tmp_path / "own/figures/trade-off.svg").is_file()
+    (tmp_path / "own.toml").unlink()  # records are read without the models and rows that they are of
+    assert "| m-full | shipped |" in run("table", "own").stdout
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
@@ -127,3 +129,6 @@ def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
     seed = ROOT / "docs/lab/demo-seed-1"
     other = [line for line in markdown([main_section(seed, lines(seed))]).splitlines() if line.startswith("|")]
     assert len(other) > 5 and [line for line in other if line not in text] == []
+    world = ROOT / "docs/lab/micro-python"
+    told = markdown([main_section(world, lines(world))])
+    assert [line for line in told.splitlines() if line and line not in text] == []

@@ -167,6 +167,9 @@ def test_a_package_comes_by_pip_and_is_refused_where_it_is_not_the_lock_s(
     assert found == into / f"{package.sha256}.whl"
     found.write_bytes(b"damaged")
     assert fetch([package], into, silent)[package.name].read_bytes() != b"damaged"
+    found.unlink()
+    monkeypatch.chdir(tmp_path)  # pip runs in another folder, so that a relative one must be found from there
+    assert fetch([package], Path("packages"), silent)[package.name].samefile(found)
     other = replace(package, sha256="0" * 64)
     with pytest.raises(UnbindError, match=f"made-python 1.0 has SHA-256 {package.sha256}, and the lock says 0000"):
         fetch([other], into, silent)

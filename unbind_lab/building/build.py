@@ -127,12 +127,16 @@ class World:
         return work
 
     def _modules(self, model: Path, full: Path) -> Callable[[Path, str], None]:
-        def work(folder: Path, _made_of: str) -> None:
+        def work(folder: Path, made_of: str) -> None:
+            partial = self.out / f"modules-{made_of[:12]}"  # a fit takes long: one that ended is not made again
+            partial.mkdir(parents=True, exist_ok=True)
             loaded, reference = load_model(model, full), load_reference(None, model, full)
             forget, retain, calibration = (
                 rows.read(self.out / "rows", [name]) for name in ("forget", "retain_training", "retain_validation")
             )
             for policy in POLICIES:
+                if (partial / f"{policy}.json").is_file():
+                    continue
                 module, found = fit(
                     loaded.model,
                     loaded.tokenizer,
@@ -146,11 +150,12 @@ class World:
                     progress=self.progress,
                     cache=self.out / "cache",
                 )
-                write_text(folder / f"{policy}.json", json.dumps(found.to_json(), indent=1))
                 if found.outcome == "ineffective":
                     self.report(f"modules: {policy} is left out, as nothing forgot anything within the retain budgets")
                 else:
-                    module.save(folder / f"{policy}.safetensors")
+                    module.save(partial / f"{policy}.safetensors")
+                write_text(partial / f"{policy}.json", json.dumps(found.to_json(), indent=1))
+            partial.rename(folder)
 
         return work
 

@@ -30,6 +30,7 @@ def fetch(packages: Sequence[Package], folder: Path, progress: ProgressCallback)
 
     Raises UnbindError where a package cannot be had, and where it is not the one of the lock.
     """
+    folder = folder.resolve()  # pip and npm are run in a folder of their own, and told where to put things
     folder.mkdir(parents=True, exist_ok=True)
     return {one.name: _archive(one, folder) for one in counted(packages, len(packages), "packages", progress)}
 

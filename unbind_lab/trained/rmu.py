@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from unbind_core.architecture import decoder_layers
 from unbind_core.running.recording import recording
 from unbind_core.windows import Batch
-from unbind_lab.trained.step import Step
+from unbind_lab.trained.step import Step, pieces
 from unbind_lab.trained.training import Configuration, Trained
 
 PAPER_LAYER, PAPER_DEPTH, MATRICES, VECTOR_SEED = 7, 28, 3, 42
@@ -58,9 +58,12 @@ def loss(step: Step) -> Tensor:
 
 def _states(step: Step, model: nn.Module, batch: Batch) -> Tensor:
     layer = layer_of(model)
-    with recording(model, [layer]) as states:
-        step.run(model, batch)
-    return states[layer][batch.predictors]
+    found = []
+    for piece in pieces(batch):
+        with recording(model, [layer]) as states:
+            step.run(model, piece)
+        found.append(states[layer][piece.predictors])
+    return torch.cat(found)
 
 
 RMU = Trained("rmu", loss, Configuration(2e-5, 13, {"length": 20.0, "retain": 100.0}), retains=True, weights=weights)

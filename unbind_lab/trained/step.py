@@ -6,7 +6,7 @@ continuation of a forget row, all but the first token of a retain row. Neither p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from unbind_core.running.device import bfloat16_is_fast
 from unbind_core.windows import Batch
+
+TOGETHER = 8  # rows that share a pass
 
 
 def token_nll(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -39,17 +41,35 @@ def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
+def pieces(batch: Batch) -> list[Batch]:
+    """The rows of a batch, in their order, a few at a time, and no longer than the longest of the few.
+
+    Where rows stand by length, nearly nothing of a piece is padding; of a batch of 32 half is.
+    """
+    found = []
+    for at in range(0, len(batch.windows), TOGETHER):
+        windows = batch.windows[at : at + TOGETHER]
+        own = slice(at, at + TOGETHER), slice(max(len(window.ids) for window in windows))
+        found.append(Batch(windows, batch.ids[own], batch.attention_mask[own], batch.predictors[own]))
+    return found
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    return logits
+
+
 @dataclass
 class Texts:
-    """What a model says of a batch: ``whole`` [B,T,V] are the logits of every position."""
+    """What a model says of a batch: ``passes`` are its pieces, each with the logits [b,t,V] of every position."""
 
-    whole: Tensor
+    passes: Sequence[tuple[Batch, Tensor]]
     batch: Batch
 
     @cached_property
     def logits(self) -> Tensor:
         """FP32 (or wider) [N,V]: of the scored positions."""
-        return _wide(self.whole[self.batch.predictors])
+        return torch.cat([_wide(logits[piece.predictors]) for piece, logits in self.passes])
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -72,10 +92,13 @@ class Texts:
     @cached_property
     def context_nll(self) -> Tensor:
         """FP32 [M]: of the tokens in front of the scored ones, all but the first of each row."""
-        before = torch.zeros_like(self.batch.predictors)
-        for row, window in enumerate(self.batch.windows):
-            before[row, : max(window.first_target - 1, 0)] = True
-        return token_nll(_wide(self.whole[before]), self.batch.ids[:, 1:][before[:, :-1]])
+        found = []
+        for piece, logits in self.passes:
+            before = torch.zeros_like(piece.predictors)
+            for row, window in enumerate(piece.windows):
+                before[row, : max(window.first_target - 1, 0)] = True
+            found.append(token_nll(_wide(logits[before]), piece.ids[:, 1:][before[:, :-1]]))
+        return torch.cat(found)
 
 
 class Step:
@@ -94,10 +117,9 @@ class Step:
         self.forget_batch, self._chosen, self._retain = forget_batch, chosen_batch, retain_batch
 
     def run(self, model: nn.Module, batch: Batch) -> Texts:
-        """One pass; products in bfloat16 where those are fast, as the paper's."""
+        """What it says; products in bfloat16 where those are fast, as the paper's."""
         with self.products():
-            whole = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return Texts(whole, batch)
+            return Texts([(piece, _logits(model, piece)) for piece in pieces(batch)], batch)
 
     def products(self) -> AbstractContextManager[object]:
         """What a pass is made under."""

@@ -136,15 +136,22 @@ def _steps(
     retain = [_shortened(w, system.retain_tokens) for w in retain_windows(tokenizer, rows.retain, order)]
     forget_stream, retain_stream = _stream(len(forget), size, seed), _stream(len(retain), size, seed + 1)
     while True:
-        at = next(forget_stream)
+        at = _by_length(forget, next(forget_stream))
         yield Step(
             model,
             reference,
             configuration.options,
             make_batch([forget[i] for i in at], pad, device),
             make_batch([chosen[i] for i in at], pad, device) if system.answers else None,
-            make_batch([retain[i] for i in next(retain_stream)], pad, device) if system.retains else None,
+            make_batch([retain[i] for i in _by_length(retain, next(retain_stream))], pad, device)
+            if system.retains
+            else None,
         )
+
+
+def _by_length(windows: Sequence[Window], some: Sequence[int]) -> list[int]:
+    """In the order in which a pass has the least padding; no loss depends on the order of the rows."""
+    return sorted(some, key=lambda i: len(windows[i].ids))
 
 
 def _shortened(window: Window, most: int | None) -> Window:
