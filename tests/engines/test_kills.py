@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 
-import pytest
-
 from server import demo
-from server.bench.engine_kills import killed
-from server.bench.engines import Subject
+from server.bench.engines.kills import killed
+from server.bench.engines.subject import Subject
 from tests.engines.both import shipped
 from unbind_core.architecture import load_model
 
 
-@pytest.mark.slow
 def test_no_answer_under_a_module_is_the_plain_model_s_whatever_dies() -> None:
     loader = partial(load_model, demo.BASE, demo.ADAPTER)
     encode = loader().tokenizer

@@ -34,7 +34,8 @@ def engines(
     """On the demo model: equal tokens, isolation, what the edits cost vLLM, which engine is quicker, and vLLM's processes killed
     under load. Needs vLLM installed.
     """
-    from server.bench import engines as figures_of
+    from server.bench.engines import figures as figures_of
+    from server.bench.engines.subject import Subject
 
     with clear_errors(), progress_lines() as progress:
         unknown = set(names(parts)) - set(figures_of.PARTS)
@@ -43,7 +44,7 @@ def engines(
         loader = partial(load_model, demo.BASE, demo.ADAPTER)
         tokenizer = loader().tokenizer
         rows = [json.loads(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()]
-        subject = figures_of.Subject(
+        subject = Subject(
             demo.BASE,
             demo.ADAPTER,
             loader,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.bench.engine_kills import judged
+from server.bench.engines.kills import judged
 
 EXPECTED, PLAIN = (1, 2, 3, 4), (1, 2, 8, 9, 10)
 

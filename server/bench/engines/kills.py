@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from server.bench.engines import Subject, answered, running
+from server.bench.engines.subject import Subject, answered, running
 from server.engine.engine import Engine, EngineStopped
 from server.engine.request import GenerationRequest, Sampling
 from unbind_core.errors import UnbindError
