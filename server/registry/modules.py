@@ -25,9 +25,8 @@ from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
 from server.registry.transactions import Transactions
 
 log = logging.getLogger("unbind.modules")
-WHOLE_SECONDS = (
-    60.0  # after so long records are read again though no change is told of: somebody may have written by hand
-)
+# After so long records are read again though no change is told of: somebody may have written by hand.
+WHOLE_SECONDS = 60.0
 _Mark = tuple[tuple[int, str] | None, int]
 
 
