@@ -30,7 +30,8 @@ from unbind_core.rows import spread
 
 # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
 CLOSING = (0.5, 0.9, 1.0)
-MARGINS = (MARGIN, 1.2)  # of corrections, in nats: the second where the first leaves too much of the rows
+MARGINS = (MARGIN, 1.0)  # of corrections, in nats: the second where the first leaves too much of the rows
+LONGER = 2  # times as many steps teach the second
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
 MOST_ASKED = 6  # gates within the budgets that all rows are asked about: where those miss, the correction does
 PROBED_ROWS = 8  # say whether all rows are worth asking
@@ -115,7 +116,7 @@ class _Auto:
                 self.reference,
                 margin=margin,
                 end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
-                steps=self._steps(training_steps(len(self.examples.states))),
+                steps=self._steps(training_steps(len(self.examples.states)) * (1 if margin == MARGIN else LONGER)),
                 generator=self.generator,
                 progress=context.progress,
             )
