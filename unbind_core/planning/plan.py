@@ -241,12 +241,8 @@ class _Costs:
         ways = self._pass(WAYS * a.forget) + self._decode(GOES_ON * WAYS * a.forget_rows, a.longest, NEW_TOKENS)
         sampled = self._decode(WAYS * min(a.forget_rows, SAMPLED_ROWS), a.longest, NEW_TOKENS)
         work = max(self._choosing(a.calibration_rows, a.calibration), self.asking)
-        yield (
-            "gates",
-            held + max(scores + work, learning),
-            0.0,
-            TRIED * ways + (thoroughly(a.forget_rows) - 1) * sampled,
-        )
+        most = scores + max(work, learning)  # a second correction is learned where the first leaves too much
+        yield "gates", held + most, 0.0, TRIED * ways + (thoroughly(a.forget_rows) - 1) * sampled
 
     def _paper(self) -> Iterator[tuple[str, float, float, float]]:
         a, shape, layers = self.amounts, self.shape, self.layers
