@@ -42,6 +42,25 @@ def answers(engine: VllmEngine) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in ask(engine, requests(engine))]
 
 
+def answers_again(engine: VllmEngine) -> list[tuple[int, ...]]:
+    """The answers once the model's processes run again."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            after = answers(engine)
+        except EngineStopped:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        else:
+            if all(after):
+                return after
+
+
+def process(name: str) -> psutil.Process:
+    children = psutil.Process().children(recursive=True)
+    return next(child for child in children if name in " ".join(child.cmdline()))
+
+
 def test_a_module_for_which_the_gates_have_no_room_is_refused_with_the_remedy(engine: VllmEngine) -> None:
     before = answers(engine)
     more = [replace(shipped()[0], name=f"more-{i}", created_at=f"2026-01-0{i}") for i in range(1, 4)]
@@ -56,10 +75,8 @@ def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(e
     before = answers(engine)
     counted = engine.gate_counts().result(60)["demo-a"]["prefill"][0]
     for victim in ("EngineCore", "Worker"):
-        children = psutil.Process().children(recursive=True)
-        killed = next(child for child in children if victim in " ".join(child.cmdline()))
 
-        async def meanwhile(pid: int = killed.pid) -> list[Answer]:
+        async def meanwhile(pid: int = process(victim).pid) -> list[Answer]:
             async def one(request: GenerationRequest) -> Answer:
                 return Answer([delta async for delta in engine.generate(request)])
 
@@ -71,18 +88,21 @@ def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(e
         for answer in asyncio.run(meanwhile()):
             assert answer.whole.finish_reason in ("error", "length", "stop")
             assert answer.whole.finish_reason != "error" or "try again" in (answer.whole.error or "")
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                after = answers(engine)
-            except EngineStopped:
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-            else:
-                if all(after):
-                    break
+        after = answers_again(engine)
         assert after == before
         assert engine.gate_counts().result(60)["demo-a"]["prefill"][0] >= counted
+
+
+def test_a_worker_s_end_is_noticed_where_the_process_that_should_tell_hangs(engine: VllmEngine) -> None:
+    before = answers(engine)
+    hung, worker = process("EngineCore"), process("Worker")
+    hung.suspend()
+    worker.kill()
+    deadline = time.monotonic() + 10
+    while engine.healthy:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert answers_again(engine) == before and not hung.is_running()
 
 
 @pytest.mark.parametrize(

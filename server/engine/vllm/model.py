@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from hashlib import sha256
 from typing import Any
 
+import psutil
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -58,6 +59,7 @@ class Model:
         self.looks: dict[str, Look] = {}
         self._known: dict[str, frozenset[str]] = {}  # digests of sets -> their keys
         self._held: dict[str, str] = {}
+        self._processes: list[psutil.Process] = []  # of the ranks
         self._changing = asyncio.Lock()
         self._probes: dict[str, UnbindModule] = {}  # by key: one at the first layer of each stage, there for good
         self._trials = itertools.count()
@@ -84,6 +86,10 @@ class Model:
             return model
         try:
             model.ranks = await model.all("unbind_open", reports.address)
+            model._processes = [psutil.Process(rank["process"]) for rank in model.ranks]
+        except psutil.NoSuchProcess as error:
+            await model.close()
+            raise UnbindError(f"a process of the model ended as it started: {error}") from error
         except BaseException:
             await model.close()
             raise
@@ -187,8 +193,8 @@ class Model:
 
     @property
     def dead(self) -> bool:
-        """Whether a process has ended."""
-        return self.died.is_set() or bool(self._llm.errored)
+        """Whether a process has ended. vLLM's engine core tells of its workers, unless it hangs itself: so each is looked at."""
+        return self.died.is_set() or bool(self._llm.errored) or any(map(_ended, self._processes))
 
     @property
     def _cores(self) -> list[Any]:
@@ -223,6 +229,13 @@ class Model:
             self._llm.output_handler.cancel()
         await asyncio.to_thread(self._llm.shutdown, 10.0)
         await self.reports.close()
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _of(counted: Mapping[str, Any], key: str, phase: str) -> tuple[int, int]:

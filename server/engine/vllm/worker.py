@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from hashlib import sha256
 from typing import Any
 
@@ -83,7 +84,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         self._telling = zmq.Context.instance().socket(zmq.PUSH)
         self._telling.connect(address)
         self._tells = get_tensor_model_parallel_rank() == 0
-        return {"layers": self.unbind_layers, "tells": self._tells, "rank": self.rank}
+        return {"layers": self.unbind_layers, "tells": self._tells, "rank": self.rank, "process": os.getpid()}
 
     def unbind_sync(self, added: dict[str, bytes], removed: list[str]) -> dict[str, str]:
         """Take modules in by key, and others out; tells the SHA-256 of the bytes of each there is, by key. A module for a layer
