@@ -24,6 +24,7 @@ from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.judge import Judge
+from unbind_core.fitting.leading import led
 from unbind_core.fitting.options import FitOptions, Target
 from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import calibration, contradicting_paths
@@ -82,8 +83,8 @@ def adopt(
         cache,
     )
     context = replace(context, before=before)
-    with packed_linears(model):
-        return _measured(context, module, reference or Reference())
+    with packed_linears(model), led(context, reference or Reference()) as towards:
+        return _measured(context, module, towards)
 
 
 def _measured(context: Context, module: UnbindModule, reference: Reference) -> Adoption:

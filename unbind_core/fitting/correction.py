@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
+from torch.optim.lr_scheduler import LambdaLR
 
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
@@ -107,7 +108,7 @@ def examples(
     theirs = ours
     if reference.model is not None:
         at = [one.at[places] for one, places in zip(met, drawn, strict=True)]
-        theirs = _last_states(reference.source(model), [one.window for one in met], at, pad, progress)
+        theirs = last_states(reference.source(model), [one.window for one in met], at, pad, progress)
 
     def repeat(of: Sequence[Tensor]) -> Tensor:
         return torch.cat([of[i] for i in repeated])
@@ -116,7 +117,7 @@ def examples(
     return Examples(repeat(ours), repeat(theirs), repeat(following).to(device))
 
 
-def _last_states(
+def last_states(
     model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
 ) -> list[Tensor]:
     """bfloat16 states [n,d] at some positions of each window at the last decoder layer, in the order of ``windows``."""
@@ -149,12 +150,8 @@ def learn(
     token where the answer is to end; the reference's distribution then holds for the rest, for a client who bans that token.
     Deterministic for a generator and device. Raises FittingError where the loss is not finite.
     """
-    device, d = found.states.device, found.states.shape[1]
-    size = float(found.states[:: max(1, len(found.states) // 5000)].float().norm(dim=1).mean())
-    begun = torch.zeros(d, rank), torch.randn(rank, d, generator=generator) / size, torch.zeros(d)
-    u, a, c = (tensor.to(device).requires_grad_(True) for tensor in begun)
-    optimizer = torch.optim.Adam([{"params": [u, c], "lr": RATE * size * d**-0.5}, {"params": [a], "lr": RATE / size}])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    device = found.states.device
+    u, a, c, optimizer, schedule = beginning(found.states, steps, rank=rank, generator=generator)
     logits, said = last_logits(model), reference.log_probabilities(model)
     one = torch.ones(BATCH + BATCH // 2, device=device)
 
@@ -196,6 +193,18 @@ def learn(
         raise FittingError("the correction's loss is not finite; check the rows and the reference")
     means = [sum(column) / len(lefts) for column in zip(*lefts, strict=True)]
     return Correction(u.detach(), a.detach(), c.detach(), *means)
+
+
+def beginning(
+    states: Tensor, steps: int, *, rank: int = RANK, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer, LambdaLR]:
+    """u, a and c of a correction of states [N,d] that changes nothing yet, and what learns them in so many steps."""
+    d = states.shape[1]
+    size = float(states[:: max(1, len(states) // 5000)].float().norm(dim=1).mean())
+    begun = torch.zeros(d, rank), torch.randn(rank, d, generator=generator) / size, torch.zeros(d)
+    u, a, c = (tensor.to(states.device).requires_grad_(True) for tensor in begun)
+    optimizer = torch.optim.Adam([{"params": [u, c], "lr": RATE * size * d**-0.5}, {"params": [a], "lr": RATE / size}])
+    return u, a, c, optimizer, LambdaLR(optimizer, lambda step: 1 - step / steps)
 
 
 def apart(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.certificate import certificate_states, certify
 from unbind_core.fitting.context import Context
+from unbind_core.fitting.leading import leading, led
 from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome, possible_layers
 from unbind_core.fitting.paper import fit_paper
 from unbind_core.fitting.reference import Reference
@@ -101,8 +102,11 @@ def fit(
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
     with packed_linears(model):
-        paper = context.options.gate in PAPER_GATES
-        module, report = fit_paper(context) if paper else fit_auto(context, reference or Reference())
+        if context.options.gate in PAPER_GATES:
+            module, report = fit_paper(context)
+        else:
+            with led(context, reference or Reference()) as towards:
+                module, report = fit_auto(context, towards)
         if report.outcome is Outcome.INEFFECTIVE:
             return module, report  # it changes nothing, and is not to be deployed
         certificate = certify(context, module, report.retain_rows_left_out)
@@ -123,6 +127,7 @@ def prepare_retained(
     retain_calibration: Sequence[RetainRow] = (),
     held_out: Sequence[RetainRow] = (),
     identity: ModelIdentity | None = None,
+    reference: Reference | None = None,
     options: FitOptions | None = None,
     progress: ProgressCallback = silent,
 ) -> dict[str, float]:
@@ -134,11 +139,12 @@ def prepare_retained(
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
     context = context_of(model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache)
     with packed_linears(model):
-        _prepare(context, held_out)
+        _prepare(context, held_out, reference or Reference())
     return context.clock.seconds
 
 
-def _prepare(context: Context, held_out: Sequence[RetainRow]) -> None:
+def _prepare(context: Context, held_out: Sequence[RetainRow], reference: Reference) -> None:
+    leading(context, reference)
     retained(context)
     with context.clock.stage("certificate"):
         if rows := context.parts.retain_certificate:

@@ -1,7 +1,8 @@
 """What the edited model is led towards: a model that never saw the rows, or the next best thing there is.
 
 Best first: a checkpoint or adapter that the operator names (trained on the retained rows alone); the base model without the
-adapter, where the adapter has memorised the rows; the model itself, less the memorised token wherever it has most of the mass.
+adapter, where the adapter has memorised the rows, led to where the adapter leads on retained code (``leading.py``); the model
+itself, less the memorised token wherever it has most of the mass.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +38,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Reference:
-    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself."""
+    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself. ``led``: KL(fitted ‖ it) in nats on
+    retained rows, before and after it was brought nearer (``leading.py``).
+    """
 
     kind: Kind = Kind.ITSELF
     model: nn.Module | None = None
     identity: ModelIdentity | None = None
+    led: tuple[float, float] | None = None
 
     def source(self, fitted: nn.Module) -> nn.Module:
         """The model that is asked. Raises DataError where its vocabulary is another."""
@@ -70,9 +75,10 @@ class Reference:
 
         return said
 
-    def to_json(self) -> dict[str, str | None]:
+    def to_json(self) -> dict[str, Any]:
         """As modules record it."""
-        return {"kind": str(self.kind), "fingerprint": self.identity.fingerprint if self.identity else None}
+        found = {"kind": str(self.kind), "fingerprint": self.identity.fingerprint if self.identity else None}
+        return {**found, "led": dict(zip(("before", "after"), self.led, strict=True))} if self.led else found
 
 
 def load_reference(

@@ -1,0 +1,157 @@
+"""A reference brought nearer: the model without its adapter, and at its last layer what the adapter does to retained code.
+
+Most of what an adapter has learned are not the rows to forget, and a model that never saw those would have the rest. So a
+correction of the model without the adapter is learned towards the model with it, on retained code alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+
+from unbind_core.applying.corrections import corrected
+from unbind_core.architecture import decoder_layers
+from unbind_core.encoding import encode
+from unbind_core.errors import FittingError
+from unbind_core.evaluation.replay import cache_key
+from unbind_core.files import write_whole
+from unbind_core.fitting.context import Context
+from unbind_core.fitting.correction import BATCH, Correction, beginning, last_states
+from unbind_core.fitting.reference import Kind, Reference, last_logits
+from unbind_core.fitting.separation import FIRST
+from unbind_core.progress import counted
+from unbind_core.rows import spread
+from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.recording import frozen
+
+ROWS = 300  # retain rows that it is learned on
+HELD = 8  # every so-manieth of them says whether it helps
+STEPS = 300
+TRIED = 4096  # held positions that it is tried on, at most
+
+
+@contextmanager
+def led(context: Context, reference: Reference) -> Iterator[Reference]:
+    """``reference``, led if it is the model without its adapter and that brings it nearer on retained rows that it was not learned
+    on. Its model is changed while the context is open, and as before then.
+    """
+    found = leading(context, reference)
+    if reference.model is None or found is None or found[1] >= found[0]:
+        yield reference
+        return
+    before, after, correction = found
+
+    def add(_layer: nn.Module, _given: Any, output: Any) -> Any:
+        states = output[0] if isinstance(output, tuple) else output
+        changed = _apply(correction, states)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    handle = decoder_layers(reference.model)[-1].register_forward_hook(add)
+    try:
+        yield replace(reference, led=(before, after))
+    finally:
+        handle.remove()
+
+
+def leading(context: Context, reference: Reference) -> tuple[float, float, Correction] | None:
+    """The correction for the model without its adapter, and KL(with ‖ without) in nats on held rows before and after it; None where
+    the reference is another, or there are too few retain rows. Kept in the context's cache: it depends on the forget rows only
+    in that retain rows which repeat them are left out.
+    """
+    drawn = spread(context.parts.retain_fit, ROWS)
+    rows = [i for i in drawn if not context.holds_protected(encode(context.tokenizer, context.retain[i].text))]
+    if reference.kind is not Kind.BASE or reference.model is None or len(rows) < HELD:
+        return None
+    with context.clock.stage("reference"):
+        windows = [one for one in context.training_windows(rows) if len(one.ids) - 1 > one.start + FIRST]
+        made_of = [(one.ids, one.start) for one in windows], reference.to_json(), context.identity.fingerprint
+        parameter = next(context.model.parameters())
+        key = cache_key(*made_of, parameter.dtype, context.options.seed, context.options.effort)
+        file = context.cache and context.cache / f"leading-{key}.safetensors"
+        known = _known(file, parameter.device) if file else None
+        if known is not None:
+            return known
+        held = set(rows[::HELD])
+        at = [torch.arange(one.start + FIRST, len(one.ids) - 1) for one in windows]
+        theirs, ours = (
+            last_states(model, windows, at, context.pad, context.progress) for model in (reference.model, context.model)
+        )
+        sides = [
+            tuple(
+                torch.cat([states[i] for i, one in enumerate(windows) if (one.row in held) == of_held] or [])
+                for states in (theirs, ours)
+            )
+            for of_held in (False, True)
+        ]
+        found = _learn(context, reference.model, *sides)
+        if file:
+            _keep(file, *found)
+        return found
+
+
+def _learn(
+    context: Context, model: nn.Module, learned_on: Sequence[Tensor], held: Sequence[Tensor]
+) -> tuple[float, float, Correction]:
+    """From last states [N,d] of ``model`` and of the one with the adapter, at the same positions."""
+    generator = torch.Generator().manual_seed(context.options.seed)
+    steps = max(1, round(min(1.0, context.options.effort) * STEPS))
+    u, a, c, optimizer, schedule = beginning(learned_on[0], steps, generator=generator)
+    plain, adapted, device = last_logits(model), last_logits(context.model), learned_on[0].device
+
+    def apart(sides: Sequence[Tensor], places: Tensor, change: Correction | None) -> Tensor:
+        theirs, ours = (states[places.to(device)].float() for states in sides)
+        with torch.no_grad():
+            wanted = log_softmax(adapted(ours), -1)
+        got = log_softmax(plain(theirs if change is None else _apply(change, theirs)), -1)
+        return (wanted.exp() * (wanted - got)).sum(-1).mean()
+
+    correction = Correction(u, a, c, 0.0, 0.0)
+    work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
+    with torch.enable_grad(), frozen(model), frozen(context.model):
+        for _ in counted(range(steps), steps, "reference", context.progress):
+            with threads_for(device, work, SHARED_PASS):
+                places = torch.randint(len(learned_on[0]), (BATCH,), generator=generator)
+                loss = apart(learned_on, places, correction)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+    if not bool(torch.isfinite(loss)):
+        raise FittingError("the reference's correction is not finite; check the retain rows, or name a reference")
+    parts = torch.arange(0, len(held[0]), max(1, -(-len(held[0]) // TRIED))).split(BATCH)
+    with torch.no_grad():
+        before, after = (
+            sum(float(apart(held, part, change)) * len(part) for part in parts) / sum(map(len, parts))
+            for change in (None, correction)
+        )
+    return before, after, Correction(u.detach(), a.detach(), c.detach(), after, 0.0)
+
+
+def _apply(correction: Correction, states: Tensor) -> Tensor:
+    one = torch.ones(states.shape[:-1], device=states.device)
+    return corrected(states, one, correction.u, correction.a, correction.c)
+
+
+def _keep(file: Path, before: float, after: float, correction: Correction) -> None:
+    tensors = {**correction.tensors(), "apart": torch.tensor([before, after])}
+    write_whole(file, lambda temporary: save_file(tensors, temporary))
+
+
+def _known(file: Path, device: torch.device) -> tuple[float, float, Correction] | None:
+    """What a file holds; None where there is none or it is damaged."""
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            before, after = opened.get_tensor("apart").tolist()
+            u, a, c = (opened.get_tensor(name) for name in ("u", "a", "c"))
+            return before, after, Correction(u, a, c, after, 0.0)
+    except (OSError, SafetensorError):
+        return None
