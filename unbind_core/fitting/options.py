@@ -18,7 +18,7 @@ import torch
 from unbind_core.errors import DataError
 from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY
 from unbind_core.fitting.calibration import NORM_STRENGTHS, PAPER_QUANTILES, PAPER_STRENGTHS, QUANTILES, Budgets
-from unbind_core.fitting.directions import RIDGE
+from unbind_core.fitting.moments import RIDGE
 from unbind_core.running.device import forget_peak, peak_bytes
 from unbind_core.windows import MAX_WINDOW
 

@@ -18,8 +18,7 @@ from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.replay import Replay, retain_replay
 from unbind_core.fitting.calibration import Gate, gates, strengths
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.directions import FisherDetector, OutputAxis, fisher_detector, output_axis
-from unbind_core.fitting.moments import CrossMoments, Moments
+from unbind_core.fitting.moments import CrossMoments, FisherDetector, Moments, OutputAxis, fisher_detector, output_axis
 from unbind_core.fitting.options import FitOptions, FitReport, Outcome
 from unbind_core.fitting.retained import retain_moments
 from unbind_core.fitting.search import Candidate, search

@@ -12,8 +12,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from unbind_core.errors import FittingError
 from unbind_core.fitting.calibration import gates, orient, strengths, threshold
-from unbind_core.fitting.directions import fisher_detector, output_axis
-from unbind_core.fitting.moments import CrossMoments, Moments, load_moments, save_moments
+from unbind_core.fitting.moments import CrossMoments, Moments, fisher_detector, load_moments, output_axis, save_moments
 
 
 def states(rows: int, dimension: int, seed: int, shift: float = 0.0) -> torch.Tensor:
