@@ -172,7 +172,7 @@ def prepare(context: Context) -> dict[str, Any]:
         retain_calibration=calibration,
         held_out=held_out_rows(settings),
         identity=loaded.identity,
-        reference=_reference(settings, "auto"),
+        reference=None if settings.reference else _reference(settings, "auto"),
         progress=context.progress,
         cache=settings.data_dir / "cache",
     )
