@@ -59,7 +59,7 @@ class Model:
         self.looks: dict[str, Look] = {}
         self._known: dict[str, frozenset[str]] = {}  # digests of sets -> their keys
         self._held: dict[str, str] = {}
-        self._processes: list[psutil.Process] = []  # of the ranks
+        self._processes: list[psutil.Process] = []  # of the ranks on this machine
         self._changing = asyncio.Lock()
         self._probes: dict[str, UnbindModule] = {}  # by key: one at the first layer of each stage, there for good
         self._trials = itertools.count()
@@ -86,10 +86,10 @@ class Model:
             return model
         try:
             model.ranks = await model.all("unbind_open", reports.address)
-            model._processes = [psutil.Process(rank["process"]) for rank in model.ranks]
-        except psutil.NoSuchProcess as error:
-            await model.close()
-            raise UnbindError(f"a process of the model ended as it started: {error}") from error
+            ours = {
+                child.pid: child for child in psutil.Process().children(recursive=True)
+            }  # a rank may be another machine's
+            model._processes = [ours[rank["process"]] for rank in model.ranks if rank["process"] in ours]
         except BaseException:
             await model.close()
             raise
