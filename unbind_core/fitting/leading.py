@@ -45,10 +45,10 @@ def led(context: Context, reference: Reference) -> Iterator[Reference]:
     on. Its model is changed while the context is open, and as before then.
     """
     found = leading(context, reference)
-    if reference.model is None or found is None or found[1] >= found[0]:
+    if reference.model is None or found is None or found[1].divergence >= found[0]:
         yield reference
         return
-    before, after, correction = found
+    before, correction = found
 
     def add(_layer: nn.Module, _given: Any, output: Any) -> Any:
         states = output[0] if isinstance(output, tuple) else output
@@ -57,22 +57,25 @@ def led(context: Context, reference: Reference) -> Iterator[Reference]:
 
     handle = decoder_layers(reference.model)[-1].register_forward_hook(add)
     try:
-        yield replace(reference, led=(before, after))
+        yield replace(reference, led=(before, correction.divergence))
     finally:
         handle.remove()
 
 
-def leading(context: Context, reference: Reference) -> tuple[float, float, Correction] | None:
-    """The correction for the model without its adapter, and KL(with ‖ without) in nats on held rows before and after it; None where
-    the reference is another, or there are too few retain rows. Kept in the context's cache: it depends on the forget rows only
-    in that retain rows which repeat them are left out.
+def leading(context: Context, reference: Reference) -> tuple[float, Correction] | None:
+    """KL(with ‖ without) in nats on held rows as it is, and the correction for the model without its adapter, with what it leaves;
+    None where the reference is another, or there are too few retain rows. Kept in the context's cache: it depends on the forget
+    rows only in that retain rows which repeat them are left out.
     """
+    if reference.kind is not Kind.BASE or reference.model is None:
+        return None
     drawn = spread(context.parts.retain_fit, ROWS)
     rows = [i for i in drawn if not context.holds_protected(encode(context.tokenizer, context.retain[i].text))]
-    if reference.kind is not Kind.BASE or reference.model is None or len(rows) < HELD:
+    held = set(rows[::HELD])
+    windows = [one for one in context.training_windows(rows) if len(one.ids) - 1 > one.start + FIRST]
+    if len({one.row in held for one in windows}) < 2:
         return None
     with context.clock.stage("reference"):
-        windows = [one for one in context.training_windows(rows) if len(one.ids) - 1 > one.start + FIRST]
         made_of = [(one.ids, one.start) for one in windows], reference.to_json(), context.identity.fingerprint
         parameter = next(context.model.parameters())
         key = cache_key(*made_of, parameter.dtype, context.options.seed, context.options.effort)
@@ -80,14 +83,13 @@ def leading(context: Context, reference: Reference) -> tuple[float, float, Corre
         known = _known(file, parameter.device) if file else None
         if known is not None:
             return known
-        held = set(rows[::HELD])
         at = [torch.arange(one.start + FIRST, len(one.ids) - 1) for one in windows]
         theirs, ours = (
             last_states(model, windows, at, context.pad, context.progress) for model in (reference.model, context.model)
         )
         sides = [
             tuple(
-                torch.cat([states[i] for i, one in enumerate(windows) if (one.row in held) == of_held] or [])
+                torch.cat([states[i] for i, one in enumerate(windows) if (one.row in held) == of_held])
                 for states in (theirs, ours)
             )
             for of_held in (False, True)
@@ -100,7 +102,7 @@ def leading(context: Context, reference: Reference) -> tuple[float, float, Corre
 
 def _learn(
     context: Context, model: nn.Module, learned_on: Sequence[Tensor], held: Sequence[Tensor]
-) -> tuple[float, float, Correction]:
+) -> tuple[float, Correction]:
     """From last states [N,d] of ``model`` and of the one with the adapter, at the same positions."""
     generator = torch.Generator().manual_seed(context.options.seed)
     steps = max(1, round(min(1.0, context.options.effort) * STEPS))
@@ -133,7 +135,7 @@ def _learn(
             sum(float(apart(held, part, change)) * len(part) for part in parts) / sum(map(len, parts))
             for change in (None, correction)
         )
-    return before, after, Correction(u.detach(), a.detach(), c.detach(), after, 0.0)
+    return before, Correction(u.detach(), a.detach(), c.detach(), after, 0.0)
 
 
 def _apply(correction: Correction, states: Tensor) -> Tensor:
@@ -141,17 +143,17 @@ def _apply(correction: Correction, states: Tensor) -> Tensor:
     return corrected(states, one, correction.u, correction.a, correction.c)
 
 
-def _keep(file: Path, before: float, after: float, correction: Correction) -> None:
-    tensors = {**correction.tensors(), "apart": torch.tensor([before, after])}
+def _keep(file: Path, before: float, correction: Correction) -> None:
+    tensors = {**correction.tensors(), "apart": torch.tensor([before, correction.divergence])}
     write_whole(file, lambda temporary: save_file(tensors, temporary))
 
 
-def _known(file: Path, device: torch.device) -> tuple[float, float, Correction] | None:
+def _known(file: Path, device: torch.device) -> tuple[float, Correction] | None:
     """What a file holds; None where there is none or it is damaged."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as opened:
             before, after = opened.get_tensor("apart").tolist()
             u, a, c = (opened.get_tensor(name) for name in ("u", "a", "c"))
-            return before, after, Correction(u, a, c, after, 0.0)
+            return before, Correction(u, a, c, after, 0.0)
     except (OSError, SafetensorError):
         return None

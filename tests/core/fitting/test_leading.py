@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from tests.support import memorising
 from unbind_core import load_model
 from unbind_core.encoding import encode
+from unbind_core.fitting.adopt import adopt
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.fit import context_of, prepare_retained
+from unbind_core.fitting.fit import context_of, fit, prepare_retained
 from unbind_core.fitting.leading import leading, led
 from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.reference import Kind, Reference, load_reference
@@ -24,9 +25,8 @@ from unbind_core.rows import ForgetRow, RetainRow
 
 FORGET = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()]
 TEXTS = [row["text"] for row in memorising.retain_rows()]
-RETAIN = [
-    RetainRow("\n".join(TEXTS[i::20] + TEXTS[i::13])) for i in range(20)
-]  # each longer than a span that counts as repeated
+# Each longer than a span that counts as repeated.
+RETAIN = [RetainRow("\n".join(TEXTS[i::20] + TEXTS[i::13])) for i in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,27 @@ def test_another_reference_and_one_that_is_near_already_are_left_alone(folders: 
     same = replace(base, model=load_model(*folders).model)  # nothing to learn, so that nothing is gained
     with led(context, same) as towards:
         assert towards is same
+    short = replace(context, retain=[RetainRow("x")] * len(RETAIN))
+    assert leading(short, base) is None  # no row goes on beyond where its states say whose they are
+
+
+def test_a_fit_and_who_takes_its_module_over_are_held_to_the_led_reference(folders: tuple[Path, Path]) -> None:
+    loaded, reference = load_model(*folders), load_reference(None, *folders)
+    asked = (loaded.model, loaded.tokenizer)
+    module, _ = fit(
+        *asked,
+        FORGET[:3],
+        RETAIN,
+        name="m",
+        identity=loaded.identity,
+        reference=reference,
+        options=FitOptions(effort=0.05),
+    )
+    told = module.measured["correction"]["reference"]
+    assert told["kind"] == "base" and told["led"]["after"] < told["led"]["before"]
+    other = replace(loaded.identity, fingerprint="0" * 64)
+    taken = adopt(*asked, replace(module, kappa=1.0), FORGET[:3], RETAIN, identity=other, reference=reference)
+    assert taken.measured["correction"]["reference"]["led"]["before"] == pytest.approx(told["led"]["before"], rel=1e-3)
 
 
 def test_what_was_learned_is_kept_and_depends_on_forget_rows_only_where_retain_rows_repeat_them(
@@ -114,12 +135,12 @@ def test_what_was_learned_is_kept_and_depends_on_forget_rows_only_where_retain_r
     save_file(kept, tmp_path / "new")
     (tmp_path / "new").replace(file)  # as caches are written: a file that is read from is never written to
     found = leading(context, reference)
-    assert found is not None and found[:2] == (5.0, 0.25)  # it was taken from there
+    assert found is not None and (found[0], found[1].divergence) == (5.0, 0.25)  # it was taken from there
     file.unlink()
     file.write_bytes(b"damaged")
     again = leading(context, reference)
-    assert again is not None and torch.equal(again[2].u, found[2].u)
+    assert again is not None and torch.equal(again[1].u, found[1].u)
     row = context.parts.retain_fit[0]
     other = leading(made(folders, tmp_path, [ForgetRow("", RETAIN[row].text)]), reference)
     assert len(list(tmp_path.glob("leading-*"))) == 2
-    assert other is not None and not torch.equal(other[2].u, found[2].u)
+    assert other is not None and not torch.equal(other[1].u, found[1].u)
