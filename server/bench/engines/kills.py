@@ -13,7 +13,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import psutil
@@ -72,11 +72,15 @@ class _Load:
                 await asyncio.sleep(0.2)
 
 
-async def _kill(victim: str) -> bool:
-    """End one of the processes of this name at once; whether there was one."""
-    for child in await asyncio.to_thread(psutil.Process().children, recursive=True):
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+async def _kill(victim: str, spared: Container[psutil.Process]) -> bool:
+    """End one of the processes of this name at once, none of ``spared``; whether there was one."""
+    for child in await asyncio.to_thread(_children):
         try:
-            if victim in " ".join(child.cmdline()):
+            if child not in spared and victim in " ".join(child.cmdline()):
                 os.kill(child.pid, signal.SIGKILL)
                 return True
         except (psutil.NoSuchProcess, ProcessLookupError):
@@ -94,7 +98,14 @@ async def _until(engine: Engine, healthy: bool) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _killing(engine: Engine, load: _Load, kills: int, seed: int, progress: ProgressCallback) -> dict[str, Any]:
+async def _killing(
+    engine: Engine,
+    load: _Load,
+    kills: int,
+    seed: int,
+    progress: ProgressCallback,
+    others: Container[psutil.Process],
+) -> dict[str, Any]:
     drawn = random.Random(seed)
     clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
     of: Counter[str] = Counter()
@@ -103,7 +114,7 @@ async def _killing(engine: Engine, load: _Load, kills: int, seed: int, progress:
     while of.total() < kills:
         await asyncio.sleep(drawn.uniform(0, PAUSE_SECONDS))
         began, victim = time.monotonic(), drawn.choice(VICTIMS)
-        if not await _kill(victim):
+        if not await _kill(victim, others):
             raise UnbindError(f"there is no process '{victim}' to kill")
         of[victim] += 1
         await _until(engine, healthy=False)
@@ -111,7 +122,7 @@ async def _killing(engine: Engine, load: _Load, kills: int, seed: int, progress:
         if of.total() < kills and drawn.random() < AGAIN:
             await asyncio.sleep(drawn.uniform(0, START_SECONDS))
             again = time.monotonic()
-            if not engine.healthy and await _kill(victim):
+            if not engine.healthy and await _kill(victim, others):
                 began = again
                 of[f"{victim}, starting"] += 1
         await _until(engine, healthy=True)
@@ -140,8 +151,10 @@ def killed(subject: Subject, kills: int, seed: int, progress: ProgressCallback) 
     protected = [(prompt, expected, plain) for prompt, expected, plain in pairs if expected != plain]
     if not protected:
         raise UnbindError(f"module '{module}' changes no answer, so that none could be judged")
+    others = frozenset(_children())  # of an engine, perhaps, that the caller has
     with running(subject, "vllm") as engine:
+        load = _Load(engine, module, protected)
         return {
             "prompts": len(protected),
-            **asyncio.run(_killing(engine, _Load(engine, module, protected), kills, seed, progress)),
+            **asyncio.run(_killing(engine, load, kills, seed, progress, others)),
         }
