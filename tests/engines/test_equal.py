@@ -155,6 +155,19 @@ def test_equal_prompts_under_different_sets_never_share_what_was_computed(engine
     assert [answer.tokens for answer in answers] == [alone[number][prompt] for prompt, number in pairs]
 
 
+def test_copies_of_a_prompt_that_wait_together_are_each_answered_under_the_module(engines: Engines) -> None:
+    """They are scheduled in one step, where vLLM would have all but one take a prefix over that is not computed yet."""
+    module, copies = ["demo-a-silent"], 4
+    for number, prompt in enumerate(engines.prompts):
+        ahead = tuple(5 + (7 * j + number) % 900 for j in range(1200))  # a prompt that they wait behind
+        asked = (*prompt, *engines.prompts[number - 1], *prompt)
+        alone = ask(engines.embedded, [engines.request(engines.embedded, asked, module)])[0].tokens
+        requests = [engines.request(engines.vllm, ahead, sampling=Sampling(max_tokens=1))]
+        requests += [engines.request(engines.vllm, asked, module) for _ in range(copies)]
+        found = [answer.tokens for answer in ask(engines.vllm, requests)[1:]]
+        assert found == [alone] * copies, number
+
+
 def test_a_running_request_keeps_the_version_it_began_with(engines: Engines) -> None:
     import asyncio
 

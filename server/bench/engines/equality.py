@@ -12,6 +12,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
 
 PAGES = 12_000_000  # bytes of keys and values where requests are to be preempted: one long request and a little
+COPIED = 0.25  # of the requests repeat the one before
 Sets = Sequence[Mapping[str, float]]
 
 
@@ -28,13 +29,18 @@ def sets_of(modules: Sequence[UnbindModule]) -> Sets:
 
 
 def mixed(subject: Subject, count: int, seed: int = 0) -> list[tuple[Sequence[int], Mapping[str, float], int]]:
-    """Prompts of 1 to 1,500 tokens, many with a common beginning, with sets of modules, and the tokens that they want."""
+    """Prompts of 1 to 1,500 tokens, many with a common beginning, some asked several times at once, with sets of modules, and the
+    tokens that they want.
+    """
     drawn, sets = random.Random(seed), sets_of(subject.modules)
     text = [token for prompt in subject.prompts for token in prompt]
     while len(text) < 2 * LENGTH:
         text += text
     found: list[tuple[Sequence[int], Mapping[str, float], int]] = []
-    for _ in range(count):
+    while len(found) < count:
+        if found and drawn.random() < COPIED:
+            found.append(found[-1])
+            continue
         prompt = list(drawn.choice(subject.prompts))
         kind = drawn.random()
         if kind < 0.1:

@@ -17,10 +17,13 @@ from unbind_core.errors import UnbindError
 VERSIONS = ("0.32.0",)  # whose insides the edits were tried with
 MASKS = "server.engine.vllm.masks:GrammarMasks"
 WORKER = "server.engine.vllm.worker.GatedWorker"
+SCHEDULER, ASYNC_SCHEDULER = (
+    f"server.engine.vllm.scheduler.{name}" for name in ("GatedScheduler", "GatedAsyncScheduler")
+)
 OWN = {  # what this service says itself
     "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "worker_cls", "additional_config", "skip_tokenizer_init",
     "enable_prefix_caching", "generation_config", "max_logprobs", "runner",
-    "logits_processors",
+    "logits_processors", "scheduler_cls",
 }  # fmt: skip
 
 
@@ -56,11 +59,15 @@ class Arguments:
             (config.kv_transfer_config, "KV connectors"),
             (getattr(config.parallel_config, "enable_dbo", False), "dual-batch overlap"),
             (config.model_config.runner_type != "generate", "pooling"),
+            (config.diffusion_config, "diffusion"),
         ):
             if unsafe:
                 raise UnbindError(
                     f"vllm_args: {what} was not tried with modules, which might then be left out; leave it away"
                 )
+        if self.edits:
+            scheduling = config.scheduler_config
+            scheduling.scheduler_cls = ASYNC_SCHEDULER if scheduling.async_scheduling else SCHEDULER
         compilation = config.compilation_config
         if compilation.cudagraph_mode.has_full_cudagraphs():  # which replay without asking which request stands where
             compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
