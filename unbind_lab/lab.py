@@ -66,7 +66,8 @@ class Lab:
     ) -> None:
         """Everything that is asked for and not there yet; the summaries are files.
 
-        Raises UnbindError for an unknown protocol or configuration.
+        Raises UnbindError for an unknown protocol or configuration, and at the end, where all others are measured, for systems that
+        this setting cannot have.
         """
         for label in configurations:
             if label not in LABELS:
@@ -74,12 +75,19 @@ class Lab:
         for protocol in protocols:
             if protocol not in PROTOCOLS:
                 raise UnbindError(f"--protocols: '{protocol}' is unknown; choose from {', '.join(PROTOCOLS)}")
+        absent = []
         for system in systems:
-            for entry in self._entries(system, configurations):
-                for protocol in protocols:
-                    found = self.measured(entry, PROTOCOLS[protocol])
-                    told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-                    self.report(f"{protocol}: {entry.name} {dict(entry.options)}: {told}")
+            try:
+                for entry in self._entries(system, configurations):
+                    for protocol in protocols:
+                        found = self.measured(entry, PROTOCOLS[protocol])
+                        told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+                        self.report(f"{protocol}: {entry.name} {dict(entry.options)}: {told}")
+            except UnbindError as error:
+                self.report(f"{system.name}: {error}")
+                absent.append(system.name)
+        if absent:
+            raise UnbindError(f"not measured: {', '.join(absent)}; why stands above, and all others are")
 
     def _entries(self, system: System, wanted: Sequence[str]) -> Iterator[Entry]:
         """A system is tuned only where that is wanted."""

@@ -199,6 +199,17 @@ def test_only_what_is_wanted_is_measured_and_nothing_is_tuned_for_the_paper_s_ow
     assert sorted(path.name for path in (tmp_path / setting.name).rglob("*.json")) == ["gss-paper.json"]
 
 
+def test_a_system_that_a_setting_cannot_have_keeps_no_other_from_being_measured(
+    setting: Setting, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    lab = Lab(replace(setting, modules={}), tmp_path, report=told.append)
+    with pytest.raises(UnbindError, match="not measured: unbind-paper; why stands above, and all others are"):
+        lab.run(chosen(["unbind-paper", "m-full"]))
+    assert told[0].startswith("unbind-paper: setting: 'modules.paper' is missing")
+    assert (tmp_path / setting.name / "main" / "m-full-shipped.json").is_file()
+
+
 def test_intervals_are_the_middle_of_what_other_draws_of_rows_give() -> None:
     draw = random.Random(0)
     full = [{"role": "forget", "row": i, "bleu": 0.5 + draw.random() / 2, "span": 60, "recovery": 1.0, "empty": False}

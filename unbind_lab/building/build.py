@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 from unbind_core.architecture import load_model
 from unbind_core.files import write_text
 from unbind_core.fitting.fit import fit
-from unbind_core.fitting.options import POLICIES, FitOptions
+from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.reference import load_reference
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import parse_forget, parse_retain
@@ -31,6 +32,11 @@ from unbind_lab.setting import contents
 
 MARK = "made_of.json"
 MEMORISED = ("forget", "forget_validation")  # rows that M_full is trained on
+MODULES = {  # by name, what is chosen of a fit
+    "rewrite": FitOptions(policy="rewrite"),
+    "silent": FitOptions(policy="silent"),
+    "paper": FitOptions(gate="paper"),
+}
 Report = Callable[[str], None]
 
 
@@ -64,7 +70,9 @@ class World:
             )
             for name in ("full", "retrained")
         }
-        made_of = digest([contents(model), contents(adapters["full"]), contents(self.out / "rows"), recipe.seed])
+        made_of = digest(
+            [contents(model), contents(adapters["full"]), contents(self.out / "rows"), recipe.seed, list(MODULES)]
+        )
         self._stage("modules", made_of, self._modules(model, adapters["full"]))
         return self._setting(model, adapters)
 
@@ -134,27 +142,27 @@ class World:
             forget, retain, calibration = (
                 rows.read(self.out / "rows", [name]) for name in ("forget", "retain_training", "retain_validation")
             )
-            for policy in POLICIES:
-                if (partial / f"{policy}.json").is_file():
+            for name, options in MODULES.items():
+                if (partial / f"{name}.json").is_file():
                     continue
                 module, found = fit(
                     loaded.model,
                     loaded.tokenizer,
                     parse_forget(forget),
                     parse_retain(retain),
-                    name=policy,
+                    name=name,
                     retain_calibration=parse_retain(calibration),
                     identity=loaded.identity,
-                    options=FitOptions(policy=policy, seed=self.recipe.seed),
+                    options=replace(options, seed=self.recipe.seed),
                     reference=reference,
                     progress=self.progress,
                     cache=self.out / "cache",
                 )
                 if found.outcome == "ineffective":
-                    self.report(f"modules: {policy} is left out, as nothing forgot anything within the retain budgets")
+                    self.report(f"modules: {name} is left out, as nothing forgot anything within the retain budgets")
                 else:
-                    module.save(partial / f"{policy}.safetensors")
-                write_text(partial / f"{policy}.json", json.dumps(found.to_json(), indent=1))
+                    module.save(partial / f"{name}.safetensors")
+                write_text(partial / f"{name}.json", json.dumps(found.to_json(), indent=1))
             partial.rename(folder)
 
         return work
