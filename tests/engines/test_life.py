@@ -22,10 +22,12 @@ from tests.engines.both import Answer, ask, demo_prompt, shipped, started, sync
 from unbind_core.errors import UnbindError
 
 PROMPTS = [demo_prompt(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()[:6]]
+OTHERS: set[psutil.Process] = set()  # of engines that other tests have
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    OTHERS.update(psutil.Process().children(recursive=True))
     made = started(tmp_path_factory.mktemp("life"), "kv-cache-memory-bytes=30000000", columns=60)
     sync(made, shipped()[:1])
     yield made
@@ -58,7 +60,7 @@ def answers_again(engine: VllmEngine) -> list[tuple[int, ...]]:
 
 def process(name: str) -> psutil.Process:
     children = psutil.Process().children(recursive=True)
-    return next(child for child in children if name in " ".join(child.cmdline()))
+    return next(child for child in children if child not in OTHERS and name in " ".join(child.cmdline()))
 
 
 def test_a_module_for_which_the_gates_have_no_room_is_refused_with_the_remedy(engine: VllmEngine) -> None:
