@@ -14,7 +14,7 @@ from typing import Any
 
 from server import demo
 from server.bench.gate.neighbours import apart_figures, neighbours_rise
-from server.bench.gate.together import joint_figures, overlap_figures
+from server.bench.gate.together import joint_figures, many_figures, overlap_figures
 from server.bench.gate.world import Retained, World, fit_one, forgetting, scores
 from server.bench.gate.written import paraphrased, written
 from unbind_core.architecture import LoadedModel, load_model
@@ -36,6 +36,7 @@ def gate_figures(
     attempts: int = 5,
     joint: bool = True,
     overlap: bool = False,
+    many: Sequence[int] = (),
     cache: Path | None = None,
     keep: Path | None = None,
     progress: ProgressCallback,
@@ -94,6 +95,8 @@ def gate_figures(
     if overlap:
         table["overlap"] = overlap_figures(world, other, retained, cache, progress)
         report(f"overlap: {table['overlap']}")
+    if many:
+        table["many"] = many_figures(world, other, retained, many, cache, keep, progress)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Several modules on at once: ten that were fitted apart, and two that forget some of the same rows."""
+"""Several modules on at once: ten that were fitted apart, two that forget some of the same rows, and ever more of few rows each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from server.bench.gate.world import Retained, World, fit_one, forgetting, scores
 from server.bench.gate.written import written
 from unbind_core.architecture import LoadedModel
+from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted
-from unbind_core.rows import ForgetRow
+from unbind_core.rows import ForgetRow, forget_digest
 
-JOINT_MODULES, JOINT_ROWS = 10, 12
+JOINT_MODULES, JOINT_ROWS, MANY_ROWS = 10, 12, 5
 SHARED = slice(8, 16)  # of set A, which one module forgets up to their end and the other from their beginning
 
 
@@ -54,12 +55,65 @@ def overlap_figures(
         fit_one(world, part, name, "auto", cache, progress)[0]
         for part, name in ((rows[: SHARED.stop], "overlap-first"), (rows[SHARED.start :], "overlap-second"))
     )
-    systems = {"none": (), "first": (first,), "second": (second,), "both": (first, second)}
+    systems: dict[str, Sequence[UnbindModule]] = {
+        "none": (),
+        "first": (first,),
+        "second": (second,),
+        "both": (first, second),
+    }
     return {
         "rows": len(rows[SHARED]),
         "shared": {name: _there(world, other, rows[SHARED], on, progress) for name, on in systems.items()},
         "retained": retained.measure(systems["both"]),
     }
+
+
+def many_figures(
+    world: World,
+    other: LoadedModel,
+    retained: Retained,
+    counts: Sequence[int],
+    cache: Path | None,
+    keep: Path | None,
+    progress: ProgressCallback,
+) -> dict[str, Any]:
+    """By how many modules of five rows each are on: what stands in place of all their rows, without them (``none``) and with them
+    (``all``); of the first module's rows, whose neighbours grow in number (``first``); and what all cost together.
+
+    What is kept in ``keep`` is not fitted again.
+    """
+    sets = [world.forget["c"][start : start + MANY_ROWS] for start in range(0, MANY_ROWS * max(counts), MANY_ROWS)]
+    modules = [_kept(world, rows, f"many-{i}", cache, keep, progress) for i, rows in enumerate(sets)]
+    found = {}
+    for count in counts:
+        on, rows = modules[:count], [row for some in sets[:count] for row in some]
+        systems = {"none": (rows, ()), "all": (rows, on), "first": (sets[0], on)}
+        found[str(count)] = {
+            **{name: _there(world, other, some, using, progress) for name, (some, using) in systems.items()},
+            "retained": retained.measure(on),
+        }
+    return found
+
+
+def _kept(
+    world: World,
+    rows: Sequence[ForgetRow],
+    name: str,
+    cache: Path | None,
+    keep: Path | None,
+    progress: ProgressCallback,
+) -> UnbindModule:
+    path = None if keep is None else keep / f"{name}.safetensors"
+    if path is not None and path.is_file():
+        module = UnbindModule.load(path)
+        module.require(world.loaded.identity)
+        if module.forget_digest != forget_digest(rows):
+            raise UnbindError(f"--keep: {path} was fitted on other rows; name another folder")
+        return module
+    module, _ = fit_one(world, rows, name, "auto", cache, progress)
+    if path is not None:
+        module.save(path)
+    return module
 
 
 def _there(

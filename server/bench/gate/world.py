@@ -94,7 +94,9 @@ class Retained:
         return statistics.fmean(sentence_bleu(r, o) for r, o in zip(self.references, outputs, strict=True))
 
     def measure(self, modules: Sequence[UnbindModule], windows: Sequence[Window] | None = None) -> dict[str, float]:
-        """Rise of perplexity, fall of BLEU, share of open positions, share of greedy completions unchanged to the token."""
+        """Rise of perplexity, fall of BLEU, share of open positions (of the module that has most), gates open at a position (of all
+        modules together), share of greedy completions unchanged to the token.
+        """
         model, bank = self.world.loaded.model, bank_of(self.world, modules)
 
         def editing() -> AbstractContextManager[object]:
@@ -104,12 +106,14 @@ class Retained:
         meeting = bank_of(self.world, modules)  # gates are counted on rows as requests have them
         perplexity(model, self.met, self.pad, editing=lambda: attach(model, meeting), progress=self.progress)
         counts = [phases["prefill"] for phases in meeting.counts().values()]
+        rates = [opened / max(evaluated, 1) for evaluated, opened in counts]
         outputs = self._complete(editing)
         same = statistics.fmean(a == b for a, b in zip(self.outputs, outputs, strict=True))
         return {
             "ppl_increase": after / self.before - 1,
             "bleu_drop": self.bleu - self._bleu(outputs),
-            "open_rate": max((opened / max(evaluated, 1) for evaluated, opened in counts), default=0.0),
+            "open_rate": max(rates, default=0.0),
+            "open_at_once": sum(rates),
             "unchanged": same,
         }
 

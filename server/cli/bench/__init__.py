@@ -171,6 +171,7 @@ def gate_command(
     policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
     overlap: Annotated[bool, typer.Option(help="Two modules that share rows as well.")] = False,
+    many: Annotated[str, typer.Option(help="Numbers of modules of five rows each, as in 1,5,20,60.")] = "",
     cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
@@ -180,8 +181,13 @@ def gate_command(
 
     with clear_errors():
         chosen = numbers(sizes or None, int, "--sizes", "24,40") or ()
-        if not (chosen or joint or overlap) or any(not 3 <= size <= 300 for size in chosen):
-            raise UnbindError("--sizes: whole numbers from 3 to 300, as in 24,40; empty for --joint or --overlap alone")
+        counts = numbers(many or None, int, "--many", "1,5,20") or ()
+        if not (chosen or joint or overlap or counts) or any(not 3 <= size <= 300 for size in chosen):
+            raise UnbindError(
+                "--sizes: whole numbers from 3 to 300, as in 24,40; empty for --joint, --overlap or --many"
+            )
+        if any(not 1 <= count <= 60 for count in counts):
+            raise UnbindError("--many: whole numbers from 1 to 60, as set C has 300 rows")
         wanted = [gate.strip() for gate in gates.split(",")]
         if not set(wanted) <= {"paper", "paper-strict", "auto"}:
             raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
@@ -197,6 +203,7 @@ def gate_command(
                 attempts=attempts,
                 joint=joint,
                 overlap=overlap,
+                many=counts,
                 cache=cache,
                 keep=keep,
                 progress=progress,
@@ -215,6 +222,8 @@ def gate_command(
         screen.print({key: value for key, value in table["joint"].items() if key != "modules"})
     if overlap:
         screen.print(table["overlap"])
+    for count, entry in table.get("many", {}).items():
+        screen.print({f"{count} modules": entry})
 
 
 def _cell(value: object) -> str:
