@@ -70,7 +70,8 @@ class Places(ABC):
         """
         if lags not in self._behind:
             own = self.positions
-            wanted = [torch.minimum(own, (own - lag).clamp_(min=first - 1)) for lag, first in lags]
+            wanted = [(own - lag).clamp_(min=first - 1) for lag, first in lags]
+            wanted = [torch.minimum(own, at) if first else at for at, (_, first) in zip(wanted, lags, strict=True)]
             sequences = self.sequences
             if sequences is None:
                 sequences = torch.arange(len(own), device=own.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Edits:
         self._memory: PagedMemory | None = None
         self._attention = ""
         self.passed: list[Step] = []  # of which somebody wishes to hear, until they are told
+        self.scheduled: Mapping[str, int] = {}  # tokens of the step, by request
         self.checks = 0  # passes whose places are still to be compared with vLLM's own
 
     def install(self, model: nn.Module) -> list[int]:
@@ -118,34 +120,49 @@ class Edits:
         if selection is None:
             return None
         size, count = len(requests), int(ours.num_actual_tokens)
+        counts = [self.scheduled[name] for name in batch.req_ids]
         begins = ours.query_start_loc[: size + 1]
-        lengths = begins.diff()
-        starts = ours.seq_lens[:size].long() - lengths
         device = begins.device
-        which = torch.arange(size, device=device).repeat_interleave(lengths, output_size=count)
-        positions = torch.arange(count, device=device) - begins[which].long() + starts[which]
+        # Where every request has one token, as in most steps, what is said by request is said by position already.
+        which: Tensor | None = None
+        if max(counts) == 1:
+            starts = positions = ours.seq_lens[:size].long() - 1
+        else:
+            lengths = begins.diff()
+            starts = ours.seq_lens[:size].long() - lengths
+            which = torch.arange(size, device=device).repeat_interleave(lengths, output_size=count)
+            positions = torch.arange(count, device=device) - begins[which].long() + starts[which]
+
+        def spread(values: Sequence[int | bool]) -> Tensor:
+            found = torch.tensor(values, device=device)
+            return found if which is None else found[which]
+
         index = {digest: row for row, digest in enumerate(distinct)}
-        rows = torch.tensor([index[digest] for digest in digests], device=device)[which]
+        rows = spread([index[digest] for digest in digests]) if len(distinct) > 1 else None
         places = None
         if selection.remembers:
             assert self._memory is not None
-            places = Pages(self._memory, ours.block_table, begins[:-1], starts, positions)
+            places = Pages(self._memory, ours.block_table, begins[:-1], starts, positions, ours.slot_mapping[:count])
             if self.checks > 0:
                 self.checks -= 1
-                if not torch.equal(places.here - 1, ours.slot_mapping[:count].long()):
+                if not torch.equal(places.rows(positions, places.sequences), places.here):
                     raise UnbindError("vLLM's pages are not where the gates look for them")
         computed = [int(batch.num_computed_tokens_cpu[i]) for i in range(size)]
         later = [start >= int(batch.num_prompt_tokens[i]) for i, start in enumerate(computed)]
-        decoding = torch.tensor(later, device=device)[which] if any(later) else None
+        phase = "decode" if all(later) else "prefill"
+        decoding = spread(later) if any(later) and not all(later) else None
         quiet = [bool(one.get("quiet")) for one in asked]
-        counted = torch.tensor([not one for one in quiet], device=device)[which] if any(quiet) else None
+        counted = spread([not one for one in quiet]) if any(quiet) else None
         watching = [i for i, one in enumerate(asked) if one.get("leg")]
         record: Record | None = [] if any(asked[i].get("report") for i in watching) else None
         opened: list[Tensor] | None = [] if watching else None
         told = self.bank.requests
         names = [one.get("flight", name) for one, name in zip(asked, batch.req_ids, strict=True)]
-        of = None if told is None else told.rows(names)[which]
-        pass_ = Pass(rows, places, "prefill", None, counted, record, opened, decoding, of)
+        of = None if told is None else told.rows(names)
+        if of is not None and which is not None:
+            of = of[which]
+        firsts = [0, *accumulate(counts)]
+        pass_ = Pass(rows, places, phase, None, counted, record, opened, decoding, of)
         step = Step(
             selection,
             count,
@@ -153,8 +170,8 @@ class Edits:
             watching,
             [asked[i]["leg"] for i in watching],
             [computed[i] for i in watching],
-            [int(begins[i]) for i in watching],
-            [int(lengths[i]) for i in watching],
+            [firsts[i] for i in watching],
+            [counts[i] for i in watching],
         )
         if watching:
             self.passed.append(step)

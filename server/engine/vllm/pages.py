@@ -5,6 +5,8 @@ A page that is reused brings its rows along, as does one that is computed again 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -26,12 +28,20 @@ class PagedMemory:
 class Pages(Places):
     """Where the tokens of one step stand: flat, as vLLM schedules them, prompts and single tokens mixed."""
 
-    def __init__(self, memory: PagedMemory, table: Tensor, begins: Tensor, starts: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, memory: PagedMemory, table: Tensor, begins: Tensor, starts: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
         """``table`` int [S,pages of a sequence]; ``begins`` int [S], where in the step each sequence begins; ``starts`` int64 [S],
-        the position of its first token of the step; ``positions`` int64 [N].
+        the position of its first token of the step; ``positions`` int64 [N]; ``slots`` int [N], of the pages, where vLLM itself
+        writes the tokens.
         """
         super().__init__(positions, begins.long(), starts)
-        self._memory, self._pages = memory, table
+        self._memory, self._pages, self._slots = memory, table, slots
+
+    @cached_property
+    def here(self) -> Tensor:
+        """See :meth:`Places.here`."""
+        return self._slots.long() + 1
 
     def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
         """See :meth:`Places.rows`."""

@@ -68,6 +68,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any) -> Any:
         """One step; what its gates did is told before its tokens are."""
         self.edits.passed.clear()
+        self.edits.scheduled = scheduler_output.num_scheduled_tokens
         output = super().execute_model(scheduler_output)
         if self.edits.passed and self._telling is not None:
             told = self.edits.told()
