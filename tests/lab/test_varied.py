@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.core.conftest import lowrank, make_module, make_network_module
+from unbind_core.fitting.options import possible_layers
+from unbind_core.module import UnbindModule
 from unbind_core.rows import forget_digest
 from unbind_lab.lab import Lab
 from unbind_lab.protocols.ablations import VARIANTS
@@ -62,3 +64,20 @@ def test_variants_hold_the_system_itself_and_m_full(
     ]
     heads = [*(f"strength {one:g}" for one in STRENGTHS), *(VARIANTS[name][0] for name in variants)]
     assert rows == [["| unbind-rewrite", head] for head in heads]
+
+
+def test_the_paper_s_gate_is_fitted_at_each_layer_that_it_may_stand_at(setting: Setting, tmp_path: Path) -> None:
+    made = with_module(setting, tmp_path, "fisher")
+    made = replace(made, modules={"paper": made.modules["rewrite"]})
+    Lab(made, tmp_path).run(chosen(["m-full", "unbind-paper"]), ["main", "layers"])
+    kept = json.loads((tmp_path / setting.name / "layers" / "unbind-paper-shipped.json").read_text())["value"]
+    layers = possible_layers("paper", Bench(setting).full.identity.num_layers)
+    names = [f"layer-{layer}" for layer in layers]
+    assert [name for name in dict.fromkeys(key.split(":")[0] for key in kept if ":" in key) if name != "none"] == names
+    for name, layer in zip(names, layers, strict=True):
+        path = next((tmp_path / setting.name / "made" / "unbind-paper-shipped").glob(f"{name}-*.safetensors"))
+        module = UnbindModule.load(path)
+        assert module.layer == layer and module.v is not None
+        w, v = module.w.reshape(-1).double(), module.v.double()
+        assert kept[f"{name}: cosine"] == pytest.approx(float(w @ v / (w.norm() * v.norm())), abs=1e-6)
+    assert "| unbind-paper | layer 0 |" in markdown(tmp_path / setting.name).split("### layers")[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unbind_lab.protocols import ablations, access, attacks, main, muse, related, strengths, tasks, weights
+from unbind_lab.protocols import ablations, access, attacks, layers, main, muse, related, strengths, tasks, weights
 from unbind_lab.protocols.protocol import Column, Protocol
 
 MAIN: tuple[Column, ...] = (
@@ -29,6 +29,7 @@ PROTOCOLS = {
         tasks.PROTOCOL,
         strengths.PROTOCOL,
         ablations.PROTOCOL,
+        layers.PROTOCOL,
         weights.PROTOCOL,
     )
 }
