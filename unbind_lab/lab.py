@@ -21,7 +21,7 @@ from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow
 from unbind_lab import served as served_by
-from unbind_lab.filters.filter import Filter
+from unbind_lab.filters.filter import Absent, Filter
 from unbind_lab.filters.models import FULL
 from unbind_lab.keeping import Kept, digest
 from unbind_lab.protocols import main
@@ -83,7 +83,7 @@ class Lab:
                         found = self.measured(entry, PROTOCOLS[protocol])
                         told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
                         self.report(f"{protocol}: {entry.name} {dict(entry.options)}: {told}")
-            except UnbindError as error:
+            except Absent as error:
                 self.report(f"{system.name}: {error}")
                 absent.append(system.name)
         if absent:

@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unbind_core.errors import UnbindError
 from unbind_core.rows import ForgetRow
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench
 
 Options = Mapping[str, float]
+
+
+class Absent(UnbindError):
+    """A setting lacks what a system is made of; the others can be measured all the same."""
+
+
 Build = Callable[[Bench, Sequence[ForgetRow], Options, Path], Served]
 
 

@@ -14,7 +14,7 @@ from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions, possible_layers
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, forget_digest
-from unbind_lab.filters.filter import Filter, Options
+from unbind_lab.filters.filter import Absent, Filter, Options
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench
 
@@ -25,9 +25,7 @@ def _shipped(name: str, gate: str | None = None) -> Filter:
     def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Path) -> Served:
         path = bench.setting.modules.get(name)
         if path is None:
-            raise UnbindError(
-                f"setting: 'modules.{name}' is missing; name the module's file, or leave unbind-{name} out"
-            )
+            raise Absent(f"setting: 'modules.{name}' is missing; name the module's file, or leave unbind-{name} out")
         module = UnbindModule.load(path)
         if module.forget_digest != forget_digest(rows):
             raise UnbindError(f"setting: 'modules.{name}' was fitted on other rows than 'forget'; fit one on those")
