@@ -1,4 +1,6 @@
-"""Figures of a run: forgetting over utility with curves of equal FU-H, and what each attack recovers of each system."""
+"""Figures of a run: forgetting over utility with curves of equal FU-H, what each attack recovers of each system, forgetting and
+utility by a module's strength and by its layer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,37 @@ def draw(folder: Path, out: Path) -> list[Path]:
     attacks = measured(folder, "attacks")
     if attacks:
         found.append(_save(recovered(folder, attacks), out / "attacks.svg"))
+    for protocol, what, extra in (
+        ("strengths", "strength", ()),
+        ("layers", "decoder layer", (("cosine", "cos(w,v)"),)),
+    ):
+        varied = [one for one in measured(folder, protocol) if _variants(one)]
+        if varied:
+            found.append(_save(curves(varied, what, extra), out / f"{protocol}.svg"))
     return found
+
+
+def _variants(one: Line) -> list[str]:
+    """Those that have a number, as ``0.25`` and ``layer-3`` do, rising."""
+    names = {key.split(": ")[0] for key in one if ": " in key}
+    return sorted((name for name in names if name != "none"), key=_number)
+
+
+def _number(variant: str) -> float:
+    return float(variant.removeprefix("layer-"))
+
+
+def curves(found: Sequence[Line], what: str, extra: Sequence[tuple[str, str]] = ()) -> Figure:
+    """FR and UR, and what else is named, over what a system's variants are numbered by; a picture a system."""
+    figure = Figure(figsize=(4 * len(found), 3.2))
+    for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
+        names = _variants(one)
+        for key, label in (("fr", "forgetting (FR)"), ("ur", "utility (UR)"), *extra):
+            axes.plot([_number(name) for name in names], [one[f"{name}: {key}"] for name in names], "o-", label=label)
+        axes.set(xlabel=what, ylim=(-MARGIN, 1 + MARGIN) if not extra else None, title=one["system"])
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    return figure
 
 
 def _save(figure: Figure, path: Path) -> Path:

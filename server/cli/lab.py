@@ -83,7 +83,7 @@ def plot(
         Path | None, typer.Option(help="Where figures go; beside the tables where none is given.")
     ] = None,
 ) -> None:
-    """Figures of what was measured, as SVG: forgetting over utility, and what attacks recover."""
+    """Figures of what was measured, as SVG: forgetting over utility, what attacks recover, by strength, by layer."""
     with clear_errors():
         try:
             from unbind_lab.plots import draw

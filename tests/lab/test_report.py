@@ -94,6 +94,12 @@ def test_a_run_has_a_page_and_figures(setting: Setting, tmp_path: Path) -> None:
     value = {"system": "m-base", "configuration": "shipped", "options": {}, "spans_50": 0}
     (folder / "attacks/m-base-shipped.json").write_text(json.dumps({"made_of": "", "value": value}))
     assert [path.name for path in draw(folder, tmp_path / "figures")] == ["trade-off.svg", "attacks.svg"]
+    for protocol, names in (("strengths", ("0.5", "2")), ("layers", ("layer-0", "layer-10", "layer-2"))):
+        figures = {f"{name}: {key}": 0.5 for name in ("none", *names) for key in ("fr", "ur", "cosine")}
+        (folder / protocol).mkdir()
+        told = {**value, **figures, "spans_50": 0}
+        (folder / protocol / "m-base-shipped.json").write_text(json.dumps({"made_of": "", "value": told}))
+    assert [path.name for path in draw(folder, tmp_path / "figures")][2:] == ["strengths.svg", "layers.svg"]
 
 
 def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path) -> None:
