@@ -16,6 +16,8 @@ import pytest
 from server import demo
 from server.engine.engine import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
+from server.engine.vllm import engine as engine_file
+from server.engine.vllm import model as model_file
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.engine import VllmEngine
 from tests.engines.both import Answer, ask, demo_prompt, shipped, started, sync
@@ -104,6 +106,20 @@ def test_a_worker_s_end_is_noticed_where_the_process_that_should_tell_hangs(engi
     while engine.healthy:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    assert answers_again(engine) == before and not hung.is_running()
+
+
+def test_processes_that_live_and_do_nothing_are_started_again(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = answers(engine)
+    monkeypatch.setattr(model_file, "STUCK_SECONDS", 1.0)
+    monkeypatch.setattr(engine_file, "TRIAL_SECONDS", 3.0)
+    hung = process("EngineCore")
+    hung.suspend()
+    told = [answer.whole for answer in ask(engine, requests(engine))]
+    assert [one.finish_reason for one in told] == ["error"] * len(told) and "try again" in (told[0].error or "")
+    monkeypatch.undo()
     assert answers_again(engine) == before and not hung.is_running()
 
 

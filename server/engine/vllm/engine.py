@@ -34,8 +34,7 @@ from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.engine")
 T = TypeVar("T")
-PROBE_SECONDS, TRIAL_SECONDS = 300.0, 120.0  # between two trials of the edits, and for one
-LOOK_SECONDS = 0.5  # between two looks at whether the processes live
+TRIAL_SECONDS = 120.0
 BACKOFF_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before the model's processes are started again
 CALL_SECONDS = 600.0
 GONE = "the model's processes ended; the request was dropped; try again"
@@ -201,10 +200,7 @@ class VllmEngine(Engine):
         while True:
             model = self._model
             assert model is not None
-            for _ in range(int(PROBE_SECONDS / LOOK_SECONDS)):
-                if model.dead:
-                    break
-                await asyncio.sleep(LOOK_SECONDS)
+            await model.until_trial(lambda: len(self._tasks))
             try:
                 if not model.dead:
                     async with asyncio.timeout(TRIAL_SECONDS):

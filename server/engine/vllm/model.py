@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -27,7 +29,11 @@ from unbind_core.errors import UnbindError
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
+log = logging.getLogger("unbind.engine")
 PROBE_PROMPT, PROBE_TOKENS = tuple(range(5, 29)), 3  # so that steps of both phases are tried
+PROBE_SECONDS = 300.0  # between two trials of the edits
+STUCK_SECONDS = 60.0  # requests run and no step ends: the trial is made at once
+LOOK_SECONDS = 0.5  # between two looks at whether the processes live
 MOST_SETS = 512  # of modules that workers know and nobody uses
 
 
@@ -195,6 +201,18 @@ class Model:
     def dead(self) -> bool:
         """Whether a process has ended. vLLM's engine core tells of its workers, unless it hangs itself: so each is looked at."""
         return self.died.is_set() or bool(self._llm.errored) or any(map(_ended, self._processes))
+
+    async def until_trial(self, running: Callable[[], int]) -> None:
+        """Wait until the processes are to be tried: it is time, or a process has ended, or of so many requests none moves."""
+        begun = moved = time.monotonic()
+        steps = self.steps
+        while time.monotonic() - begun < PROBE_SECONDS and not self.dead:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.steps != steps or not running():
+                steps, moved = self.steps, time.monotonic()
+            elif time.monotonic() - moved > STUCK_SECONDS:
+                log.warning("%d requests run and no step has ended for %g s", running(), STUCK_SECONDS)
+                return
 
     @property
     def _cores(self) -> list[Any]:
