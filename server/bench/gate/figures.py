@@ -96,7 +96,7 @@ def gate_figures(
         table["overlap"] = overlap_figures(world, other, retained, cache, progress)
         report(f"overlap: {table['overlap']}")
     if many:
-        table["many"] = many_figures(world, other, retained, many, cache, keep, progress)
+        table["many"] = many_figures(world, other, retained, many, cache, keep, progress, policy)
     return table
 
 

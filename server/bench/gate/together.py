@@ -76,6 +76,7 @@ def many_figures(
     cache: Path | None,
     keep: Path | None,
     progress: ProgressCallback,
+    policy: str | None = None,
 ) -> dict[str, Any]:
     """By how many modules of five rows each are on: what stands in place of all their rows, without them (``none``) and with them
     (``all``); of the first module's rows, whose neighbours grow in number (``first``); and what all cost together.
@@ -83,7 +84,7 @@ def many_figures(
     What is kept in ``keep`` is not fitted again.
     """
     sets = [world.forget["c"][start : start + MANY_ROWS] for start in range(0, MANY_ROWS * max(counts), MANY_ROWS)]
-    modules = [_kept(world, rows, f"many-{i}", cache, keep, progress) for i, rows in enumerate(sets)]
+    modules = [_kept(world, rows, f"many-{i}", cache, keep, progress, policy) for i, rows in enumerate(sets)]
     found = {}
     for count in counts:
         on, rows = modules[:count], [row for some in sets[:count] for row in some]
@@ -102,15 +103,16 @@ def _kept(
     cache: Path | None,
     keep: Path | None,
     progress: ProgressCallback,
+    policy: str | None,
 ) -> UnbindModule:
     path = None if keep is None else keep / f"{name}.safetensors"
     if path is not None and path.is_file():
         module = UnbindModule.load(path)
         module.require(world.loaded.identity)
-        if module.forget_digest != forget_digest(rows):
-            raise UnbindError(f"--keep: {path} was fitted on other rows; name another folder")
+        if module.forget_digest != forget_digest(rows) or policy not in (None, module.policy):
+            raise UnbindError(f"--keep: {path} was fitted on other rows or for another policy; name another folder")
         return module
-    module, _ = fit_one(world, rows, name, "auto", cache, progress)
+    module, _ = fit_one(world, rows, name, "auto", cache, progress, policy)
     if path is not None:
         module.save(path)
     return module
