@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from server.registry.private.files import TakedownFiles
 from server.registry.retention import purge
+from tests.support.folders import files_in
 from tests.system.test_worker import ADMIN, workshop
 from unbind_core.rows import ForgetRow
 
@@ -20,10 +20,9 @@ ROW = ForgetRow("def secret(", "of):\n    return protected_text\n")
 
 def holding(folder: Path, text: bytes) -> list[Path]:
     found = []
-    for where, _, names in os.walk(folder):
-        for path in (Path(where) / name for name in names):
-            with suppress(FileNotFoundError):  # it is deleted while we look
-                found += [path] if text in path.read_bytes() else []
+    for path in files_in(folder):
+        with suppress(FileNotFoundError):  # it is deleted while we look
+            found += [path] if text in path.read_bytes() else []
     return found
 
 
@@ -61,4 +60,4 @@ def test_a_worker_elsewhere_goes_on_where_a_killed_one_stopped(tmp_path: Path) -
             time.sleep(0.05)
         record = shop.registry.jobs.get(job_id, time.time())
         purge(shop.registry, shop.settings, str(record["takedown_id"]), ADMIN)
-        assert not [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+        assert not files_in(tmp_path / "private")

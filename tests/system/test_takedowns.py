@@ -15,6 +15,7 @@ from openai import OpenAI
 
 from server.evidence.signing import verify
 from server.registry.objects import MARK
+from tests.support.folders import files_in
 from tests.support.memorising import forget_rows, retain_rows, write_rows
 from tests.system.conftest import ServerProcess, serving
 
@@ -163,8 +164,8 @@ def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerPr
     assert [record["job_id"] for record in records] == [job_id]
     assert [
         path.name
-        for path in (server.data_dir / "modules").rglob("*")
-        if path.is_file() and path.suffix != ".safetensors" and path.name != MARK
+        for path in files_in(server.data_dir / "modules")
+        if path.suffix != ".safetensors" and path.name != MARK
     ] == []
     assert server.worker_pids() != [pid]
 

@@ -24,6 +24,7 @@ from server.settings import PREFIX, Settings
 from server.worker.process import environment_of, python
 from tests.support.collector import attributes, collector
 from tests.support.disks import Disk
+from tests.support.folders import files_in
 from tests.system.conftest import ROOT
 
 ADMIN = Actor("admin", "test")
@@ -111,9 +112,11 @@ class Workshop:
         records = self.registry.modules.versions()
         assert sorted(record["job_id"] for record in records) == sorted(jobs)
         store = Path(self.settings.published_store)
-        files = sorted(path.name for path in store.rglob("*") if path.is_file())
+        files = sorted(path.name for path in files_in(store))
         assert files == sorted(f"{record['digest']}.safetensors" for record in records)
-        left = [path for path in self.settings.data_dir.rglob("*.partial") if "jobs" not in path.parts]
+        left = [
+            path for path in files_in(self.settings.data_dir) if path.suffix == ".partial" and "jobs" not in path.parts
+        ]
         assert not left  # a job's own folder is tidied when it ends
         assert self.registry.audit_problems() == []
         ends = [row["subject"] for row in self.registry.audit(limit=1000) if row["action"] == "job.succeeded"]
@@ -194,7 +197,7 @@ def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     assert (job["state"], job["outcome"], job["attempt"], job["progress"]) == ("succeeded", "active", 1, 1.0)
     assert set(job["timings"]) == {"check", "fit", "verify", "joint", "publish"}
     shop.check_what_is_left([job_id])
-    assert not list((shop.settings.data_dir / "jobs").rglob("*.partial"))
+    assert not [path for path in files_in(shop.settings.data_dir / "jobs") if path.suffix == ".partial"]
     unknown = shop.submit("unknown", unknown=True)
     assert shop.ended(unknown)[0]["outcome"] == "nothing_to_remove"
     manual = shop.submit("manual", activation="manual")
@@ -368,7 +371,8 @@ def test_a_full_disk_fails_the_job_with_the_reason_and_the_next_one_succeeds(
         disk.fill(shop.children())
         (job,) = shop.ended(job_id)
         assert job["state"] == "failed" and disk.full in job["error"], job
-        assert not [path for path in disk.folder.rglob("*.safetensors") if path.stat().st_size != 4096]
+        modules = [path for path in files_in(disk.folder) if path.suffix == ".safetensors"]
+        assert not [path for path in modules if path.stat().st_size != 4096]
         disk.free(shop.children())
         shop.registry.jobs.retry(job_id, ADMIN, time.time())
         other = shop.submit("n")

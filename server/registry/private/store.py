@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from server.registry.objects import StoreUnreachable
 from unbind_core.errors import UnbindError
-from unbind_core.files import write_whole
+from unbind_core.files import UNFINISHED, write_whole
 
 _HEAD = b"unbind-sealed-1\n"
 _MARK, _NONCE = 8, 12  # bytes that name the key, and that are new for each file
@@ -99,9 +99,10 @@ class PrivateStore:
     def names(self, under: str) -> list[str]:
         """The names of the files in a folder and the folders in it."""
         if self._folder is not None:
-            top = self._folder / under
-            found = [path for path in top.rglob("*") if path.is_file() and ".partial" not in str(path.relative_to(top))]
-            return sorted(path.relative_to(self._folder).as_posix() for path in found)
+            # os.walk passes over a folder that another process deletes meanwhile; Path.rglob raises there
+            found = [Path(where) / name for where, _, names in os.walk(self._folder / under) for name in names]
+            given = (path.relative_to(self._folder).as_posix() for path in found)
+            return sorted(name for name in given if UNFINISHED not in name)
         try:
             listed = self._remote("find", under)
         except FileNotFoundError:
@@ -113,7 +114,10 @@ class PrivateStore:
         """A file, or a folder with all that is in it; nothing where nothing is there."""
         if self._folder is not None:
             path = self._folder / under
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, onerror=_gone)
+            else:
+                path.unlink(missing_ok=True)
             return
         for name in [*self.names(under), *([under] if self.has(under) else [])]:
             try:
@@ -136,3 +140,9 @@ class PrivateStore:
             raise
         except Exception as error:  # each kind of store raises its own
             raise StoreUnreachable(f"private store {self.where}: {type(error).__name__}: {error}") from error
+
+
+def _gone(_: object, __: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    """For shutil.rmtree: what another process has deleted meanwhile is deleted."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]

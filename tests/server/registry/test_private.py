@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import fsspec
 import pytest
@@ -35,6 +38,34 @@ def kept(where: str, name: str) -> bytes:
 
 def replace(where: str, name: str, data: bytes) -> None:
     PrivateStore(where).put(name, data)
+
+
+def test_a_folder_is_listed_and_deleted_while_others_delete_from_it(tmp_path: Path) -> None:
+    store, stop = PrivateStore(str(tmp_path)), Event()
+
+    def churn(number: int) -> None:
+        for turn in range(100_000):
+            if stop.is_set():
+                return
+            store.put(f"jobs/{number}/{turn}/file", b"x")
+            store.delete(f"jobs/{number}/{turn}")
+
+    with ThreadPoolExecutor(2) as pool:
+        churning = [pool.submit(churn, number) for number in range(2)]
+        deadline = time.monotonic() + 1
+        try:
+            while time.monotonic() < deadline and not any(each.done() for each in churning):
+                assert all(name.startswith("jobs/") for name in store.names("jobs"))
+        finally:
+            stop.set()
+    for each in churning:
+        each.result()
+    for turn in range(20):
+        for number in range(30):
+            store.put(f"gone/{turn}/{number}/file", b"x")
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(store.delete, [f"gone/{turn}"] * 2)) == [None, None]
+        assert store.names(f"gone/{turn}") == []
 
 
 def test_what_was_put_is_given_listed_and_deleted(where: str) -> None:
