@@ -19,6 +19,22 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 
 BATCH = 2048
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
+LOOKED_FOR = (0.2, 0.45, 0.7)  # of the steps: when the hardest states are looked for,
+EVERY = 4  # among every so-manieth retained one,
+PART = 1 << 16  # so many at a time
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of a side's states in a batch ``drawn`` come from those that are hardest now, the ``hardest`` of all and no fewer than
+    half a batch.
+    """
+
+    drawn: float
+    hardest: float
+
+
+FORGET, RETAINED = Share(0.3, 0.3), Share(0.5, 0.02)
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,9 @@ def train_network(
 ) -> Network:
     """Train by cross-entropy over "retained" and the K rows, half of each ``batch`` of states from either side.
 
+    What opens a gate by mistake is a few states in a thousand, which a draw hardly ever meets. So a part of either side is drawn
+    from the states that the network, as it is by then, gets most wrong.
+
     ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. AdamW, weight decay, learning rate
     falling to zero. Deterministic for a seed and device. Raises FittingError where the loss is not finite.
     """
@@ -76,10 +95,31 @@ def train_network(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
     targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
     work = batch * width * (forget.shape[1] + count)
+    labels = targets[: len(forget), None].to(device)
+    hard_ours = hard_theirs = torch.empty(0, dtype=torch.int64)
+
+    def evidence(states: Tensor, label: Tensor | None) -> Tensor:
+        """The log odds against "retained" of the row ``label`` [N,1], or of the likeliest one."""
+        w = hidden.weight / deviation
+        products = [w, hidden.bias - w @ mean, out.weight, out.bias]
+        into, into_b, onto, onto_b = (each.to(torch.bfloat16) for each in products)
+        found = []
+        for start in range(0, len(states), PART):
+            part = states[start : start + PART].to(torch.bfloat16)
+            logits = nn.functional.linear(nn.functional.linear(part, into, into_b).relu_(), onto, onto_b).float()
+            rows = logits[:, 1:].amax(1) if label is None else logits.gather(1, label[start : start + PART])[:, 0]
+            found.append(rows - logits[:, 0])
+        return torch.cat(found)
+
+    def draw(count: int, share: Share, hard: Tensor) -> Tensor:
+        some = torch.randint(count, (batch // 2,), generator=generator)
+        if len(hard):
+            few = round(share.drawn * len(some))
+            some[:few] = hard[torch.randint(len(hard), (few,), generator=generator)]
+        return some
 
     def step() -> Tensor:
-        ours = torch.randint(len(forget), (batch // 2,), generator=generator)
-        theirs = torch.randint(len(retain), (batch // 2,), generator=generator)
+        ours, theirs = draw(len(forget), FORGET, hard_ours), draw(len(retain), RETAINED, hard_theirs)
         x = (
             torch.cat((forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))))
             .float()
@@ -96,7 +136,12 @@ def train_network(
         schedule.step()
         return loss.detach()
 
-    for _ in counted(range(steps), steps, stage, progress):  # who follows the progress may change the number of threads
+    looking = {int(part * steps) for part in LOOKED_FOR}
+    for number in counted(range(steps), steps, stage, progress):  # who follows may change the number of threads
+        if number in looking:
+            with torch.no_grad(), threads_for(device, PART * width * (forget.shape[1] + count), SHARED_PASS):
+                hard_ours = _largest(-evidence(forget, labels), FORGET, batch // 2)
+                hard_theirs = _largest(evidence(retain[::EVERY], None), RETAINED, batch // 2) * EVERY
         with torch.enable_grad(), threads_for(device, work, SHARED_PASS):
             loss = step()
     if not bool(torch.isfinite(loss)):
@@ -109,3 +154,8 @@ def train_network(
             (out.weight[1:] - out.weight[:1]).contiguous(),
             (out.bias[1:] - out.bias[:1]).contiguous(),
         )
+
+
+def _largest(values: Tensor, share: Share, least: int) -> Tensor:
+    """Where the largest of all values are, int64, on the CPU: that share of them, and at least so many where there are."""
+    return values.topk(min(len(values), max(least, int(share.hardest * len(values))))).indices.cpu()

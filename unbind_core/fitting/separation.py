@@ -15,7 +15,10 @@ WINDOWS = (8, 16)
 # The position from which on states say whose they are: of a sequence, where scores count; of a row, where training begins.
 FIRST = 4
 GAP = (0.25, 0.5)
-TOUCHED = 0.03  # of the retain rows may have an open gate anywhere
+TOUCHED = 0.02  # of the retain rows may have an open gate anywhere
+FIRST_SHARE = (
+    0.5  # of the budget of open positions: what the lowest threshold takes, as other rows cost more and latches too
+)
 MISSED = 0.005  # share of the forget positions that need not be reached
 SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped
 RESAMPLES, QUANTILE = 1000, 0.95
@@ -52,10 +55,10 @@ def evidence(sequences: Iterable[Scored], window: int, reference: float) -> list
 class Separation:
     """How far apart a detector puts forget and retain evidence with one window.
 
-    ``retained`` is the lowest threshold at which the retain rows' opening rate, estimated cautiously, is within the budget and few
-    of them are touched; ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of the forget
-    positions reach, ``reference`` the mean of each retain position's best score (what the paper calls s_ref). ``margin`` is the gap
-    between forgotten and retained, in units of the distance between the two medians.
+    ``retained`` is the lowest threshold at which the retain rows' opening rate, estimated cautiously, is within half of the
+    budget and few of them are touched; ``highest`` the largest retain score of all, ``forgotten`` the score that all but 0.5 % of
+    the forget positions reach, ``reference`` the mean of each retain position's best score (what the paper calls s_ref).
+    ``margin`` is the gap between forgotten and retained, in units of the distance between the two medians.
     """
 
     window: int
@@ -79,12 +82,14 @@ class Separation:
 
 
 def separation(forget: Sequence[Scored], retain: Sequence[Scored], window: int, rate: float) -> Separation:
-    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, estimated cautiously."""
+    """Measure one window's evidence; ``rate`` is the share of retain positions that may be open, estimated cautiously, of which
+    the lowest threshold takes a part.
+    """
     reference = float(torch.cat([scores.amax(-1) for _, _, scores in retain]).mean())
     kept = evidence(retain, window, reference)
     ours = torch.cat([one.e[one.first :] for one in evidence(forget, window, reference)])
     theirs = torch.cat([one.e for one in kept])
-    retained = _lowest_within(kept, theirs, rate)
+    retained = _lowest_within(kept, theirs, FIRST_SHARE * rate)
     forgotten = float(ours.kthvalue(max(1, round(MISSED * len(ours)))).values)
     spread = float(ours.median() - theirs.median())
     margin = (forgotten - retained) / spread if spread > 0 else -1.0

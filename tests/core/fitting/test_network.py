@@ -46,6 +46,26 @@ def test_it_tells_rows_it_never_saw_the_states_of_apart() -> None:
     assert float((network.scores(retain).amax(1) < 0).float().mean()) > 0.9
 
 
+def test_rare_states_that_look_like_a_row_are_met_often_enough_to_be_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forget, rows, _ = clusters()
+    generator = torch.Generator().manual_seed(2)
+    retain = 50 * torch.randn(20_000, D, generator=generator) + 7
+    rare = torch.arange(0, len(retain), 400)  # one in 400, beside the first row's
+    beside = forget[rows == 0].mean(0) + torch.cat((torch.full((1,), 150.0), torch.zeros(D - 1)))
+    retain[rare] = beside + 25 * torch.randn(len(rare), D, generator=generator)
+
+    def mistaken() -> float:
+        network = train_network(forget, rows, retain, width=8, steps=300, batch=128)
+        assert float((network.scores(forget).argmax(1) == rows).float().mean()) > 0.95
+        return float(network.scores(retain[rare]).amax(1).mean())
+
+    searched = mistaken()
+    monkeypatch.setattr("unbind_core.fitting.network.LOOKED_FOR", ())
+    assert searched < mistaken() - 1  # nat
+
+
 def test_a_seed_gives_the_same_network_and_leaves_other_random_numbers_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
