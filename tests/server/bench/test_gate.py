@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from server.bench.gate.neighbours import apart_figures
+from server.bench.gate.together import many_figures
 from server.bench.gate.world import Retained, World
 from server.bench.gate.written import divergence
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
+from unbind_core.errors import ModelMismatch, UnbindError
 from unbind_core.progress import silent
-from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.rows import ForgetRow, RetainRow, forget_digest
 
 BODY = "".join(f"    total = total + values[{i}] * weights[{i}]\n" for i in range(12))
 FORGET = ForgetRow("def weigh(values, weights):\n    total = 0\n", BODY)
@@ -52,3 +57,30 @@ def test_two_open_modules_are_as_far_from_another_model_as_one_of_both_strengths
     assert 0 < alone != pytest.approx(both, rel=1e-3)
     assert both == pytest.approx(whole, rel=1e-4)
     assert divergence(world, world.loaded.model, [FORGET], ()) == pytest.approx(0, abs=1e-6)
+
+
+def test_what_was_kept_is_measured_and_what_is_of_other_rows_or_policies_refused(
+    world: World, make_module: MakeModule, tmp_path: Path
+) -> None:
+    world = replace(world, forget={"a": [], "b": [], "c": [FORGET]})
+    retained, path = Retained(world, silent), tmp_path / "many-0.safetensors"
+
+    def figures(policy: str | None = None) -> dict[str, object]:
+        return many_figures(world, world.loaded, retained, [1], None, tmp_path, silent, policy)
+
+    kept = replace(make_module("many-0", kappa=30.0), forget_digest=forget_digest([FORGET]))
+    kept.save(path)
+    found = figures()
+    assert found == figures(kept.policy)
+    one = found["1"]
+    assert isinstance(one, dict)
+    assert one["retained"] == retained.measure((kept,))
+    assert one["none"]["kl_to_retrained"] == pytest.approx(0, abs=1e-6) and one["all"]["kl_to_retrained"] > 0.01
+    with pytest.raises(UnbindError, match=r"--keep: .*many-0\.safetensors was fitted on other rows"):
+        figures("rewrite" if kept.policy == "silent" else "silent")
+    replace(kept, forget_digest=forget_digest([FORGET, FORGET])).save(path)
+    with pytest.raises(UnbindError, match="name another folder"):
+        figures()
+    replace(kept, model=replace(kept.model, fingerprint="another")).save(path)
+    with pytest.raises(ModelMismatch):
+        figures()
