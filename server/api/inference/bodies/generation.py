@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from server.api.inference.bodies.fields import MAX_CHOICES, Name, Prediction, TokenCount
-from server.api.inference.bodies.unsupported import UNSUPPORTED, refuse_unsupported
+from server.api.inference.bodies.unsupported import UNSUPPORTED, refuse_misplaced, refuse_unsupported
 from server.engine.request import Sampling
 from server.errors import field_error
 from server.rules import MAX_MODULES, MAX_STRENGTH
@@ -39,6 +39,7 @@ def drop_nulls(cls: type[BaseModel], body: Any) -> Any:
     known = {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
     known |= cls.model_fields.keys()
     refuse_unsupported(body, known)
+    refuse_misplaced(body, known)
     for name in body.keys() - known - UNSUPPORTED.keys():
         seen = (cls.__name__, str(name)[:64])
         if seen not in _noticed and len(_noticed) < 256:

@@ -71,6 +71,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 PREFIX = "guided_"  # guided_json, guided_regex, guided_choice, ...
 NOTHING: tuple[Any, ...] = ("", [], {}, False)
+OURS = "unbind"
+MISPLACED = ("module", "modules")  # and whatever begins with "unbind"
+CARRIER = "extra_body"  # of the openai client, which takes its contents into the body; others send it as it is
 
 
 def refuse_unsupported(body: Mapping[Any, Any], known: Collection[str]) -> None:
@@ -79,6 +82,24 @@ def refuse_unsupported(body: Mapping[Any, Any], known: Collection[str]) -> None:
     for name, harmless in {**UNSUPPORTED, **guided}.items():
         if name in body and name not in known and body[name] is not None and body[name] not in harmless:
             raise unsupported(name[:64])
+
+
+def refuse_misplaced(body: Mapping[Any, Any], known: Collection[str]) -> None:
+    """Raise PydanticCustomError for a field by which somebody meant to name modules: ignored, it would leave them out unnoticed."""
+    if OURS not in known:
+        return
+    carried = body.get(CARRIER)
+    given = [(name, name, value) for name, value in body.items() if name not in known]
+    given += (
+        [(name, f"{CARRIER}.{name}", value) for name, value in carried.items()] if isinstance(carried, dict) else []
+    )
+    for name, path, value in given:
+        meant = isinstance(name, str) and (name.lower() in MISPLACED or name.lower().startswith(OURS))
+        if meant and value is not None and value not in NOTHING:
+            raise field_error(
+                path[:64],
+                f'is not read here, and refused as it may name modules; write "{OURS}": {{"modules": ["NAME"]}} in the body itself',
+            )
 
 
 def unsupported(name: str) -> Exception:

@@ -148,3 +148,21 @@ def test_an_unknown_route_names_what_there_is(server: Live) -> None:
         assert (answer.status, answer.error["code"]) == (404, "unknown_route")
         assert "/v1/chat/completions" in answer.error["message"] and "/v1/completions" in answer.error["message"]
         assert "admin" not in answer.error["message"] and answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", ["modules", "module", "Unbind", "unbind_modules", "unbind.modules", "extra_body"])
+def test_a_field_that_may_name_modules_and_is_not_read_is_refused(server: Live, path: str, name: str) -> None:
+    value: Any = {"unbind": {"modules": ["a"]}} if name == "extra_body" else ["a"]
+    refused = server.call(path, {**BODIES[path], name: value})
+    assert refused.status == 400
+    assert refused.error["param"] == ("extra_body.unbind" if name == "extra_body" else name)
+    assert '"unbind": {"modules": ["NAME"]}' in refused.error["message"]
+
+
+@pytest.mark.parametrize(
+    "given", [{"modules": None}, {"modules": []}, {"extra_body": {"top_k": 3}}, {"extra_body": "x"}]
+)
+def test_what_names_no_module_passes(server: Live, given: dict[str, Any]) -> None:
+    for path, body in BODIES.items():
+        assert server.call(path, {**body, **given}).status == 200
