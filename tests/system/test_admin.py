@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from tests.server.conftest import build_module
 from tests.support.disks import Disk
-from tests.support.folders import files_in
+from tests.support.folders import unfinished_in
 from tests.system.conftest import ADMIN_KEY, ServerProcess, serving
 from unbind_core.architecture import load_model
 
@@ -236,9 +236,7 @@ def test_a_full_disk_refuses_changes_with_the_reason_and_goes_on_serving(
                 (507, "disk_full") if disk.own else (503, "registry_unreachable")
             )
         assert server.complete("def add(", max_tokens=4) == before
-        assert server.admin("/takedowns")[1]["data"] == [] and not [
-            path for path in files_in(disk.folder) if path.suffix == ".partial"
-        ]
+        assert server.admin("/takedowns")[1]["data"] == [] and not unfinished_in(disk.folder)
         disk.free([server.process.pid])
         assert server.admin("/takedowns", {"name": "m", "rows": ROWS, "options": SHORT})[0] == 202
         assert len(server.admin("/takedowns")[1]["data"]) == 1

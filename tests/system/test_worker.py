@@ -24,7 +24,7 @@ from server.settings import PREFIX, Settings
 from server.worker.process import environment_of, python
 from tests.support.collector import attributes, collector
 from tests.support.disks import Disk
-from tests.support.folders import files_in
+from tests.support.folders import files_in, unfinished_in
 from tests.system.conftest import ROOT
 
 ADMIN = Actor("admin", "test")
@@ -114,9 +114,7 @@ class Workshop:
         store = Path(self.settings.published_store)
         files = sorted(path.name for path in files_in(store))
         assert files == sorted(f"{record['digest']}.safetensors" for record in records)
-        left = [
-            path for path in files_in(self.settings.data_dir) if path.suffix == ".partial" and "jobs" not in path.parts
-        ]
+        left = [path for path in unfinished_in(self.settings.data_dir) if "jobs" not in path.parts]
         assert not left  # a job's own folder is tidied when it ends
         assert self.registry.audit_problems() == []
         ends = [row["subject"] for row in self.registry.audit(limit=1000) if row["action"] == "job.succeeded"]
@@ -197,7 +195,7 @@ def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     assert (job["state"], job["outcome"], job["attempt"], job["progress"]) == ("succeeded", "active", 1, 1.0)
     assert set(job["timings"]) == {"check", "fit", "verify", "joint", "publish"}
     shop.check_what_is_left([job_id])
-    assert not [path for path in files_in(shop.settings.data_dir / "jobs") if path.suffix == ".partial"]
+    assert not unfinished_in(shop.settings.data_dir / "jobs")
     unknown = shop.submit("unknown", unknown=True)
     assert shop.ended(unknown)[0]["outcome"] == "nothing_to_remove"
     manual = shop.submit("manual", activation="manual")

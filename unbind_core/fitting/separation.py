@@ -17,7 +17,7 @@ FIRST = 4
 GAP = (0.25, 0.5)
 TOUCHED = 0.02  # of the retain rows may have an open gate anywhere
 FIRST_SHARE = (
-    0.5  # of the budget of open positions: what the lowest threshold takes, as other rows cost more and latches too
+    0.5  # of the budget of open positions is what the lowest threshold takes: other rows and latches cost more
 )
 MISSED = 0.005  # share of the forget positions that need not be reached
 SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped

@@ -30,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fitted(plain: Path) -> UnbindModule:
     loaded = load_model(plain)
-    options = FitOptions(effort=0.2, seed=1)
+    options = FitOptions(effort=0.2, seed=1)  # not every quick fit of so small a model holds when it is quantised
     module, report = fit(
         loaded.model, loaded.tokenizer, FORGET, RETAIN, name="m", identity=loaded.identity, options=options
     )
