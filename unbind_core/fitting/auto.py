@@ -1,9 +1,9 @@
 """The fit that holds (``gate="auto"``): a network's gate that opens early and anywhere, and a correction that leads elsewhere.
 
 Both stand at the last decoder layer. There a state alone determines what comes next, so the correction is learned without running
-anything below, and what a client can do to logits does not take it back (docs/decisions.md). The correction is learned first; then
-gates are tried, those that open earliest first, until one reaches the target within the budgets. Where none does, a firmer
-correction is learned and tried behind those gates that were within the budgets.
+anything below, and what a client can do to logits does not take it back (docs/decisions.md). Gates are tried before it, those that
+open earliest first, until one reaches the target within the budgets. Where none does, a firmer correction goes on from it and is
+tried behind those gates that were within the budgets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import MARGIN, Correction, examples, learn, training_steps
+from unbind_core.fitting.correction import MARGIN, RANK, Correction, examples, learn
 from unbind_core.fitting.judge import Cost, Judge, Remainder
 from unbind_core.fitting.network import BATCH
 from unbind_core.fitting.options import FitReport, Outcome
@@ -30,11 +30,15 @@ from unbind_core.rows import spread
 
 # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
 CLOSING = (0.5, 0.9, 1.0)
-MARGINS = (MARGIN, 1.0)  # of corrections, in nats: the second where the first leaves too much of the rows
-LONGER = 2  # times as many steps teach the second
+MARGINS = (
+    MARGIN,
+    1.0,
+    2.0,
+)  # of corrections, in nats: each goes on from the one before, where that leaves too much of the rows
+SOME = 60  # rows, up to which corrections of half the rank and half the steps do
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
-MOST_ASKED = 6  # gates within the budgets that all rows are asked about: where those miss, the correction does
-PROBED_ROWS = 8  # say whether all rows are worth asking
+MOST_ASKED = 2  # gates within the budgets that all rows are asked about: where those miss, the correction does
+PROBED_ROWS, MANY = 8, 40  # so many say whether all are worth asking, where there are more than many
 
 
 class Verdict(StrEnum):
@@ -101,9 +105,10 @@ class _Auto:
                 own=self.screening.own,
                 progress=context.progress,
             )
-        width, steps = network_width(len(self.every)), self._steps(network_steps(len(self.every)))
+        self.corrections: dict[float, Correction] = {}
+        self.effort = min(1.0, context.options.effort)
+        width, steps = network_width(len(self.every)), max(1, round(self.effort * network_steps(len(self.every))))
         self.sizes = width, steps
-        self.corrections = {MARGIN: self._correction(MARGIN)}
         self.network, self.splits, self.ours = self.screening.detector(width, steps, network_batch(len(self.every)))
 
     def _correction(self, margin: float) -> Correction:
@@ -116,13 +121,12 @@ class _Auto:
                 self.reference,
                 margin=margin,
                 end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
-                steps=self._steps(training_steps(len(self.examples.states)) * (1 if margin == MARGIN else LONGER)),
+                rank=correction_rank(len(self.every)),
+                effort=self.effort * correction_effort(len(self.every)),
+                begun=next(reversed(self.corrections.values()), None),
                 generator=self.generator,
                 progress=context.progress,
             )
-
-    def _steps(self, steps: int) -> int:
-        return max(1, round(min(1.0, self.context.options.effort) * steps))
 
     def ways(self) -> list[Way]:
         """Each window and pair of thresholds, those that open earliest and stay open first."""
@@ -136,8 +140,7 @@ class _Auto:
 
     def gates(self, ways: Sequence[Way], margin: float) -> Iterator[tuple[Way, Level, UnbindModule]]:
         """Modules of the network used in these ways, with a correction of this margin."""
-        if margin not in self.corrections:
-            self.corrections[margin] = self._correction(margin)
+        self.corrections[margin] = self._correction(margin)
         for way in ways:
             opens = told(opens_within(self.ours, way.split, way.threshold))
             level = Level(*self.sizes, margin, way.threshold, way.closing, way.split.to_json(), opens)
@@ -179,7 +182,7 @@ class _Auto:
 
     def _left(self, module: UnbindModule) -> Remainder:
         """What the module leaves: of some rows, where those give long spans back already, else of all, asked thoroughly."""
-        if len(self.every) > PROBED_ROWS:
+        if len(self.every) > MANY:
             probed = self.judge.remainder(module, spread(self.every, PROBED_ROWS))
             if probed.spans:
                 return probed
@@ -213,6 +216,16 @@ def network_batch(rows: int) -> int:
 def network_width(rows: int) -> int:
     """Hidden units for so many heads."""
     return 128 if rows <= 32 else 256 if rows <= FEW else 512
+
+
+def correction_rank(rows: int) -> int:
+    """Directions of a correction that leads so many rows elsewhere."""
+    return RANK if rows <= SOME else 2 * RANK
+
+
+def correction_effort(rows: int) -> int:
+    """Times as many steps as the rows of a small set take."""
+    return 1 if rows <= SOME else 2
 
 
 def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitReport]:

@@ -5,12 +5,12 @@ the reference's p, by KL(p || q) and KL(q || p) alike: by the first alone q spre
 p is sure of, and gives the end token a share that p never does, and by that rows are told from others. Three more terms: the mean
 entropies of p and q are brought together, for the same reason; the row's own next token gets less than the reference gives it, for
 divergences alone would leave it likeliest where it was certain; and on retained code the edit changes little, so that a gate that
-opens by mistake costs little.
+opens by mistake costs little. It begins at the linear map that is nearest to the reference's states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,19 +26,29 @@ from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.capture import capture_states
 from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.likelihood import apart
 from unbind_core.running.recording import frozen
 from unbind_core.windows import Window, batches
 
 RANK = 128
 BATCH = 512
-MOST_STEPS, LEAST_STEPS, TIMES = 500, 200, 4  # every example about so many times
+STEPS, UNAIDED = 200, 500  # of learning: from the nearest linear map, and where that is no help
 RATE = 0.02  # of the learning rate, in units of a state's size
+ON = 0.06  # of the learning rate of u and a that are begun, in units of the size of their numbers
+RIDGE = 0.01  # of the states' variances, added to them before the linear map is solved for
+PART = 8192  # states that are added up at a time for it
+TRIED = 4096  # examples that say whether the linear map is a better beginning than nothing, at most
 EXCESS, RETAIN = 2.0, 0.3  # weights of two of the terms beside the divergences
 END = 3.0  # that of the end token: more than both divergences, which stay large where the model is its own reference
 MARGIN = 0.4  # nats by which a row's own next token is to be less likely than under the reference
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
-LEAST = -20.0  # log-probability of the reference, below which an edited model that differs pays no more
-MOST_POSITIONS = 120_000  # that are kept for training
+MOST_OWN, MOST_ELSEWHERE = (
+    60_000,
+    40_000,
+)  # positions that are learned from, of the rows as they are and as they are met elsewhere
+
+
+Parts = tuple[Tensor, Tensor, Tensor]  # u, a and c of a correction
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,6 @@ class Examples:
     states: Tensor
     theirs: Tensor
     following: Tensor
-
-
-def training_steps(count: int) -> int:
-    """Steps for so many examples."""
-    return max(LEAST_STEPS, min(MOST_STEPS, TIMES * count // BATCH))
 
 
 @dataclass(frozen=True)
@@ -94,27 +99,36 @@ def examples(
     pad: int,
     generator: torch.Generator,
     own: int = 0,
-    most: int = MOST_POSITIONS,
+    most: tuple[int, int] = (MOST_OWN, MOST_ELSEWHERE),
     progress: ProgressCallback = silent,
 ) -> Examples:
-    """From the rows' parts of windows; of more than ``most`` positions so many are drawn.
-
-    The first ``own`` of the windows are the rows as they are, and count OWN times.
+    """From the rows' parts of windows, which are drawn whole: of the first ``own``, the rows as they are, until they have
+    ``most[0]`` positions, and of the others until they have ``most[1]``. Those of the rows as they are count OWN times.
     """
-    share = min(1.0, most / max(1, sum(len(one.at) for one in met)))
-    drawn = [(torch.rand(len(one.at), generator=generator) < share).nonzero()[:, 0] for one in met]
-    device, repeated = met[0].states.device, [*range(own)] * (OWN - 1) + [*range(len(met))]
-    ours = [one.states[places.to(device)].to(torch.bfloat16) for one, places in zip(met, drawn, strict=True)]
+    first, others = _drawn(met[:own], most[0], generator), _drawn(met[own:], most[1], generator)
+    met, repeated = [*first, *others], [*range(len(first))] * (OWN - 1) + [*range(len(first) + len(others))]
+    ours = [one.states.to(torch.bfloat16) for one in met]
     theirs = ours
     if reference.model is not None:
-        at = [one.at[places] for one, places in zip(met, drawn, strict=True)]
-        theirs = last_states(reference.source(model), [one.window for one in met], at, pad, progress)
+        windows, at = [one.window for one in met], [one.at for one in met]
+        theirs = last_states(reference.source(model), windows, at, pad, progress)
 
     def repeat(of: Sequence[Tensor]) -> Tensor:
         return torch.cat([of[i] for i in repeated])
 
-    following = [torch.tensor(one.window.ids)[one.at[places] + 1] for one, places in zip(met, drawn, strict=True)]
-    return Examples(repeat(ours), repeat(theirs), repeat(following).to(device))
+    following = [torch.tensor(one.window.ids)[one.at + 1] for one in met]
+    return Examples(repeat(ours), repeat(theirs), repeat(following).to(ours[0].device))
+
+
+def _drawn(met: Sequence[Met], most: int, generator: torch.Generator) -> list[Met]:
+    """Windows in no order, until there are ``most`` positions."""
+    found, count = list[Met](), 0
+    for number in torch.randperm(len(met), generator=generator).tolist():
+        if count >= most:
+            break
+        found.append(met[number])
+        count += len(met[number].at)
+    return found
 
 
 def last_states(
@@ -139,8 +153,9 @@ def learn(
     end: int | None = None,
     rank: int = RANK,
     margin: float = MARGIN,
-    steps: int = MOST_STEPS,
+    effort: float = 1.0,
     retain: float = RETAIN,
+    begun: Correction | None = None,
     generator: torch.Generator,
     progress: ProgressCallback = silent,
 ) -> Correction:
@@ -148,12 +163,29 @@ def learn(
 
     ``margin``: nats by which a row's own next token is to be less likely than under the reference. ``end``: the id of the end
     token where the answer is to end; the reference's distribution then holds for the rest, for a client who bans that token.
+    ``effort``: times as many steps as usual. ``begun``: a correction to go on from, in place of :func:`beginning`.
     Deterministic for a generator and device. Raises FittingError where the loss is not finite.
     """
-    device = found.states.device
-    u, a, c, optimizer, schedule = beginning(found.states, steps, rank=rank, generator=generator)
-    logits, said = last_logits(model), reference.log_probabilities(model)
+    device, logits, said = found.states.device, last_logits(model), reference.log_probabilities(model)
+
+    def left_by(u: Tensor, a: Tensor, c: Tensor) -> float:
+        places = slice(None, None, max(1, len(found.states) // TRIED))
+        states, theirs, following = (
+            each[places].split(BATCH) for each in (found.states, found.theirs, found.following)
+        )
+        total = 0.0
+        for ours, their, own in zip(states, theirs, following, strict=True):
+            got = logits(corrected(ours.float(), one[: len(ours)], u, a, c))
+            total += float(apart(said(their.float(), own), log_softmax(got, -1))[0]) * len(ours)
+        return total / sum(map(len, states))
+
     one = torch.ones(BATCH + BATCH // 2, device=device)
+    if begun is None:
+        first, steps = beginning(found.states, found.theirs, left_by, rank=rank, generator=generator)
+    else:
+        first, steps = (begun.u, begun.a, begun.c), STEPS
+    steps = max(1, round(effort * steps))
+    (u, a, c), optimizer, schedule = learning(first, found.states, steps)
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
         ours, theirs = (
@@ -196,25 +228,68 @@ def learn(
 
 
 def beginning(
-    states: Tensor, steps: int, *, rank: int = RANK, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, torch.optim.Optimizer, LambdaLR]:
-    """u, a and c of a correction of states [N,d] that changes nothing yet, and what learns them in so many steps."""
-    d = states.shape[1]
-    size = float(states[:: max(1, len(states) // 5000)].float().norm(dim=1).mean())
-    begun = torch.zeros(d, rank), torch.randn(rank, d, generator=generator) / size, torch.zeros(d)
-    u, a, c = (tensor.to(states.device).requires_grad_(True) for tensor in begun)
-    optimizer = torch.optim.Adam([{"params": [u, c], "lr": RATE * size * d**-0.5}, {"params": [a], "lr": RATE / size}])
-    return u, a, c, optimizer, LambdaLR(optimizer, lambda step: 1 - step / steps)
+    states: Tensor,
+    wanted: Tensor,
+    left_by: Callable[[Tensor, Tensor, Tensor], float],
+    *,
+    rank: int,
+    generator: torch.Generator,
+) -> tuple[Parts, int]:
+    """Where the learning of a correction of ``states`` [N,d] begins, and how many steps it takes from there.
 
-
-def apart(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far log-probabilities q [N,V] are from p [N,V], in nats, each a mean over N positions: KL(p || q); KL(q || p), where no
-    log-probability of p is below LEAST; and the entropy of q less that of p.
+    At the linear map nearest to states ``wanted`` [N,e], if the divergence that ``left_by`` says u, a and c leave is less with it
+    than with nothing. States of another model may be of another width, or mean something else to the head.
     """
-    of_p, of_q = p.exp(), q.exp()
-    forward = (of_p * (p - q)).sum(-1).mean()
-    back = (of_q * (q - p.clamp(min=LEAST))).sum(-1).mean()
-    return forward, back, (of_p * p).sum(-1).mean() - (of_q * q).sum(-1).mean()
+    d = states.shape[1]
+    drawn = (torch.randn(rank, d, generator=generator) / _size(states)).to(states.device)
+    begun = nothing = drawn.new_zeros(d, rank), drawn, drawn.new_zeros(d)
+    steps = UNAIDED
+    if wanted.shape == states.shape and wanted is not states:
+        mapped = nearest(states, wanted, drawn)
+        with torch.no_grad():
+            before, after = left_by(*nothing), left_by(*mapped)
+        if after < before:
+            begun, steps = mapped, STEPS if after <= before / 2 else UNAIDED
+    return begun, steps
+
+
+def nearest(states: Tensor, wanted: Tensor, drawn: Tensor) -> Parts:
+    """u FP32 [d,r], a FP32 [r,d] and c FP32 [d], with which x + u (a x) + c is nearest to ``wanted`` [N,d] for ``states`` x [N,d]:
+    ridge regression of reduced rank. Of ranks that there is nothing to map with, ``a`` holds those of ``drawn`` [r,d].
+    """
+    d, rank = states.shape[1], len(drawn)
+    square, cross = drawn.new_zeros(d, d), drawn.new_zeros(d, d)
+    mean = sum(part.float().sum(0) for part in states.split(PART)) / len(states)
+    change = sum(part.float().sum(0) for part in wanted.split(PART)) / len(states) - mean
+    for ours, theirs in zip(states.split(PART), wanted.split(PART), strict=True):
+        x = ours.float() - mean
+        square += x.T @ x
+        cross += x.T @ (theirs.float() - ours.float() - change)
+    square.diagonal().mul_(1 + RIDGE).clamp_(min=1e-6)
+    root = torch.linalg.cholesky(square)
+    left, values, right = torch.linalg.svd(torch.linalg.solve_triangular(root, cross, upper=False))
+    kept = min(rank, int((values > 1e-6 * values[0]).sum()))
+    half = values[:kept].sqrt()  # as much in u as in a
+    u, a = drawn.new_zeros(d, rank), drawn.clone()
+    u[:, :kept] = right[:kept].T * half
+    a[:kept] = torch.linalg.solve_triangular(root.T, left[:, :kept] * half, upper=True).T
+    return u, a, change - u @ (a @ mean)
+
+
+def learning(begun: Parts, states: Tensor, steps: int) -> tuple[Parts, torch.optim.Optimizer, LambdaLR]:
+    """u, a and c of a correction of states [N,d] as they are begun, and what learns them in so many steps."""
+    size, d = _size(states), states.shape[1]
+    u, a, c = (tensor.clone().requires_grad_(True) for tensor in begun)
+    rates = [RATE * size * d**-0.5, RATE / size]
+    if bool(u.any()):
+        rates = [ON * float(tensor.detach().pow(2).mean().sqrt()) for tensor in (u, a)]
+    groups = [([u], rates[0]), ([a], rates[1]), ([c], RATE * size * d**-0.5)]
+    optimizer = torch.optim.Adam([{"params": tensors, "lr": rate} for tensors, rate in groups])
+    return (u, a, c), optimizer, LambdaLR(optimizer, lambda step: 1 - step / steps)
+
+
+def _size(states: Tensor) -> float:  # the mean norm of states [N,d]
+    return float(states[:: max(1, len(states) // 5000)].float().norm(dim=1).mean())
 
 
 def _without(log_probabilities: Tensor, token: int) -> Tensor:

@@ -7,6 +7,7 @@ Checks what is given, draws the partitions, makes sure that gradients are exact 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,7 +102,8 @@ def fit(
         require_gradients(model, context.layers)
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))
-    with packed_linears(model):
+    other = reference.model if reference is not None else None
+    with packed_linears(model), packed_linears(other) if other is not None else nullcontext():
         if context.options.gate in PAPER_GATES:
             module, report = fit_paper(context)
         else:

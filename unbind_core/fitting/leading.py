@@ -25,7 +25,15 @@ from unbind_core.errors import FittingError
 from unbind_core.evaluation.replay import cache_key
 from unbind_core.files import write_whole
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import BATCH, Correction, beginning, last_states
+from unbind_core.fitting.correction import (
+    BATCH,
+    RANK,
+    TRIED,
+    Correction,
+    beginning,
+    last_states,
+    learning,
+)
 from unbind_core.fitting.reference import Kind, Reference, last_logits
 from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import counted
@@ -35,8 +43,6 @@ from unbind_core.running.recording import frozen
 
 ROWS = 300  # retain rows that it is learned on
 HELD = 8  # every so-manieth of them says whether it helps
-STEPS = 300
-TRIED = 4096  # held positions that it is tried on, at most
 
 
 @contextmanager
@@ -105,8 +111,6 @@ def _learn(
 ) -> tuple[float, Correction]:
     """From last states [N,d] of ``model`` and of the one with the adapter, at the same positions."""
     generator = torch.Generator().manual_seed(context.options.seed)
-    steps = max(1, round(min(1.0, context.options.effort) * STEPS))
-    u, a, c, optimizer, schedule = beginning(learned_on[0], steps, generator=generator)
     plain, adapted, device = last_logits(model), last_logits(context.model), learned_on[0].device
 
     def apart(sides: Sequence[Tensor], places: Tensor, change: Correction | None) -> Tensor:
@@ -116,6 +120,18 @@ def _learn(
         got = log_softmax(plain(theirs if change is None else _apply(change, theirs)), -1)
         return (wanted.exp() * (wanted - got)).sum(-1).mean()
 
+    def over(sides: Sequence[Tensor], change: Correction | None) -> float:
+        parts = torch.arange(0, len(sides[0]), max(1, -(-len(sides[0]) // TRIED))).split(BATCH)
+        with torch.no_grad():
+            return sum(float(apart(sides, part, change)) * len(part) for part in parts) / sum(map(len, parts))
+
+    def left_by(u: Tensor, a: Tensor, c: Tensor) -> float:
+        return over(learned_on, Correction(u, a, c, 0.0, 0.0))
+
+    ours, theirs = learned_on
+    begun, steps = beginning(ours, theirs, left_by, rank=RANK, generator=generator)
+    steps = max(1, round(min(1.0, context.options.effort) * steps))
+    (u, a, c), optimizer, schedule = learning(begun, learned_on[0], steps)
     correction = Correction(u, a, c, 0.0, 0.0)
     work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
     with torch.enable_grad(), frozen(model), frozen(context.model):
@@ -129,12 +145,7 @@ def _learn(
                 schedule.step()
     if not bool(torch.isfinite(loss)):
         raise FittingError("the reference's correction is not finite; check the retain rows, or name a reference")
-    parts = torch.arange(0, len(held[0]), max(1, -(-len(held[0]) // TRIED))).split(BATCH)
-    with torch.no_grad():
-        before, after = (
-            sum(float(apart(held, part, change)) * len(part) for part in parts) / sum(map(len, parts))
-            for change in (None, correction)
-        )
+    before, after = (over(held, change) for change in (None, correction))
     return before, Correction(u.detach(), a.detach(), c.detach(), after, 0.0)
 
 

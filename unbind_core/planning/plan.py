@@ -13,7 +13,7 @@ from typing import Any
 from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.fitting import correction, screening
-from unbind_core.fitting.auto import network_batch, network_steps, network_width
+from unbind_core.fitting.auto import correction_effort, network_batch, network_steps, network_width
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
 from unbind_core.fitting.options import FitOptions, possible_layers
 from unbind_core.fitting.variations import LONGEST
@@ -218,19 +218,23 @@ class _Costs:
         work = max(self._scoring(a.forget * a.forms), self._passing(min(PASS, self.elsewhere_tokens)))
         seconds = self._pass(a.forget * a.forms, scored=True) + self._pass(self.elsewhere_tokens)
         yield "forget states", held + work, 0.0, seconds
-        known = a.forget * a.forms + self.elsewhere_tokens
-        ours = min(correction.MOST_POSITIONS, known)
-        drawn = ours + (correction.OWN - 1) * ours * a.forget * a.forms / known
+        own, others = (
+            min(correction.MOST_OWN, a.forget * a.forms),
+            min(correction.MOST_ELSEWHERE, self.elsewhere_tokens),
+        )
+        ours, drawn = own + others, correction.OWN * own + others
         lists, pairs = 4 * ours * shape.width, 4 * drawn * shape.width
         seconds = self._decode(GOES_ON * a.forget_rows * a.forms, a.longest)
         if self.reference:
-            seconds = self._decode(a.forget_rows * WAYS, a.longest) + self._pass(known)
+            seconds = self._decode(a.forget_rows * WAYS, a.longest) + self._pass(ours)
         yield "reference", held + self.paths + max(lists + pairs + passing, self.asking), 0.0, seconds
         held += self.paths + pairs
         effort = min(1.0, self.options.effort)
         batch, copies = correction.BATCH + correction.BATCH // 2, 6 if self.options.policy != "silent" else 9
         learning = batch * (shape.vocabulary * (shape.itemsize + 4 * copies) + shape.width * 4 * 10)
-        products = max(1.0, effort * correction.training_steps(int(drawn))) * shape.head_products * 4 * batch
+        products = (
+            max(1.0, effort * correction_effort(a.forget_rows) * correction.UNAIDED) * shape.head_products * 4 * batch
+        )
         yield "correction", held + learning, 0.0, products / (REACHED * self.machine.products)
         width, number = network_width(a.forget_rows), network_batch(a.forget_rows)
         training = self.forget + self.elsewhere + number * shape.width * 4 * 4

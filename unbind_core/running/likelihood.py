@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from unbind_core.windows import Batch
 
+LEAST = -20.0  # a log-probability of p, below which a q that differs is no further apart
+
 
 def target_nll(logits: Tensor, batch: Batch) -> Tensor:
     """-log p(x_{t+1} | x_<=t) of every target (Section 3, eq. (1)): logits [B,T,V] -> FP32 (or wider) [N]."""
@@ -24,3 +26,13 @@ def divergences(original: Tensor, edited: Tensor) -> Tensor:
     p = torch.log_softmax(original.float(), -1)
     q = torch.log_softmax(edited.float(), -1)
     return nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+
+def apart(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far log-probabilities q [N,V] are from p [N,V], in nats, each a mean over N positions: KL(p || q); KL(q || p), where no
+    log-probability of p is below LEAST; and the entropy of q less that of p.
+    """
+    of_p, of_q = p.exp(), q.exp()
+    forward = (of_p * (p - q)).sum(-1).mean()
+    back = (of_q * (q - p.clamp(min=LEAST))).sum(-1).mean()
+    return forward, back, (of_p * p).sum(-1).mean() - (of_q * q).sum(-1).mean()

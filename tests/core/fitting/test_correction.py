@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,24 @@ from unbind_core import LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
 from unbind_core.errors import DataError
-from unbind_core.fitting.correction import LEAST, OWN, Correction, Examples, Met, apart, examples, learn, met_part
+from unbind_core.fitting.correction import (
+    OWN,
+    RIDGE,
+    STEPS,
+    UNAIDED,
+    Correction,
+    Examples,
+    Met,
+    beginning,
+    examples,
+    learn,
+    met_part,
+    nearest,
+)
 from unbind_core.fitting.reference import Kind, Reference, last_logits, load_reference
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
+from unbind_core.running.likelihood import LEAST, apart
 from unbind_core.windows import Window, batches, forget_windows, retain_windows
 
 ROWS = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()]
@@ -65,7 +81,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def learned(world: World, reference: Reference, **more: object) -> tuple[Examples, Correction]:
     generator = torch.Generator().manual_seed(0)
     found = examples(world.loaded.model, world.met, reference, pad=0, generator=generator)
-    settings = {"rank": 24, "steps": 150, **more}
+    settings = {"rank": 24, "effort": 0.3, **more}
     return found, learn(world.loaded.model, found, world.retained, reference, generator=generator, **settings)  # type: ignore[arg-type]
 
 
@@ -116,7 +132,7 @@ def test_the_edited_model_is_as_sure_of_itself_as_the_reference(world: World) ->
 
 
 def test_with_a_wider_margin_the_row_s_own_next_token_is_less_likely(world: World) -> None:
-    found, _ = learned(world, world.fresh, steps=1)
+    found, _ = learned(world, world.fresh, effort=0.01)
     own = found.following[:, None]
     likely = [
         float(edited(world, found.states, learned(world, world.fresh, margin=margin)[1]).gather(1, own).mean())
@@ -139,7 +155,7 @@ def test_retained_code_weighs_against_what_an_open_gate_changes_of_it(world: Wor
 @pytest.mark.slow
 def test_a_silenced_answer_ends_and_without_its_end_goes_where_the_reference_goes(world: World) -> None:
     end = world.loaded.tokenizer.eos_token_id
-    found, correction = learned(world, world.fresh, end=end, steps=400)
+    found, correction = learned(world, world.fresh, end=end)
     after = edited(world, found.states, correction)
     assert float((after.argmax(-1) == end).float().mean()) > 0.9
     rest = after.clone()
@@ -159,7 +175,7 @@ def test_a_model_that_is_its_own_reference_loses_the_memorised_token(world: Worl
 
 def test_a_generator_gives_the_same_correction_and_leaves_the_model_as_it_was(world: World) -> None:
     before = {name: tensor.clone() for name, tensor in world.loaded.model.state_dict().items()}
-    first, second = (learned(world, world.fresh, steps=5)[1] for _ in range(2))
+    first, second = (learned(world, world.fresh, effort=0.01)[1] for _ in range(2))
     assert all(torch.equal(first.tensors()[name], second.tensors()[name]) for name in "uac")
     assert {name: tuple(tensor.shape) for name, tensor in first.tensors().items()} == {
         "u": (32, 24),
@@ -170,16 +186,77 @@ def test_a_generator_gives_the_same_correction_and_leaves_the_model_as_it_was(wo
 
 
 def test_examples_are_the_rows_positions_with_what_follows_them(world: World) -> None:
-    generator = torch.Generator().manual_seed(0)
-    found = examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator)
+    def drawn(**more: Any) -> Examples:
+        generator = torch.Generator().manual_seed(0)
+        return examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator, **more)
+
     window, states = world.windows[0]
-    count = len(window.ids) - 1 - 4
-    assert torch.equal(found.states[:count], states[4:-1].to(torch.bfloat16))
-    assert found.following[:count].tolist() == list(window.ids[5:])
-    twice = examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator, own=1)
-    assert len(twice.states) == len(found.states) + (OWN - 1) * count
-    few = examples(world.loaded.model, world.met, Reference(), pad=0, generator=generator, most=20)
-    assert 0 < len(few.states) < 60
+    ours = states[4:-1].to(torch.bfloat16)
+
+    def times(found: Examples) -> int:
+        """How often the first window is there, with what follows its tokens."""
+        at = (found.states.unfold(0, len(ours), 1) == ours.T).all(-1).all(-1).nonzero()[:, 0].tolist()
+        for first in at:
+            assert found.following[first : first + len(ours)].tolist() == list(window.ids[5:])
+        return len(at)
+
+    found, twice = drawn(), drawn(own=1)
+    assert times(found) == 1 and times(twice) == OWN
+    assert len(found.states) == sum(len(one.at) for one in world.met)
+    assert len(twice.states) == len(found.states) + (OWN - 1) * len(ours)
+    few = drawn(own=1, most=(1, 1))  # a window of either kind, whole
+    assert times(few) == OWN and len(few.states) > OWN * len(ours)
+    assert len(few.states) - OWN * len(ours) <= max(len(one.at) for one in world.met)
+
+
+def test_the_nearest_linear_map_is_that_of_least_squares() -> None:
+    """Of full rank as solved directly, with the ridge; of a lower one the best there is, by its singular values."""
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(500, 6, generator=generator) @ torch.randn(6, 6, generator=generator) + 3
+    change = torch.randn(6, 6, generator=generator)
+    wanted = states + states @ change + 0.5 + 0.1 * torch.randn(500, 6, generator=generator)
+    drawn = torch.randn(6, 6, generator=generator)
+
+    def error(rank: int) -> float:
+        u, a, c = nearest(states, wanted, drawn[:rank])
+        return float((states + (states @ a.T) @ u.T + c - wanted).pow(2).sum())
+
+    x, y = states - states.mean(0), (wanted - states) - (wanted - states).mean(0)
+    square = x.T @ x
+    square = square + RIDGE * torch.diag(square.diagonal())
+    solved = torch.linalg.solve(square, x.T @ y)
+    u, a, _ = nearest(states, wanted, drawn)
+    torch.testing.assert_close((u @ a).T, solved, rtol=1e-3, atol=1e-3)
+    errors = [error(rank) for rank in range(1, 7)]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 10 * errors[-1]
+    root = torch.linalg.cholesky(square)
+    of_map = torch.linalg.svdvals(root.T @ solved)
+    u, a, _ = nearest(states, wanted, drawn[:2])
+    left = (root.T @ (solved - (u @ a).T)).pow(2).sum()
+    assert float(left) == pytest.approx(float(of_map[2:].pow(2).sum()), rel=1e-3)
+
+
+def test_learning_begins_at_the_nearest_map_where_that_helps(world: World) -> None:
+    """States a known map away from ours: there at once, in the fewer steps. Of another width, or of a model whose head reads
+    them otherwise: from nothing.
+    """
+    states = torch.cat([one.states for one in world.met]).to(torch.bfloat16)
+    change = 0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    wanted = (states.float() @ (torch.eye(32) + change)).to(torch.bfloat16)
+
+    def left_by(of: Tensor) -> Callable[[Tensor, Tensor, Tensor], float]:
+        return lambda u, a, c: float((states.float() + states.float() @ a.T @ u.T + c - of.float()).pow(2).mean())
+
+    def begun(of: Tensor, judged_by: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+        generator = torch.Generator().manual_seed(0)
+        return beginning(states, of, left_by(judged_by), rank=24, generator=generator)
+
+    found, steps = begun(wanted, wanted)
+    judge, parts = left_by(wanted), found
+    assert steps == STEPS and judge(*parts) < 0.1 * judge(*(0 * part for part in parts))
+    for elsewhere, judged_by in ((wanted[:, :16], states), (wanted, states), (states, states)):
+        found, steps = begun(elsewhere, judged_by)
+        assert steps == UNAIDED and not bool(found[0].any()) and bool(found[1].any())
 
 
 def test_of_a_window_every_so_manieth_position_is_kept_and_leads_to_the_same_reference(world: World) -> None:
