@@ -15,6 +15,7 @@ from server.settings import Settings
 from unbind_core.cpu.linears import SHARE
 from unbind_core.errors import DataError, UnbindError
 from unbind_core.fitting.options import BUDGETS, FitOptions
+from unbind_core.fitting.reference import Kind
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, plan_takedown
@@ -69,7 +70,7 @@ def planned(
         amounts,
         Machine.measured(torch.device(device), getattr(torch, settings.dtype)),
         chosen,
-        reference=settings.reference is not None or settings.adapter is not None,
+        reference=Kind.NAMED if settings.reference else Kind.BASE if settings.adapter else Kind.ITSELF,
         packed=device == "cpu" and shape.weights <= SHARE * room.memory,
         beside=beside,
     )

@@ -12,10 +12,11 @@ from typing import Any
 
 from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
-from unbind_core.fitting import correction, screening
+from unbind_core.fitting import correction, leading, screening
 from unbind_core.fitting.auto import correction_effort, network_batch, network_steps, network_width
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
 from unbind_core.fitting.options import FitOptions, possible_layers
+from unbind_core.fitting.reference import Kind
 from unbind_core.fitting.variations import LONGEST
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
@@ -82,17 +83,17 @@ def plan_takedown(
     machine: Machine,
     options: FitOptions | None = None,
     *,
-    reference: bool = False,
+    reference: Kind = Kind.ITSELF,
     packed: bool = False,
     beside: bool = False,
 ) -> Plan:
-    """What a takedown takes. ``reference``: another model of this shape is led towards; ``packed``: weights are held twice, as on
+    """What a takedown takes. ``reference``: what is led towards, of this shape too; ``packed``: weights are held twice, as on
     a processor that packs them; ``beside``: there are other modules in force, with which the joint cost is measured.
     """
     options = options or FitOptions()
-    costs = _Costs(shape, amounts, machine, options, reference and options.gate == "auto")
+    costs = _Costs(shape, amounts, machine, options, reference)
     held = shape.weights * (2 if packed else 1)
-    both = held + (shape.weights if costs.reference else 0)
+    both = held * (2 if costs.reference else 1)
     stages = []
     for name, working, disk, seconds in costs.stages():
         if name == "joint" and not beside:
@@ -105,10 +106,10 @@ def plan_takedown(
 class _Costs:
     """The terms of the model; ``stages`` adds them up."""
 
-    def __init__(self, shape: Shape, amounts: Amounts, machine: Machine, options: FitOptions, reference: bool) -> None:
+    def __init__(self, shape: Shape, amounts: Amounts, machine: Machine, options: FitOptions, reference: Kind) -> None:
         self.shape, self.amounts, self.machine, self.options = shape, amounts, machine, options
-        self.reference = reference
         self.paper = options.gate != "auto"
+        self.reference, self.base = not self.paper and reference is not Kind.ITSELF, reference is Kind.BASE
         self.layers = len(options.layers or possible_layers(options.gate, shape.layers)) if self.paper else 1
         state = shape.state * PAD
         self.retain_sample = min(options.state_bytes, 4 * amounts.retain_fit * shape.width)
@@ -206,9 +207,27 @@ class _Costs:
             return 0.0
         return self._pass(tokens * (self.amounts.forms + 1), scored=True) + self._decode(rows, tokens / rows)
 
+    def _learning(self, batch: int, copies: int) -> float:
+        """A step of a correction, and before the first the map that it begins at."""
+        width = self.shape.width
+        step = batch * (self.shape.vocabulary * (self.shape.itemsize + 4 * copies) + width * 4 * 10)
+        return max(step, 4 * 8 * width**2)
+
+    def _learned(self, batch: int, steps: float) -> float:
+        products = max(1.0, steps) * self.shape.head_products * 4 * batch + 40 * self.shape.width**3
+        return products / (REACHED * self.machine.products)
+
     def _auto(self) -> Iterator[tuple[str, float, float, float]]:
         a, shape, sample = self.amounts, self.shape, self.retain_sample
         passing = self._passing(min(PASS, 2 * a.retain_fit))
+        effort = min(1.0, self.options.effort)
+        if self.base:
+            length = a.calibration / max(1, a.calibration_rows)
+            tokens = min(a.retain_fit, leading.ROWS * length)
+            work = max(passing, self._learning(correction.BATCH, 5))
+            states = 4 * 2 * tokens * shape.width  # of both models, and once more as they are put together
+            seconds = 2 * self._pass(tokens) + self._learned(correction.BATCH, effort * correction.UNAIDED)
+            yield "leading", 2 * states + work, 2 * 8 * correction.RANK * shape.width, seconds
         yield "retain states", sample + self._writing(sample / 8) + passing, sample, self._pass(2 * a.retain_fit)
         retained, on_disk = self._retained(a.calibration, 1)
         length = a.calibration / max(1, a.calibration_rows)
@@ -229,13 +248,10 @@ class _Costs:
             seconds = self._decode(a.forget_rows * WAYS, a.longest) + self._pass(ours)
         yield "reference", held + self.paths + max(lists + pairs + passing, self.asking), 0.0, seconds
         held += self.paths + pairs
-        effort = min(1.0, self.options.effort)
         batch, copies = correction.BATCH + correction.BATCH // 2, 6 if self.options.policy != "silent" else 9
-        learning = batch * (shape.vocabulary * (shape.itemsize + 4 * copies) + shape.width * 4 * 10)
-        products = (
-            max(1.0, effort * correction_effort(a.forget_rows) * correction.UNAIDED) * shape.head_products * 4 * batch
-        )
-        yield "correction", held + learning, 0.0, products / (REACHED * self.machine.products)
+        learning = self._learning(batch, copies)
+        steps = effort * correction_effort(a.forget_rows) * correction.UNAIDED
+        yield "correction", held + learning, 0.0, self._learned(batch, steps)
         width, number = network_width(a.forget_rows), network_batch(a.forget_rows)
         training = self.forget + self.elsewhere + number * shape.width * 4 * 4
         scores = 1.5 * (a.forget + a.calibration) * a.forms * a.forget_rows * 4
@@ -245,7 +261,7 @@ class _Costs:
         ways = self._pass(WAYS * a.forget) + self._decode(GOES_ON * WAYS * a.forget_rows, a.longest, NEW_TOKENS)
         sampled = self._decode(WAYS * min(a.forget_rows, SAMPLED_ROWS), a.longest, NEW_TOKENS)
         work = max(self._choosing(a.calibration_rows, a.calibration), self.asking)
-        most = scores + max(work, learning)  # a second correction is learned where the first leaves too much
+        most = scores + max(work, learning)  # firmer corrections are learned where the first leaves too much
         yield "gates", held + most, 0.0, TRIED * ways + (thoroughly(a.forget_rows) - 1) * sampled
 
     def _paper(self) -> Iterator[tuple[str, float, float, float]]:

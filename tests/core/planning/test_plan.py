@@ -13,6 +13,7 @@ from tests.core.conftest import TinyCheckpoint
 from unbind_core import FitOptions, fit, load_model
 from unbind_core.architecture import outline
 from unbind_core.errors import TooLarge, UnbindError
+from unbind_core.fitting.reference import Kind
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, Stage, plan_takedown
@@ -31,7 +32,7 @@ RETAIN = [
 ]
 
 
-def planned(name: str, amounts: Amounts, gate: str = "auto", **more: bool) -> Plan:
+def planned(name: str, amounts: Amounts, gate: str = "auto", **more: Kind) -> Plan:
     shape = Shape.of(bare(name, torch.bfloat16))
     return plan_takedown(shape, amounts, AN_80_GB_GPU, FitOptions(gate=gate).settled(), **more)
 
@@ -52,7 +53,7 @@ def test_the_shapes_are_those_of_the_models_that_they_are_named_for() -> None:
 
 @pytest.mark.parametrize("gate", ["auto", "paper"])
 def test_a_model_of_7_billion_is_fitted_on_one_gpu_of_80_gb(gate: str) -> None:
-    plan = planned("qwen2.5-coder-7b", Amounts.even(300, 2700, 512), gate, reference=True)
+    plan = planned("qwen2.5-coder-7b", Amounts.even(300, 2700, 512), gate, reference=Kind.BASE)
     assert 14 * GIB < plan.weights <= 29 * GIB
     assert plan.weights < plan.memory < 78 * GIB
     room = Room("cuda", 79 * GIB, 100 * GIB)
@@ -82,6 +83,19 @@ def test_more_rows_and_longer_ones_never_take_less() -> None:
         assert more.memory >= base.memory and more.disk >= base.disk and more.seconds >= base.seconds
     for stage in base.stages:
         assert stage.memory > base.weights and stage.seconds >= 0
+
+
+def test_a_reference_that_is_led_takes_a_stage_more_than_one_that_is_named() -> None:
+    some = Amounts.even(20, 300, 128)
+    alone, named, base = (
+        planned("qwen2.5-coder-0.5b", some, reference=kind) for kind in (Kind.ITSELF, Kind.NAMED, Kind.BASE)
+    )
+    assert [stage.name for stage in base.stages if stage not in named.stages] == ["leading"]
+    assert {stage.name for stage in alone.stages} == {stage.name for stage in named.stages}
+    assert alone.weights < named.weights == base.weights and base.seconds > named.seconds > alone.seconds
+    assert all(
+        stage.name != "leading" for stage in planned("qwen2.5-coder-0.5b", some, "paper", reference=Kind.BASE).stages
+    )
 
 
 def test_disk_is_bounded_and_tokens_are_counted(tiny_checkpoint: TinyCheckpoint, tmp_path: Path) -> None:
