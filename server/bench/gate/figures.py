@@ -90,10 +90,10 @@ def gate_figures(
         if keep is not None:
             _write(keep / f"{size}-{'-'.join(gates)}.json", entry)
     if joint:
-        table["joint"] = joint_figures(world, retained, cache, progress)
+        table["joint"] = joint_figures(world, retained, cache, progress, policy)
         report(f"joint: {table['joint']}")
     if overlap:
-        table["overlap"] = overlap_figures(world, other, retained, cache, progress)
+        table["overlap"] = overlap_figures(world, other, retained, cache, progress, policy)
         report(f"overlap: {table['overlap']}")
     if many:
         table["many"] = many_figures(world, other, retained, many, cache, keep, progress, policy)

@@ -19,10 +19,12 @@ JOINT_MODULES, JOINT_ROWS, MANY_ROWS = 10, 12, 5
 SHARED = slice(8, 16)  # of set A, which one module forgets up to their end and the other from their beginning
 
 
-def joint_figures(world: World, retained: Retained, cache: Path | None, progress: ProgressCallback) -> dict[str, Any]:
+def joint_figures(
+    world: World, retained: Retained, cache: Path | None, progress: ProgressCallback, policy: str | None = None
+) -> dict[str, Any]:
     """Ten modules fitted apart: forgetting of each alone and with all on, and what all of them cost together."""
     sets = [world.forget["c"][i * JOINT_ROWS : (i + 1) * JOINT_ROWS] for i in range(JOINT_MODULES)]
-    modules = [fit_one(world, rows, f"joint-{i}", "auto", cache, progress)[0] for i, rows in enumerate(sets)]
+    modules = [fit_one(world, rows, f"joint-{i}", "auto", cache, progress, policy)[0] for i, rows in enumerate(sets)]
     changes = []
     for rows, module in zip(counted(sets, len(sets), "joint", progress), modules, strict=True):
         before = scores(world, rows, (), 0, progress, "joint")
@@ -44,7 +46,12 @@ def joint_figures(world: World, retained: Retained, cache: Path | None, progress
 
 
 def overlap_figures(
-    world: World, other: LoadedModel, retained: Retained, cache: Path | None, progress: ProgressCallback
+    world: World,
+    other: LoadedModel,
+    retained: Retained,
+    cache: Path | None,
+    progress: ProgressCallback,
+    policy: str | None = None,
 ) -> dict[str, Any]:
     """Two modules that have eight rows in common: both gates open there, and both corrections are added.
 
@@ -52,7 +59,7 @@ def overlap_figures(
     """
     rows = world.forget["a"]
     first, second = (
-        fit_one(world, part, name, "auto", cache, progress)[0]
+        fit_one(world, part, name, "auto", cache, progress, policy)[0]
         for part, name in ((rows[: SHARED.stop], "overlap-first"), (rows[SHARED.start :], "overlap-second"))
     )
     systems: dict[str, Sequence[UnbindModule]] = {
