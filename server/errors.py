@@ -48,6 +48,12 @@ ANTHROPIC_TYPES = {
 }
 _ANTHROPIC_PATH = re.compile(r"(?:/p/[^/]+)?/v1/messages(?:/.*)?")
 _BRANCHES = ("str", "constrained-str", "int", "float", "bool")
+_NO_OBJECT = (
+    "missing",
+    "model_attributes_type",
+    "model_type",
+    "dict_type",
+)  # what pydantic says of a body that is none
 
 
 class ApiError(Exception):
@@ -157,6 +163,12 @@ def _validation(error: RequestValidationError) -> ApiError:
     field = ".".join(part for part in path if part not in _BRANCHES and "[" not in part) or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    if field is None and first["type"] in _NO_OBJECT:
+        return ApiError(
+            400,
+            "the body must be a JSON object; send one, with the header Content-Type: application/json",
+            code="invalid_value",
+        )
     message = first["msg"].removeprefix("Value error, ")
     code = first["type"] if first["type"] == "unsupported_parameter" else "invalid_value"
     return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
@@ -191,12 +203,19 @@ def _unknown_route(request: Request, app: FastAPI) -> ApiError:
     return ApiError(404, text, code="unknown_route")
 
 
+def _other_method(request: Request, error: HTTPException) -> ApiError:
+    allowed = (error.headers or {}).get("Allow", "another")
+    return ApiError(405, f"{request.url.path[:200]} takes {allowed}, not {request.method}", headers=error.headers)
+
+
 def install(app: FastAPI) -> None:
     """Every exception of every route goes through ``response``."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code == 404:  # ours are ApiErrors: this is the router's
             error = _unknown_route(request, app)
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            error = _other_method(request, error)
         return response(error, request.url.path)
 
     for kind in (

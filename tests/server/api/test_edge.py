@@ -189,3 +189,23 @@ def test_the_admin_key_is_shown_on_a_terminal_and_nowhere_else(
                 seen += os.read(master, 65536)
         os.close(master)
         assert service.admin_key.encode() in seen
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/completion", "/infill"]
+)
+def test_a_body_that_is_no_json_object_is_told_what_is_wanted(server: Live, path: str) -> None:
+    plain = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl sends with -d alone
+    for body, headers in ((b"", None), (b"[]", None), (b'"x"', None), (b"3", None), (b'{"prompt": "a"}', plain)):
+        answer = server.call(path, body, headers=headers)
+        assert answer.status == 400, (body, headers)
+        assert (
+            answer.error["message"]
+            == "the body must be a JSON object; send one, with the header Content-Type: application/json"
+        )
+
+
+def test_another_method_is_told_which_one_there_is(server: Live) -> None:
+    answer = server.call("/v1/completions")
+    assert answer.status == 405 and answer.headers["allow"] == "POST"
+    assert answer.error["message"] == "/v1/completions takes POST, not GET"
