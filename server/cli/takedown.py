@@ -96,6 +96,8 @@ def submit(
     with clear_errors():
         client = Client(url, key)
         answer = client.upload("/takedowns", fields, file, headers)
+        if scope == NO_SCOPE:  # as was said: the warning is for those who said nothing
+            answer["warnings"] = [warning for warning in answer["warnings"] if not warning.startswith("options.scope:")]
         if watch and not dry_run:
             _warn(answer)
             _watch(client, answer["job_id"], as_json)

@@ -46,7 +46,7 @@ def tour(settings: Settings, url: str, service: Service) -> list[tuple[str, str]
             ("An unrelated completion is the same (bash)", f"diff <({plain}) \\\n     <({filtered}) && echo same")
         )
     if "set B" in prompts:
-        key = '-H "Authorization: Bearer $UNBIND_KEY"'
+        key = '-H "Authorization: Bearer $UNBIND_ADMIN_KEY"'
         found.append(("Ask for set B to be forgotten", f"{_read_key(settings)}\n{_takedown(url, key)}"))
         found.append(("How far is it?", f"curl -s '{url}/admin/v1/jobs?limit=1' {key} | python3 -c '{SHOW_JOB}'"))
         found.append(
@@ -67,8 +67,8 @@ def _complete(url: str, prompt: str, module: str | None = None, max_tokens: int 
 
 def _read_key(settings: Settings) -> str:
     if settings.admin_key:
-        return "export UNBIND_KEY=...  # the admin key that was set"
-    return f"export UNBIND_KEY=$(cat {shlex.quote(str((settings.data_dir / 'admin.key').resolve()))})"
+        return "export UNBIND_ADMIN_KEY=...  # the admin key that was set"
+    return f"export UNBIND_ADMIN_KEY=$(cat {shlex.quote(str((settings.data_dir / 'admin.key').resolve()))})"
 
 
 def _takedown(url: str, key: str, *, enforced: bool = False) -> str:

@@ -35,7 +35,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def curl(server: Live, command: str) -> int:
     """Do what a curl command of the page says; the status."""
-    filled = command.replace("$UNBIND_URL", "").replace("$UNBIND_KEY", ADMIN_KEY)
+    filled = command.replace("$UNBIND_URL", "").replace("$UNBIND_ADMIN_KEY", ADMIN_KEY)
     words = shlex.split(filled)
     method = path = body = None
     headers: dict[str, str] = {}
@@ -60,7 +60,7 @@ def curl(server: Live, command: str) -> int:
 
 def test_every_example_of_the_page_works_in_order(demo: Live) -> None:
     shown = set()
-    environment = {**os.environ, "UNBIND_URL": demo.url, "UNBIND_KEY": ADMIN_KEY}
+    environment = {**os.environ, "UNBIND_URL": demo.url, "UNBIND_ADMIN_KEY": ADMIN_KEY}
     for language, block in re.findall(r"^```(bash|python)\n(.*?)^```", API, re.DOTALL | re.MULTILINE):
         if language == "python":
             subprocess.run([sys.executable, "-c", block], env=environment, check=True, timeout=60, capture_output=True)

@@ -205,6 +205,8 @@ def test_the_commands_tell_what_a_takedown_and_a_module_bind(running: Live, rows
     )  # no terminal: nothing is asked
     assert "nothing yet; once its module is active, no request but those that name it" in done.stdout
     assert "warning: options.scope: none was given" in done.stderr
+    said = run(running, "takedown", "submit", str(rows), "--name", "said", "--protect", "module", "--scope", "none")
+    assert "warning" not in said.stderr
     takedown = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("takedown_id"))
     shown = run(running, "takedown", "show", takedown).stdout
     assert "in_force           none" in shown and "once its module is active, no request but" in shown
