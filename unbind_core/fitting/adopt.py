@@ -1,8 +1,9 @@
 """A module of another model, dtype or quantisation, measured on this one: taken over where it holds what a fit must hold.
 
-The detector, its thresholds and the correction stay as they are. What gate auto asks of a gate before it takes it
-(``judge.py``) is asked again of the model as it runs: cautious estimates of the costs within the budgets, and no more left of the
-rows than was aimed at.
+The detector and the correction stay as they are. What gate auto asks of a gate before it takes it (``judge.py``) is asked again of
+the model as it runs: cautious estimates of the costs within the budgets, and no more left of the rows than was aimed at. Where the
+gate opens too often its thresholds are raised: a fit sets them just above what retained code reached on the model that it was made
+on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.fit import context_of
-from unbind_core.fitting.judge import Judge
+from unbind_core.fitting.judge import Cost, Judge, Remainder
 from unbind_core.fitting.leading import led
 from unbind_core.fitting.options import FitOptions, Target
 from unbind_core.fitting.reference import Reference
@@ -33,6 +34,8 @@ from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest, retain_digest
+
+RAISED = (1.0, 1.1, 1.25, 1.5)  # times the thresholds, the first that holds
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ class Adoption:
     def to_json(self) -> dict[str, Any]:
         """As a job's result holds it."""
         return {"adopted": self.module is not None, "failed": self.failed, **self.measured}
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A module as it was measured; ``remainder`` None where its costs are over the budgets."""
+
+    times: float
+    module: UnbindModule
+    cost: Cost
+    remainder: Remainder | None
+    failed: list[str]
 
 
 def adopt(
@@ -65,9 +79,9 @@ def adopt(
     """Measure ``module`` on a model that it was not fitted on, by the rule of a fit; arguments as for :func:`fit`.
 
     ``forget`` are the very rows that it was fitted on. No gradients are needed. The module that is taken over has a digest of its
-    own, and ``measured["adopted"]`` says from which it came and what that one was fitted on. Raises ModelMismatch where the
-    model's sizes are others, DataError where the rows are, or the module is of this model already, or is the paper's, which
-    has no aim to hold it to.
+    own, and ``measured["adopted"]`` says from which it came, what that one was fitted on, and how far thresholds were raised.
+    Raises ModelMismatch where the model's sizes are others, DataError where the rows are, or the module is of this model already,
+    or is the paper's, which has no aim to hold it to.
     """
     _check(module, identity, numerics(model), forget)
     context = context_of(
@@ -96,31 +110,45 @@ def _measured(context: Context, module: UnbindModule, reference: Reference) -> A
             completions.without(contradicting_paths(context, completions)),
         )
     judge = Judge(context, retain, completions, forget_states(context), reference)
-    cost = judge.cost(module)
-    failed = cost.over(context.options.limits)
+    tried = list[_Tried]()
+    for times in RAISED:
+        tried.append(_tried(context, judge, module, times))
+        if tried[-1].remainder is not None:
+            break  # within the budgets: higher thresholds would forget less
+    found = tried[0] if tried[-1].failed else tried[-1]
     measured: dict[str, Any] = {
         "gate": "network",
         "layer": module.layer,
-        "cost": asdict(cost),
-        "forget_open_rate": judge.forget_open_rate(module),
+        "cost": asdict(found.cost),
+        "forget_open_rate": judge.forget_open_rate(found.module),
         "aim": asdict(judge.aim),
         "correction": {"reference": reference.to_json()},
         "retain_left_out": [retain_digest(context.retain[i]) for i in left_out],
     }
-    if not failed:
-        remainder = judge.remainder(module, range(len(context.forget)), thorough=True)
-        failed = judge.aim.missed(remainder)
-        measured["forgot"] = asdict(remainder)
-    if failed:
-        return Adoption(None, failed, measured)
+    if found.remainder is not None:
+        measured["forgot"] = asdict(found.remainder)
+    if found.failed:
+        return Adoption(None, found.failed, measured)
     if (certificate := certify(context, module, left_out)) is not None:
         measured["certificate"] = certificate
     measured["adopted"] = {
         "from": module.digest,
         "model": {"fingerprint": module.model.fingerprint, "name": module.model.name},
         "calibrated": dict(module.calibrated),
+        "thresholds_raised": found.times,
     }
-    return Adoption(replace(module, **context.here(), measured=measured), [], measured)
+    return Adoption(replace(found.module, **context.here(), measured=measured), [], measured)
+
+
+def _tried(context: Context, judge: Judge, module: UnbindModule, times: float) -> _Tried:
+    """The module with thresholds so many times as far above s_ref."""
+    close = None if module.tau_close is None else times * module.tau_close
+    module = replace(module, tau=times * module.tau, tau_close=close)
+    cost = judge.cost(module)
+    if failed := cost.over(context.options.limits):
+        return _Tried(times, module, cost, None, failed)
+    remainder = judge.remainder(module, range(len(context.forget)), thorough=True)
+    return _Tried(times, module, cost, remainder, judge.aim.missed(remainder))
 
 
 def _check(

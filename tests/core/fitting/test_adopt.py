@@ -14,7 +14,7 @@ from tests.support import memorising
 from tests.support.quantised import FP8_TOLD, fp8
 from unbind_core import FitOptions, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.errors import DataError, ModelMismatch
-from unbind_core.fitting.adopt import Adoption, adopt
+from unbind_core.fitting.adopt import RAISED, Adoption, adopt
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import forget_windows
 
@@ -62,6 +62,7 @@ def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
         "from": fitted.digest,
         "model": {"fingerprint": fitted.model.fingerprint, "name": fitted.model.name},
         "calibrated": dict(fitted.calibrated),
+        "thresholds_raised": 1.0,
     }
     assert adopted.measured["forgot"]["f_bleu"]["plain"] <= adopted.measured["aim"]["f_bleu"]["plain"]
     assert {"cost", "certificate", "retain_left_out"} <= adopted.measured.keys()
@@ -89,6 +90,20 @@ def test_one_that_costs_too_much_there_is_not_asked_what_it_forgets(
     found = run(quantised, open_everywhere)
     assert found.module is None and "forgot" not in found.measured
     assert any(reason.startswith("open_rate ") for reason in found.failed)
+
+
+def test_thresholds_that_let_it_open_too_often_there_are_raised(
+    quantised: LoadedModel, fitted: UnbindModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = replace(fitted, tau=fitted.tau / 2, tau_close=0.45 * fitted.tau)
+    found = run(quantised, low)
+    assert found.module is not None
+    times = found.module.measured["adopted"]["thresholds_raised"]
+    assert times in RAISED[1:] and found.module.tau == pytest.approx(times * low.tau)
+    assert found.module.tau_close == pytest.approx(0.9 * found.module.tau)
+    assert found.module.measured["cost"]["cautious"]["open_rate"] <= low.budgets["open_rate"]
+    monkeypatch.setattr("unbind_core.fitting.adopt.RAISED", RAISED[:1])
+    assert any(reason.startswith("open_rate ") for reason in run(quantised, low).failed)
 
 
 def test_what_cannot_be_measured_is_refused_by_name(quantised: LoadedModel, fitted: UnbindModule) -> None:
