@@ -30,11 +30,8 @@ from unbind_core.rows import spread
 
 # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
 CLOSING = (0.5, 0.9, 1.0)
-MARGINS = (
-    MARGIN,
-    1.0,
-    2.0,
-)  # of corrections, in nats: each goes on from the one before, where that leaves too much of the rows
+# Of corrections, in nats: each goes on from the one before, where that leaves too much of the rows.
+MARGINS = (MARGIN, 0.7, 1.0)
 SOME = 60  # rows, up to which corrections of half the rank and half the steps do
 FEW = 150  # rows, up to which a narrower network and fewer states a step do
 MOST_ASKED = 2  # gates within the budgets that all rows are asked about: where those miss, the correction does
