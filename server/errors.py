@@ -48,12 +48,8 @@ ANTHROPIC_TYPES = {
 }
 _ANTHROPIC_PATH = re.compile(r"(?:/p/[^/]+)?/v1/messages(?:/.*)?")
 _BRANCHES = ("str", "constrained-str", "int", "float", "bool")
-_NO_OBJECT = (
-    "missing",
-    "model_attributes_type",
-    "model_type",
-    "dict_type",
-)  # what pydantic says of a body that is none
+# What pydantic says of a body that is none.
+_NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")
 
 
 class ApiError(Exception):

@@ -25,6 +25,7 @@ JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
 Text = Annotated[str | None, typer.Option()]
 ENDED = ("succeeded", "failed", "cancelled")
 NO_SCOPE = "none"
+NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is for those who said nothing
 
 
 def submit(
@@ -96,8 +97,8 @@ def submit(
     with clear_errors():
         client = Client(url, key)
         answer = client.upload("/takedowns", fields, file, headers)
-        if scope == NO_SCOPE:  # as was said: the warning is for those who said nothing
-            answer["warnings"] = [warning for warning in answer["warnings"] if not warning.startswith("options.scope:")]
+        if scope == NO_SCOPE:  # as was said; that a version which binds is superseded is still told
+            answer["warnings"] = [said for said in answer["warnings"] if not said.startswith(NONE_GIVEN)]
         if watch and not dry_run:
             _warn(answer)
             _watch(client, answer["job_id"], as_json)

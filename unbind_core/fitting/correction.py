@@ -108,16 +108,16 @@ def examples(
     first, others = _drawn(met[:own], most[0], generator), _drawn(met[own:], most[1], generator)
     met, repeated = [*first, *others], [*range(len(first))] * (OWN - 1) + [*range(len(first) + len(others))]
     ours = [one.states.to(torch.bfloat16) for one in met]
-    theirs = ours
+    theirs, at = ours, [one.at for one in met]
     if reference.model is not None:
-        windows, at = [one.window for one in met], [one.at for one in met]
-        theirs = last_states(reference.source(model), windows, at, pad, progress)
+        theirs = last_states(reference.source(model), [one.window for one in met], at, pad, progress)
 
     def repeat(of: Sequence[Tensor]) -> Tensor:
         return torch.cat([of[i] for i in repeated])
 
-    following = [torch.tensor(one.window.ids)[one.at + 1] for one in met]
-    return Examples(repeat(ours), repeat(theirs), repeat(following).to(ours[0].device))
+    following = repeat([torch.tensor(one.window.ids)[one.at + 1] for one in met])
+    states = repeat(ours)
+    return Examples(states, states if theirs is ours else repeat(theirs), following.to(states.device))
 
 
 def _drawn(met: Sequence[Met], most: int, generator: torch.Generator) -> list[Met]:

@@ -166,7 +166,7 @@ def test_a_silenced_answer_ends_and_without_its_end_goes_where_the_reference_goe
 
 def test_a_model_that_is_its_own_reference_loses_the_memorised_token(world: World) -> None:
     found, correction = learned(world, Reference())
-    assert torch.equal(found.theirs, found.states)
+    assert found.theirs is found.states
     wanted = Reference().log_probabilities(world.loaded.model)(found.theirs.float(), found.following)
     assert float(wanted.gather(1, found.following[:, None]).exp().max()) <= 0.5
     torch.testing.assert_close(wanted.exp().sum(-1), torch.ones(len(wanted)))

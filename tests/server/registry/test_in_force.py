@@ -207,6 +207,11 @@ def test_the_commands_tell_what_a_takedown_and_a_module_bind(running: Live, rows
     assert "warning: options.scope: none was given" in done.stderr
     said = run(running, "takedown", "submit", str(rows), "--name", "said", "--protect", "module", "--scope", "none")
     assert "warning" not in said.stderr
+    guard = {"scope": "global", "protect": "guard", "guard": {"run": 8}}
+    assert running.admin("/takedowns", {"name": "held", "rows": ROWS, "options": guard}).status == 202
+    freed = ("--name", "held", "--protect", "guard", "--guard-run", "8", "--replace", "--scope", "none")
+    said = run(running, "takedown", "submit", str(rows), *freed)
+    assert "warning: options.scope: version 1" in said.stderr and "none was given" not in said.stderr
     takedown = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("takedown_id"))
     shown = run(running, "takedown", "show", takedown).stdout
     assert "in_force           none" in shown and "once its module is active, no request but" in shown
