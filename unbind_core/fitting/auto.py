@@ -23,7 +23,7 @@ from unbind_core.fitting.network import BATCH
 from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.screening import EARLY, Screening
-from unbind_core.fitting.separation import FIRST, Separation, least, opens_within
+from unbind_core.fitting.separation import FIRST, Separation, clear, least, opens_within
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import spread
@@ -106,7 +106,8 @@ class _Auto:
         self.effort = min(1.0, context.options.effort)
         width, steps = network_width(len(self.every)), max(1, round(self.effort * network_steps(len(self.every))))
         self.sizes = width, steps
-        self.network, self.splits, self.ours = self.screening.detector(width, steps, network_batch(len(self.every)))
+        batch = network_batch(len(self.every))
+        self.network, self.splits, self.ours, self.theirs = self.screening.detector(width, steps, batch)
 
     def _correction(self, margin: float) -> Correction:
         context = self.context
@@ -138,7 +139,8 @@ class _Auto:
     def gates(self, ways: Sequence[Way], margin: float) -> Iterator[tuple[Way, Level, UnbindModule]]:
         """Modules of the network used in these ways, with a correction of this margin."""
         self.corrections[margin] = self._correction(margin)
-        for way in ways:
+        for each in ways:
+            way = Way(each.split, *clear(each.split, each.threshold, each.closing, self.ours, self.theirs))
             opens = told(opens_within(self.ours, way.split, way.threshold))
             level = Level(*self.sizes, margin, way.threshold, way.closing, way.split.to_json(), opens)
             self.levels.append(level)

@@ -61,9 +61,11 @@ class Screening:
                     yield met_part(window, states, step, count % step)
                     count += 1
 
-    def detector(self, width: int, steps: int, batch: int) -> tuple[Network, list[Separation], list[Scored]]:
+    def detector(
+        self, width: int, steps: int, batch: int
+    ) -> tuple[Network, list[Separation], list[Scored], list[Scored]]:
         """A network trained on all rows against the retain states, how far apart it puts the two sides with each window, and the
-        scores of the rows' own windows, from the position on at which their gate is to be open.
+        scores of the rows' own windows, from the position on at which their gate is to be open, and of the retain rows.
         """
         with self.clock.stage("detector"):
             network = train_network(
@@ -82,7 +84,7 @@ class Screening:
             rate = self.context.options.limits.open_rate
             each = counted(WINDOWS, len(WINDOWS), "separation", self.context.progress)
             splits = [as_decided(separation(ours, theirs, window, rate), ours, theirs) for window in each]
-            return network, splits, ours
+            return network, splits, ours, theirs
 
     def _scored(self, network: Network, replay: Replay) -> list[Scored]:
         return [(window.row, 0, network.scores(states)) for window, states in _sequences(replay, self.layer)]

@@ -22,6 +22,8 @@ FIRST_SHARE = (
 MISSED = 0.005  # share of the forget positions that need not be reached
 SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped
 RESAMPLES, QUANTILE = 1000, 0.95
+NEAR = 0.25  # grains: of scores as far apart as that some round to another grain, as those of engines do that differ in a last bit
+SHIFT, SHIFTS = 5e-4, 24  # a boundary's share that it is moved by, and how often
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,45 @@ def as_decided(split: Separation, forget: Sequence[Scored], retain: Sequence[Sco
         else highest + (split.retained - split.highest),
         forgotten=settled(split.forgotten, lambda tau: reached(forget, tau).kthvalue(missed).values),
     )
+
+
+def clear(
+    split: Separation, threshold: float, closing: float, forget: Sequence[Scored], retain: Sequence[Scored]
+) -> tuple[float, float]:
+    """``threshold`` and ``closing``, a share of it, moved by some hundredths at most to where no or the fewest positions are near.
+
+    A position is near a boundary where the gate decides otherwise if all scores are NEAR grains higher or lower, as the products
+    of another engine may be. A threshold is what some retain position reaches, so by itself it would stand beside that one. It is
+    moved up only, as it is the lowest that the retain rows allow.
+    """
+
+    def around(sequences: Sequence[Scored], tau: float) -> tuple[Tensor, Tensor]:
+        few = NEAR * tau / GRAIN
+        of = (split.reference, tau, split.window, FIRST, least(split.window))
+        lower, higher = (torch.cat([decided(one[2] + by, *of) for one in sequences]) for by in (-few, few))
+        return lower, higher
+
+    def near(found: tuple[Tensor, Tensor], boundary: float) -> int:
+        return int(((found[0] < boundary) & (found[1] >= boundary)).sum())
+
+    def clearest(places: Iterable[float], count: Callable[[float], int]) -> float:
+        best: tuple[int, float] | None = None
+        for place in places:
+            found = count(place)
+            if best is None or found < best[0]:
+                best = found, place
+            if not found:
+                break
+        assert best is not None
+        return best[1]
+
+    up = [1 + number * SHIFT for number in range(SHIFTS)]
+    every = [*forget, *retain]
+    tau = clearest([(threshold - split.reference) * share for share in up], lambda tau: near(around(every, tau), 1))
+    ours = around(forget, tau)
+    shares = [closing * share for above in up for share in (above, 2 - above)]
+    share = closing if closing == 1 else clearest(shares, lambda share: near(ours, share))
+    return split.reference + tau, share
 
 
 def opens_within(forget: Sequence[Scored], split: Separation, threshold: float) -> list[int | None]:

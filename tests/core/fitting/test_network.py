@@ -15,7 +15,17 @@ from unbind_core.applying.gates import decided
 from unbind_core.applying.networks import GRAIN
 from unbind_core.errors import Cancelled, FittingError
 from unbind_core.fitting.network import Network, train_network
-from unbind_core.fitting.separation import FIRST, Scored, as_decided, evidence, least, opens_within, separation
+from unbind_core.fitting.separation import (
+    FIRST,
+    NEAR,
+    Scored,
+    as_decided,
+    clear,
+    evidence,
+    least,
+    opens_within,
+    separation,
+)
 from unbind_core.identity import ModelIdentity
 from unbind_core.progress import Progress
 
@@ -239,3 +249,31 @@ def test_the_evidence_a_fit_goes_by_is_that_of_the_gate(window: int) -> None:
         clear = (expected - 1).abs() > 1 / GRAIN  # on the grain itself the last bit of a product may decide
         assert torch.equal((e > 0)[clear], (expected >= 1)[clear]) and bool(clear.any())
         torch.testing.assert_close(e[clear & (e > 0)], expected[clear & (e > 0)], atol=1.01 / GRAIN, rtol=0)
+
+
+@pytest.mark.parametrize("closing", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("window", [8, 16])
+def test_no_position_of_the_rows_is_near_a_boundary(window: int, closing: float) -> None:
+    """A threshold is what a retain position reaches, so by itself it would stand beside that position."""
+    generator = torch.Generator().manual_seed(1)
+    forget: list[Scored] = [(row, 0, 1 + torch.randn(200, 1, generator=generator)) for row in range(6)]
+    retain: list[Scored] = [(row, 0, torch.randn(200, 1, generator=generator)) for row in range(20)]
+    split = as_decided(separation(forget, retain, window, 0.05), forget, retain)
+
+    def near(threshold: float, boundary: float, sequences: list[Scored]) -> int:
+        """Positions of which another engine may decide otherwise."""
+        tau = threshold - split.reference
+        of = (split.reference, tau, window, FIRST, least(window))
+        lower, higher = (
+            torch.cat([decided(one + by * NEAR * tau / GRAIN, *of) >= boundary for _, _, one in sequences])
+            for by in (-1, 1)
+        )
+        return int((lower != higher).sum())
+
+    found = next(at for at in (split.retained - 1e-5 * number for number in range(2000)) if near(at, 1, retain))
+    threshold, share = clear(split, found, closing, forget, retain)
+    assert found < threshold < split.reference + 1.02 * (found - split.reference)
+    assert abs(share - closing) <= 0.02 * closing
+    assert near(threshold, 1, [*forget, *retain]) == 0
+    assert near(threshold, share, forget) == 0
+    assert clear(split, threshold, share, forget, retain) == pytest.approx((threshold, share))
