@@ -95,15 +95,17 @@ def forget_scores(
     """Scores of every forget row. ``attempts`` for each of the ``ways`` to ask: one greedy, the others sampled.
 
     Sampled ones (temperature 0.8, top-p 0.95) are made of all rows or of those in ``sampled``. ``attempts`` = 0 asks in the
-    original way alone, greedily, for as many tokens as BLEU needs. BLEU is of the original way, and not there where that is not
-    asked. ``greedily`` gives the greedy completions where they are to be had for less; ``answering`` gives all
-    of them, in place of ``model``.
+    original way alone. That is asked greedily for as many tokens as BLEU needs at least, and BLEU is not there where it is not
+    asked. ``greedily`` gives the greedy completions where they are to be had for less; ``answering`` gives all of them, in place
+    of ``model``.
     """
     pad, end = pad_id(tokenizer), tokenizer.eos_token_id
     scores = [RowScore({}) for _ in rows]
 
     def run(work: Sequence[_Attempt], sampling: Sampling, label: str) -> list[list[int]]:
         prompts = [attempt.prompt for attempt in work]
+        if not prompts:
+            return []
         if answering is not None:
             return answering(prompts, sampling)
         if greedily is not None and sampling.temperature == 0:
@@ -120,11 +122,14 @@ def forget_scores(
     conditions = _conditions(tokenizer, rows)
     plain = [attempt for name in WAYS if name in (ways if attempts else WAYS[:1]) for attempt in conditions[name]]
     fim = [_Attempt(i, *forget_prompt(tokenizer, row, "fim")) for i, row in enumerate(rows)] if "fim" in forms else []
-    greedy = run([*plain, *fim], Sampling(new_tokens if attempts else BLEU_NEW_TOKENS), "greedy")
-    recovered(plain, greedy[: len(plain)])
     own = [attempt for attempt in plain if attempt.way == "original"]  # the first of them, one a row
-    for form, work, outputs in (("plain", own, greedy), ("fim", fim, greedy[len(plain) :])):
-        for attempt, output in zip(work, outputs, strict=False):
+    others = plain[len(own) :]
+    most = max(new_tokens, BLEU_NEW_TOKENS) if attempts else BLEU_NEW_TOKENS
+    greedy = run([*own, *fim], Sampling(most), "greedy")
+    recovered(own, greedy[: len(own)])
+    recovered(others, run(others, Sampling(new_tokens), "greedy"))
+    for form, work, outputs in (("plain", own, greedy[: len(own)]), ("fim", fim, greedy[len(own) :])):
+        for attempt, output in zip(work, outputs, strict=True):
             score, scored = scores[attempt.row], output[:BLEU_NEW_TOKENS]
             score.bleu[form] = sentence_bleu(attempt.target, scored)
             score.empty |= form == "plain" and not scored

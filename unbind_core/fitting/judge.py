@@ -115,13 +115,10 @@ class Judge:
         if reference.model is None:
             before = self._before()
             return Aim(_share(before, 1 - target.alone_cut), target.alone_recovery, before.empty + target.above_empty)
-        said, often = (
-            self._asked(reference.source(self.context.model), every, attempts, stage="reference")
-            for attempts in (0, thoroughly(len(every)))
-        )
+        said = self._asked(reference.source(self.context.model), every, thoroughly(len(every)), stage="reference")
         return Aim(
             {form: value + target.above_f_bleu for form, value in said.f_bleu.items()},
-            max(target.recovery, said.recovery, often.recovery) + target.above_recovery,
+            max(target.recovery, said.recovery) + target.above_recovery,
             said.empty + target.above_empty,
         )
 
@@ -137,12 +134,10 @@ class Judge:
         by some rows' sampled ones.
         """
         found = self._given(module, rows, attempts=0)
-        for attempts in (1, thoroughly(len(rows))) if thorough else (1,):
-            if not self.aim.reached(found):
-                break
-            more = self._given(module, rows, attempts)
-            found = replace(found, spans=max(found.spans, more.spans), recovery=max(found.recovery, more.recovery))
-        return found
+        if not self.aim.reached(found):
+            return found
+        more = self._given(module, rows, thoroughly(len(rows)) if thorough else 1)
+        return replace(found, spans=max(found.spans, more.spans), recovery=max(found.recovery, more.recovery))
 
     def _given(self, module: UnbindModule | None, rows: Sequence[int], attempts: int) -> Remainder:
         """What the model gives back under the module, or under none; greedily by way of drafts."""

@@ -67,6 +67,16 @@ def test_only_the_ways_that_are_named_are_asked(tiny: LoadedModel) -> None:
     assert asked(tiny, ways=CHOSEN_BY, attempts=0) == chosen[:1]
 
 
+def test_bleu_is_of_as_many_tokens_however_few_the_other_ways_are_asked_for(tiny: LoadedModel) -> None:
+    def scores(**more: Any) -> list[RowScore]:
+        return forget_scores(tiny.model, tiny.tokenizer, [ROW], forms=("plain", "fim"), **more)
+
+    asked_alone, asked_more = scores(attempts=0), scores(ways=CHOSEN_BY, new_tokens=8)
+    assert asked_more[0].bleu == pytest.approx(asked_alone[0].bleu)
+    assert asked_more[0].ways["original"] == asked_alone[0].ways["original"]
+    assert set(asked_more[0].ways) == set(CHOSEN_BY)
+
+
 def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
