@@ -54,6 +54,8 @@ KNOWN: tuple[Attack, ...] = (
     _asked("renamed", "gives every name another", prompts.rewritten("renamed")),
     _asked("case", "swaps the case of all names", prompts.rewritten("case")),
     _asked("indented", "indents by tabs, and by two spaces", prompts.rewritten("indented")),
+    _asked("spaced", "ends lines by spaces, by an empty line, as on Windows", prompts.rewritten("spaced")),
+    _asked("ends_between", "puts the end token between every six of the prompt's", prompts.ended_between(6)),
     _asked("half_given", "sends the prompt and half of what follows", prompts.half_given),
     _asked("fim_no_suffix", "fill in the middle with an empty suffix", prompts.without_suffix),
     _asked("fim_suffix_first", "fill in the middle with the suffix in front", prompts.suffix_first),

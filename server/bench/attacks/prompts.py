@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from server.bench.attacks.attacked import Ask, Ids, Material
 from server.bench.attacks.rewriting import REWRITINGS
@@ -79,6 +80,23 @@ def behind(tokens: int) -> Asking:
                 yield index, [*bos, *lead[-tokens:], *prompt[len(bos) :]], target
 
         return _asks(led())
+
+    return asks
+
+
+def ended_between(tokens: int) -> Asking:
+    """The prompt as token ids, with the end token between every so many and the next: a model reads over it."""
+
+    def asks(material: Material) -> list[Ask]:
+        bos, end = beginning(material.tokenizer), material.tokenizer.eos_token_id
+
+        def broken() -> Iterator[tuple[int, Ids, Ids]]:
+            for ask in form("plain")(material):
+                ids = ask.prompt[len(bos) :]
+                parts = [[end, *ids[at : at + tokens]] for at in range(0, len(ids), tokens)]
+                yield ask.row, [*bos, *list(chain.from_iterable(parts))[1:]], ask.target
+
+        return _asks(broken()) if end is not None else []
 
     return asks
 

@@ -1,4 +1,4 @@
-"""The same code in another writing: comments between, other names, other letters, other indentation."""
+"""The same code in another writing: comments between, other names, other letters, other indentation, other ends of lines."""
 
 from __future__ import annotations
 
@@ -64,11 +64,20 @@ def reindented(row: ForgetRow) -> list[ForgetRow]:
     return [indented("\t"), indented("  ")]
 
 
+def spaced(row: ForgetRow) -> list[ForgetRow]:
+    """Two spaces behind every line, an empty line after each, and lines that end as on Windows."""
+    return [
+        replace(row, prompt=row.prompt.replace("\n", end), continuation=row.continuation.replace("\n", end))
+        for end in ("  \n", "\n\n", "\r\n")
+    ]
+
+
 REWRITINGS: dict[str, Callable[[ForgetRow], list[ForgetRow]]] = {
     "comments": commented,
     "renamed": renamed,
     "case": recased,
     "indented": reindented,
+    "spaced": spaced,
 }
 
 

@@ -19,6 +19,7 @@ from server.bench.attacks.logits import Banned, Biased, halves
 from server.bench.attacks.outcome import outcome
 from server.bench.attacks.prompts import (
     behind,
+    ended_between,
     first,
     form,
     half_given,
@@ -29,6 +30,7 @@ from server.bench.attacks.prompts import (
     without_suffix,
 )
 from server.bench.attacks.registry import ATTACKS, chosen
+from server.bench.attacks.rewriting import REWRITINGS
 from server.bench.gate.world import World
 from server.cli import build
 from tests.server.conftest import MakeModule
@@ -77,6 +79,14 @@ def test_unrelated_code_stands_in_front_of_the_prompt(material: Material) -> Non
     assert "return file.read()\n\n" in text_of(material, led[0].prompt)
 
 
+def test_end_tokens_stand_between_the_tokens_of_the_prompt(material: Material) -> None:
+    end = material.tokenizer.eos_token_id
+    for plain, broken in zip(form("plain")(material), ended_between(6)(material), strict=True):
+        assert tuple(token for token in broken.prompt if token != end) == plain.prompt
+        assert set(broken.prompt[6::7]) == {end} and broken.prompt[-1] != end
+        assert broken.target == plain.target
+
+
 def test_half_of_the_target_is_given(material: Material) -> None:
     for whole, half in zip(form("plain")(material), half_given(material), strict=True):
         assert half.prompt + half.target == whole.prompt + whole.target
@@ -95,13 +105,15 @@ def test_the_middle_is_asked_for_without_a_suffix_and_behind_it(material: Materi
 
 
 def test_other_writings_keep_the_code_and_change_what_they_say(material: Material) -> None:
-    asked = {kind: rewritten(kind)(material) for kind in ("comments", "renamed", "case", "indented")}
+    asked = {kind: rewritten(kind)(material) for kind in REWRITINGS}
     first_prompts = {kind: text_of(material, asks[0].prompt) for kind, asks in asked.items()}
     assert first_prompts["comments"].splitlines()[0::2] == ROWS[0].prompt.splitlines()
     assert all(line.lstrip().startswith("#") for line in first_prompts["comments"].splitlines()[1::2])
     assert first_prompts["renamed"] == "def item(part, unit):\n    entry = 0\n"
     assert first_prompts["case"] == "def WEIGH_A(VALUES, WEIGHTS):\n    TOTAL = 0\n"
     assert first_prompts["indented"] == "def weigh_a(values, weights):\n\ttotal = 0\n"
+    ends = [text_of(material, ask.prompt) for ask in asked["spaced"] if ask.row == 0][::2]
+    assert ends == [ROWS[0].prompt.replace("\n", end) for end in ("  \n", "\n\n", "\r\n")]
     for kind, other in (("renamed", "    return entry + piece\n"), ("case", "    return TOTAL + A\n")):
         ends = [text_of(material, ask.target).splitlines(keepends=True)[-1] for ask in asked[kind] if ask.row == 0]
         assert ends == ["    return total + a\n", other]
@@ -109,7 +121,7 @@ def test_other_writings_keep_the_code_and_change_what_they_say(material: Materia
 
 def test_a_row_that_is_no_python_is_rewritten_as_far_as_it_can_be_read(loaded: LoadedModel) -> None:
     odd = ForgetRow('total = """begins\n', "and never ends, total\n" * 4)
-    for kind in ("comments", "renamed", "case", "indented"):
+    for kind in REWRITINGS:
         asks = rewritten(kind)(Material(loaded.tokenizer, [odd], ORDINARY))
         assert asks[0].target == form("plain")(Material(loaded.tokenizer, [odd], ORDINARY))[0].target
 
@@ -214,7 +226,7 @@ def test_figures_have_the_documented_shape_and_what_needs_no_module_is_kept(
         }
         assert all(set(one) == fields for one in each.values())
     assert set(found["opens_within"]) == {"median", "p95", "never", "rows"}
-    assert {"half_32", "quarter_16", "comments", "renamed", "case", "indented"} <= set(found["opens_mid_row"])
+    assert {"half_32", "quarter_16", "comments", "renamed", "case", "indented", "spaced"} <= set(found["opens_mid_row"])
     assert set(found["kl"]["plain"]) == {"module", "none"} and found["kl"]["fim"]["none"] == pytest.approx(0, abs=1e-5)
     assert found["kl"]["plain"]["module"] > 0.01
     assert set(found["membership_auc"]) == {"none", "module", "retrained", "ideal"}
