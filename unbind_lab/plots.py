@@ -1,5 +1,5 @@
 """Figures of a run: forgetting over utility with curves of equal FU-H, what each attack recovers of each system, forgetting and
-utility by a module's strength and by its layer.
+utility by a module's strength and by its layer, and how near gates are to opening.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from unbind_lab.protocols import activations
 from unbind_lab.table import Line, lines, measured, records
 
 matplotlib.rcParams["svg.hashsalt"] = "unbind"  # the same records give the same file
@@ -35,7 +36,27 @@ def draw(folder: Path, out: Path) -> list[Path]:
         varied = [one for one in measured(folder, protocol) if _variants(one)]
         if varied:
             found.append(_save(curves(varied, what, extra), out / f"{protocol}.svg"))
+    near = [one for one in measured(folder, "activations") if "reached_forget" in one]
+    if near:
+        found.append(_save(activation(folder, near), out / "activations.svg"))
     return found
+
+
+def activation(folder: Path, found: Sequence[Line]) -> Figure:
+    """The share of positions by what a gate goes by, in thresholds; a picture a system."""
+    figure = Figure(figsize=(4 * len(found), 3.2))
+    for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
+        every = records(folder, "activations", one)
+        for role, label in (("retain", "retain rows"), ("forget", "rows to forget")):
+            counts = activations.summed(row for row in every if row["role"] == role)
+            places = [number * activations.WIDTH for number in counts]
+            shares = [count / sum(counts.values()) for count in counts.values()]
+            axes.bar(places, shares, activations.WIDTH, align="edge", alpha=0.6, label=label)
+        axes.axvline(1.0, color="0.3", linewidth=1)
+        axes.set(xlabel="in thresholds: opens at 1", ylabel="share of positions", yscale="log", title=one["system"])
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    return figure
 
 
 def _variants(one: Line) -> list[str]:

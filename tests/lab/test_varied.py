@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from server.bench.attacks.attacked import System
 from tests.core.conftest import lowrank, make_module, make_network_module
+from unbind_core.encoding import encode_prompt
 from unbind_core.fitting.options import possible_layers
 from unbind_core.module import UnbindModule
 from unbind_core.rows import forget_digest
 from unbind_lab.lab import Lab
+from unbind_lab.plots import draw
 from unbind_lab.protocols.ablations import VARIANTS
+from unbind_lab.protocols.activations import WIDTH
 from unbind_lab.protocols.strengths import STRENGTHS
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import chosen
@@ -64,6 +68,33 @@ def test_variants_hold_the_system_itself_and_m_full(
     ]
     heads = [*(f"strength {one:g}" for one in STRENGTHS), *(VARIANTS[name][0] for name in variants)]
     assert rows == [["| unbind-rewrite", head] for head in heads]
+
+
+@pytest.mark.parametrize("kind", ["network", "fisher"])
+def test_activations_are_those_that_open_the_gate_where_it_is_served(
+    setting: Setting, tmp_path: Path, kind: str
+) -> None:
+    made = with_module(setting, tmp_path, kind)
+    Lab(made, tmp_path).run(chosen(["m-full", "unbind-rewrite"]), ["main", "activations"])
+    folder = tmp_path / setting.name / "activations"
+    assert not (folder / "m-full-shipped.jsonl").read_text()
+    found = [json.loads(line) for line in (folder / "unbind-rewrite-shipped.jsonl").read_text().splitlines()]
+    bench = Bench(made)
+    module = UnbindModule.load(made.modules["rewrite"])
+    # one boundary: with a lower one to close at, a gate is open at more positions than reach the threshold
+    system = System("module", bench.full, replace(module, tau_close=None))
+    for role, texts in (
+        ("forget", [row.prompt + row.continuation for row in bench.forget]),
+        ("retain", [row.text for row in bench.retain]),
+    ):
+        gates = system.gates([encode_prompt(bench.full.tokenizer, text) for text in texts])
+        counts = [one["counts"] for one in found if one["role"] == role]
+        assert [sum(one.values()) for one in counts] == [len(gate) for gate in gates]
+        reached = [sum(count for bin, count in one.items() if int(bin) * WIDTH >= 1) for one in counts]
+        assert reached == [int(gate.sum()) for gate in gates] and any(reached)
+    table = markdown(tmp_path / setting.name).split("### activations")[1]
+    assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| unbind")] == ["| unbind-rewrite"]
+    assert (tmp_path / "activations.svg") in draw(tmp_path / setting.name, tmp_path)
 
 
 def test_the_paper_s_gate_is_fitted_at_each_layer_that_it_may_stand_at(setting: Setting, tmp_path: Path) -> None:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from unbind_lab.protocols import ablations, access, attacks, layers, main, muse, related, strengths, tasks, weights
+from unbind_lab.protocols import (
+    ablations,
+    access,
+    activations,
+    attacks,
+    layers,
+    main,
+    muse,
+    related,
+    strengths,
+    tasks,
+    weights,
+)
 from unbind_lab.protocols.protocol import Column, Protocol
 
 MAIN: tuple[Column, ...] = (
@@ -30,6 +42,7 @@ PROTOCOLS = {
         strengths.PROTOCOL,
         ablations.PROTOCOL,
         layers.PROTOCOL,
+        activations.PROTOCOL,
         weights.PROTOCOL,
     )
 }
