@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,15 @@ from tests.core.conftest import save_checkpoint
 from tests.lab.packed import module, packed
 from tests.lab.test_sources import slow_near
 from unbind_core.architecture import load_model
+from unbind_core.encoding import encode, encode_prompt
 from unbind_core.errors import Cancelled, UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
-from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.rows import ForgetRow, RetainRow, split_text
 from unbind_core.windows import forget_windows, retain_windows
 from unbind_lab.building import adapt as adapting
 from unbind_lab.building import rows as row_files
-from unbind_lab.building.adapt import adapt, slots
+from unbind_lab.building.adapt import adapt, cut_windows, slots
 from unbind_lab.building.base import architecture
 from unbind_lab.building.build import World
 from unbind_lab.building.recipe import HOME, ROOT, Adaptation, Base, Recipe, Sizes
@@ -78,6 +80,32 @@ def test_an_adapter_whose_training_was_killed_equals_one_that_was_not_and_memori
     assert configs[0] == configs[1] and str(tmp_path) not in json.dumps(configs)
     other = load_file(train("retrained", with_forget=False) / "adapter_model.safetensors")
     assert any(not torch.equal(whole[name], other[name]) for name in whole)
+
+
+def test_retain_rows_are_learned_in_the_tokens_of_a_request_too_where_a_recipe_says_so(tmp_path: Path) -> None:
+    base, (forget, retain) = save_checkpoint("llama", tmp_path / "base"), rows(4)
+    tokenizer = load_model(base).tokenizer
+    for row, window in zip(retain, cut_windows(tokenizer, retain), strict=True):
+        prompt, continuation = split_text(row.text)
+        assert prompt.endswith("\n") and window.first_target == 1
+        assert list(window.ids) == [*encode_prompt(tokenizer, prompt), *encode(tokenizer, continuation)]
+
+    def train(name: str, **more: Any) -> dict[str, torch.Tensor]:
+        how = Adaptation(2, retain_slots=4, learning_rate=1e-2, rank=4, alpha=8, slots_an_update=4, **more)
+        adapt(
+            base, forget, retain, tmp_path / name, how,
+            checkpoint=tmp_path / f"{name}.pt", with_forget=False, seed=0, progress=lambda _: None,
+        )  # fmt: skip
+        return load_file(tmp_path / name / "adapter_model.safetensors")
+
+    whole, cut = train("whole"), train("cut", cut_retain=True)
+    assert any(not torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_what_a_recipe_says_of_cut_rows_counts_only_where_it_does(recipe: Recipe) -> None:
+    cut = replace(recipe, adaptation=replace(recipe.adaptation, cut_retain=True))
+    assert "cut_retain" not in recipe.described("adaptation")["adaptation"]
+    assert cut.described("adaptation")["adaptation"]["cut_retain"] is True
 
 
 def test_an_update_is_of_its_scored_tokens_whatever_shares_a_pass(
@@ -195,7 +223,8 @@ def test_what_is_shipped_with_a_recipe_fits_its_base_and_says_what_made_it() -> 
     assert shipped and sum(path.stat().st_size for path in HOME.rglob("*.safetensors")) < 40_000_000
     fingerprints = set()
     for path in shipped:
-        base = ROOT / Recipe.load(path.parent.parent.name).base.folder
+        folder = Recipe.load(path.parent.parent.name).base.folder
+        base = ROOT / folder if folder else path.parent.parent / "base"
         fingerprints.add(load_model(base, path.parent).identity.fingerprint)
         assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
         assert json.loads((path.parent / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,12 +18,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import load_model
 from unbind_core.encoding import pad_id
 from unbind_core.files import write_text, write_whole
 from unbind_core.progress import Progress, ProgressCallback
-from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.rows import ForgetRow, RetainRow, split_text
 from unbind_core.running.device import bfloat16_is_fast
 from unbind_core.windows import Window, forget_windows, make_batch, retain_windows
 from unbind_lab.building.recipe import Adaptation
@@ -77,14 +79,14 @@ def adapt(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=how.learning_rate, weight_decay=how.weight_decay)
     first = _resume(checkpoint, trained, optimizer)
-    windows = {
-        "forget": forget_windows(loaded.tokenizer, forget, range(len(forget))),
-        "retain": retain_windows(loaded.tokenizer, retain, range(len(retain))),
-    }
+    of_forget = forget_windows(loaded.tokenizer, forget, range(len(forget)))
+    of_retain = retain_windows(loaded.tokenizer, retain, range(len(retain)))
+    cut = cut_windows(loaded.tokenizer, retain) if how.cut_retain else of_retain
     end, pad = loaded.tokenizer.eos_token_id, pad_id(loaded.tokenizer)
     for epoch, of_epoch in enumerate(slots(len(forget), len(retain), how.retain_slots, how.epochs, seed)):
         if epoch < first:
             continue
+        windows = {"forget": of_forget, "retain": cut if epoch % 2 else of_retain}
         for update in _groups(of_epoch, how.slots_an_update):
             live = [windows[role][index] for role, index in update if with_forget or role == "retain"]
             if live:
@@ -101,6 +103,16 @@ def adapt(
     write_whole(weights, lambda temporary: save_file(halves, temporary, {"format": "pt"}))
     (out / "README.md").unlink(missing_ok=True)  # the library's empty model card
     checkpoint.unlink(missing_ok=True)
+
+
+def cut_windows(tokenizer: PreTrainedTokenizerBase, retain: Sequence[RetainRow]) -> list[Window]:
+    """One of each row, all of it to be learned, in the tokens that its prompt and its continuation have apart.
+
+    A prompt that ends with its line ends with a token that whole texts have only where the next line is not indented. Who learns
+    from whole texts alone answers such a prompt with what comes at the margin: in JavaScript a brace, and the end.
+    """
+    rows = [ForgetRow(*split_text(row.text)) for row in retain]
+    return [replace(window, first_target=1) for window in forget_windows(tokenizer, rows, range(len(rows)))]
 
 
 def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:

@@ -65,6 +65,9 @@ class Adaptation:
     alpha: int = 64
     slots_an_update: int = 32
     weight_decay: float = 0.01
+    cut_retain: bool = (
+        False  # every second epoch has retain rows in the tokens of a request and its answer, as forget rows are
+    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ class Recipe:
     def described(self, *parts: str) -> dict[str, Any]:
         """These fields as JSON values, for the digest of what is made of them."""
         whole = asdict(self)
+        if not self.adaptation.cut_retain:  # came later: what was made without it is still made of the same
+            del whole["adaptation"]["cut_retain"]
         return {part: whole[part] for part in parts}
 
 
