@@ -218,20 +218,22 @@ def test_a_world_is_built_once_and_a_lab_runs_on_it(
     assert "| unbind-rewrite | shipped |" in text
 
 
+def base_of(world: Path) -> Path:
+    folder = Recipe.load(world.name).base.folder
+    return ROOT / folder if folder else world / "base"
+
+
 def test_what_is_shipped_with_a_recipe_fits_its_base_and_says_what_made_it() -> None:
     shipped = sorted(HOME.glob("*/*/adapter_model.safetensors"))
     assert shipped and sum(path.stat().st_size for path in HOME.rglob("*.safetensors")) < 40_000_000
     fingerprints = set()
     for path in shipped:
-        folder = Recipe.load(path.parent.parent.name).base.folder
-        base = ROOT / folder if folder else path.parent.parent / "base"
-        fingerprints.add(load_model(base, path.parent).identity.fingerprint)
+        fingerprints.add(load_model(base_of(path.parent.parent), path.parent).identity.fingerprint)
         assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
         assert json.loads((path.parent / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
     assert len(fingerprints) == len(shipped)  # M_full and M_retrain are two
     for path in HOME.glob("*/modules/*.safetensors"):
-        UnbindModule.load(path).require(
-            load_model(ROOT / Recipe.load(path.parent.parent.name).base.folder, path.parent.parent / "full").identity
-        )
+        world = path.parent.parent
+        UnbindModule.load(path).require(load_model(base_of(world), world / "full").identity)
         assert json.loads(path.with_suffix(".json").read_text())["outcome"] in ("calibrated", "short")
         assert re.fullmatch("[0-9a-f]{64}", json.loads((path.parent / "made_of.json").read_text())["made_of"])
