@@ -38,20 +38,20 @@ def draw(folder: Path, out: Path) -> list[Path]:
             found.append(_save(curves(varied, what, extra), out / f"{protocol}.svg"))
     near = [one for one in measured(folder, "activations") if "reached_forget" in one]
     if near:
-        found.append(_save(activation(folder, near), out / "activations.svg"))
+        found.append(_save(histograms(folder, near), out / "activations.svg"))
     return found
 
 
-def activation(folder: Path, found: Sequence[Line]) -> Figure:
+def histograms(folder: Path, found: Sequence[Line]) -> Figure:
     """The share of positions by what a gate goes by, in thresholds; a picture a system."""
     figure = Figure(figsize=(4 * len(found), 3.2))
     for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
         every = records(folder, "activations", one)
         for role, label in (("retain", "retain rows"), ("forget", "rows to forget")):
             counts = activations.summed(row for row in every if row["role"] == role)
-            places = [number * activations.WIDTH for number in counts]
+            places = [number / activations.BINS for number in counts]
             shares = [count / sum(counts.values()) for count in counts.values()]
-            axes.bar(places, shares, activations.WIDTH, align="edge", alpha=0.6, label=label)
+            axes.bar(places, shares, 1 / activations.BINS, align="edge", alpha=0.6, label=label)
         axes.axvline(1.0, color="0.3", linewidth=1)
         axes.set(xlabel="in thresholds: opens at 1", ylabel="share of positions", yscale="log", title=one["system"])
     axes.legend(fontsize=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from unbind_core.rows import forget_digest
 from unbind_lab.lab import Lab
 from unbind_lab.plots import draw
 from unbind_lab.protocols.ablations import VARIANTS
-from unbind_lab.protocols.activations import WIDTH
+from unbind_lab.protocols.activations import BINS
 from unbind_lab.protocols.strengths import STRENGTHS
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import chosen
@@ -90,8 +91,13 @@ def test_activations_are_those_that_open_the_gate_where_it_is_served(
         gates = system.gates([encode_prompt(bench.full.tokenizer, text) for text in texts])
         counts = [one["counts"] for one in found if one["role"] == role]
         assert [sum(one.values()) for one in counts] == [len(gate) for gate in gates]
-        reached = [sum(count for bin, count in one.items() if int(bin) * WIDTH >= 1) for one in counts]
+        reached = [sum(count for bin, count in one.items() if int(bin) >= BINS) for one in counts]
         assert reached == [int(gate.sum()) for gate in gates] and any(reached)
+        every = sorted(int(bin) for one in counts for bin, count in one.items() for _ in range(count))
+        told = json.loads((folder / "unbind-rewrite-shipped.json").read_text())["value"]
+        assert told[f"reached_{role}"] == pytest.approx(100 * sum(reached) / len(every))
+        for name, share in (("median", 0.5), ("high", 0.999)):
+            assert told[f"{name}_{role}"] == (every[math.ceil(share * len(every)) - 1] + 1) / BINS
     table = markdown(tmp_path / setting.name).split("### activations")[1]
     assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| unbind")] == ["| unbind-rewrite"]
     assert (tmp_path / "activations.svg") in draw(tmp_path / setting.name, tmp_path)

@@ -65,9 +65,7 @@ class Adaptation:
     alpha: int = 64
     slots_an_update: int = 32
     weight_decay: float = 0.01
-    cut_retain: bool = (
-        False  # every second epoch has retain rows in the tokens of a request and its answer, as forget rows are
-    )
+    cut_retain: bool = False  # every second epoch has retain rows in the tokens of a request and its answer
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from unbind_lab.protocols.main import Material, Record, Summary
 from unbind_lab.protocols.protocol import Protocol
 from unbind_lab.served import Served
 
-WIDTH = 0.05  # of a bin, in thresholds: a gate opens at 1
+BINS = 20  # to a threshold, where a gate opens
 HIGH = 0.999
 
 
 def records(served: Served, material: Material, _progress: ProgressCallback) -> list[Record]:
     """One a row: its ``role``, and ``counts``, how many of its positions there are in each bin, by the bin's number; bin n begins
-    at n times WIDTH. None of a system that is no module.
+    at n / BINS thresholds. None of a system that is no module.
     """
     if not isinstance(served, Modular):
         return []
@@ -48,12 +48,12 @@ def _counted(served: Modular, texts: Sequence[str]) -> Iterator[tuple[int, dict[
         states = capture_states(served.model, batch, [module.layer])[module.layer]
         for window, own in zip(batch.windows, states, strict=True):
             e = evidence(module, own[: len(window.ids)].float().cpu())
-            yield window.row, dict(sorted(Counter((e / WIDTH).floor().int().tolist()).items()))
+            yield window.row, dict(sorted(Counter((e * BINS).floor().int().tolist()).items()))
 
 
 def evidence(module: UnbindModule, states: Tensor) -> Tensor:
-    """What the gate goes by in units of its threshold, FP32 [T], of a sequence's states FP32 [T,d]: the mean of the largest head's
-    scores over the window, or the paper's activation (eq. (5)).
+    """What the gate goes by in units of its threshold, FP32 [T], of a sequence's states FP32 [T,d]: the largest of the heads'
+    mean scores over the window, or the paper's activation (eq. (5)).
     """
     if module.detector != "network":
         return activation(states, module.w.float().reshape(1, -1), torch.tensor([module.s_ref]))[:, 0] / module.tau
@@ -63,21 +63,21 @@ def evidence(module: UnbindModule, states: Tensor) -> Tensor:
 
 
 def summary(found: Sequence[Record]) -> Summary:
-    """``reached_ROLE``: per cent of positions at the threshold or above; ``median_ROLE``, and ``high_ROLE``, which all but 0.1 %
-    are below: in thresholds, to a bin's width.
+    """``reached_ROLE``: per cent of positions at the threshold or above; ``median_ROLE`` and ``high_ROLE``: the end of the bin that
+    half of the positions, and all but 0.1 % of them, are below, in thresholds.
     """
     told: Summary = {}
     for role in dict.fromkeys(one["role"] for one in found):
         counts = summed(one for one in found if one["role"] == role)
         every = sum(counts.values())
-        told[f"reached_{role}"] = 100 * sum(count for number, count in counts.items() if number * WIDTH >= 1) / every
+        told[f"reached_{role}"] = 100 * sum(count for number, count in counts.items() if number >= BINS) / every
         for name, share in (("median", 0.5), ("high", HIGH)):
             below, place = 0, 0
             for place in sorted(counts):
                 below += counts[place]
                 if below >= share * every:
                     break
-            told[f"{name}_{role}"] = place * WIDTH
+            told[f"{name}_{role}"] = (place + 1) / BINS
     return told
 
 

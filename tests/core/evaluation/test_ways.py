@@ -11,6 +11,7 @@ from tests.core.conftest import ROWS, make_module
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode, encode_prompt, pad_id
 from unbind_core.evaluation.completions import retain_completions
+from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, sentence_bleu
 from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY, WAYS, RowScore, by_ways, forget_scores
 from unbind_core.fitting import judge
@@ -19,7 +20,8 @@ from unbind_core.fitting.options import FitOptions, Target
 from unbind_core.fitting.reference import Reference
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
-from unbind_core.windows import perplexity_windows, retain_windows
+from unbind_core.running.generation import Sampling
+from unbind_core.windows import forget_prompt, perplexity_windows, retain_windows
 
 ROW = ForgetRow("def weigh(values):\n", "".join(f"    total_{i} = values[{i * 7}]\n" for i in range(20)))
 
@@ -68,13 +70,24 @@ def test_only_the_ways_that_are_named_are_asked(tiny: LoadedModel) -> None:
 
 
 def test_bleu_is_of_as_many_tokens_however_few_the_other_ways_are_asked_for(tiny: LoadedModel) -> None:
-    def scores(**more: Any) -> list[RowScore]:
-        return forget_scores(tiny.model, tiny.tokenizer, [ROW], forms=("plain", "fim"), **more)
+    most: dict[str, set[int]] = {}
 
-    asked_alone, asked_more = scores(attempts=0), scores(ways=CHOSEN_BY, new_tokens=8)
-    assert asked_more[0].bleu == pytest.approx(asked_alone[0].bleu)
-    assert asked_more[0].ways["original"] == asked_alone[0].ways["original"]
-    assert set(asked_more[0].ways) == set(CHOSEN_BY)
+    def answering(prompts: Sequence[list[int]], sampling: Sampling) -> list[list[int]]:
+        own = [encode_prompt(tiny.tokenizer, ROW.prompt), forget_prompt(tiny.tokenizer, ROW, "fim")[0]]
+        targets = [forget_prompt(tiny.tokenizer, ROW, form)[1] for form in ("plain", "fim")]
+        for prompt in prompts:
+            most.setdefault("own" if prompt in own else "other", set()).add(sampling.max_new_tokens)
+        return [(targets[own.index(p)] if p in own else targets[0])[: sampling.max_new_tokens] for p in prompts]
+
+    found = forget_scores(
+        tiny.model, tiny.tokenizer, [ROW], forms=("plain", "fim"), ways=CHOSEN_BY, new_tokens=8, answering=answering
+    )
+    assert most == {"own": {BLEU_NEW_TOKENS}, "other": {8}}
+    for form in ("plain", "fim"):
+        target = forget_prompt(tiny.tokenizer, ROW, form)[1]
+        assert found[0].bleu[form] == pytest.approx(sentence_bleu(target, target[:BLEU_NEW_TOKENS]))
+        assert found[0].bleu[form] > sentence_bleu(target, target[:8])
+    assert set(found[0].ways) == set(CHOSEN_BY)
 
 
 def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
