@@ -78,25 +78,30 @@ def _is_free(value: Any) -> bool:
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: JSON may hold such
 
 
-def _plain(value: Any, levels: int) -> bool:
+def _plain(given: Any, levels: int) -> bool:
     """Whether any program can read this: text, finite numbers, nested no deeper than ``levels``."""
-    if isinstance(value, str):
-        return value.isascii() or _HALF.search(value) is None
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    if isinstance(value, dict):
-        return levels > 0 and _plain_parts(value, 0) and _plain_parts(value.values(), levels - 1)
-    if isinstance(value, list):
-        return levels > 0 and _plain_parts(value, levels - 1)
-    return value is None
-
-
-def _plain_parts(values: Iterable[Any], levels: int) -> bool:
-    for value in values:  # noqa: SIM110 - in half the time
-        if not _plain(value, levels):
-            return False
+    waiting: list[tuple[Iterable[Any], int]] = [((given,), levels)]
+    while waiting:
+        values, levels = waiting.pop()
+        for value in values:
+            kind = type(value)
+            if kind is float:
+                if not math.isfinite(value):
+                    return False
+            elif kind is str:
+                if not value.isascii() and _HALF.search(value) is not None:
+                    return False
+            elif kind is int:
+                if not -(2**63) <= value < 2**63:
+                    return False
+            elif kind is dict or kind is list:
+                if levels <= 0:
+                    return False
+                if kind is dict:
+                    waiting.append((value, 0))
+                waiting.append((value.values() if kind is dict else value, levels - 1))
+            elif kind is not bool and value is not None:
+                return False
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -62,9 +63,16 @@ def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         if key not in PARTITIONS:
             yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
     for kind in ("forget", "retain"):
-        rows = list(chain.from_iterable(module.partitions.get(key, ()) for key in PARTITIONS if key.startswith(kind)))
-        if set(map(type, rows)) - {int} or min(rows, default=0) < 0 or len(rows) != len(set(rows)):
+        parts = tuple(module.partitions.get(key, ()) for key in PARTITIONS if key.startswith(kind))
+        if set(map(type, chain.from_iterable(parts))) - {int} or not _distinct(parts):
             yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
+
+
+@lru_cache(maxsize=64)
+def _distinct(parts: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether no index is negative or twice in these, which modules that were fitted on the same rows have in common."""
+    rows = list(chain.from_iterable(parts))
+    return min(rows, default=0) >= 0 and len(rows) == len(set(rows))
 
 
 def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
@@ -126,7 +134,7 @@ def _tensor_problems(
     if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tuple(tensor.shape) != shape:
         found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         yield field, f"must be float32 {list(shape)} on the CPU, not {found}"
-    length = float(tensor.norm())
+    length = float(torch.linalg.vector_norm(tensor))
     # a finite length has finite parts, and is found in a fifth of the time
     finite = math.isfinite(length) or bool(torch.isfinite(tensor).all())
     if not finite or not (zero or length > 0):
