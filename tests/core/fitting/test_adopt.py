@@ -58,11 +58,12 @@ def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
     adopted.require(quantised.identity)
     assert adopted.calibrated == {"dtype": "float32", "quantisation": f"{FP8_TOLD}, dequantised"}
     assert adopted.digest != fitted.digest
+    times = adopted.measured["adopted"]["thresholds_raised"]  # which of them is needed differs between processors
     assert adopted.measured["adopted"] == {
         "from": fitted.digest,
         "model": {"fingerprint": fitted.model.fingerprint, "name": fitted.model.name},
         "calibrated": dict(fitted.calibrated),
-        "thresholds_raised": 1.0,
+        "thresholds_raised": times,
     }
     assert adopted.measured["forgot"]["f_bleu"]["plain"] <= adopted.measured["aim"]["f_bleu"]["plain"]
     assert {"cost", "certificate", "retain_left_out"} <= adopted.measured.keys()
@@ -71,7 +72,8 @@ def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
         assert module.measured["forget_open_rate"] == pytest.approx(open_share(loaded, module, windows), abs=1e-3)
     assert fitted.measured["forget_open_rate"] > 0.5 > fitted.measured["cost"]["open_rate"]
     assert all(bool((tensor == fitted.tensors[name]).all()) for name, tensor in adopted.tensors.items())
-    assert (adopted.tau, adopted.name, adopted.settings) == (fitted.tau, fitted.name, fitted.settings)
+    assert times in RAISED and adopted.tau == pytest.approx(times * fitted.tau)
+    assert (adopted.name, adopted.settings) == (fitted.name, fitted.settings)
     with pytest.raises(DataError, match="is of this model already"):
         run(quantised, adopted)
 
@@ -95,15 +97,20 @@ def test_one_that_costs_too_much_there_is_not_asked_what_it_forgets(
 def test_thresholds_that_let_it_open_too_often_there_are_raised(
     quantised: LoadedModel, fitted: UnbindModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    low = replace(fitted, tau=fitted.tau / 2, tau_close=0.45 * fitted.tau)
+    held = run(quantised, fitted).module
+    assert held is not None
+    low = replace(fitted, tau=held.tau, tau_close=held.tau_close)
+    monkeypatch.setattr("unbind_core.fitting.adopt.RAISED", RAISED[:1])
+    while not (failed := run(quantised, low).failed):  # until it opens too often, where a fifth higher it does not
+        low = replace(low, tau=low.tau / 1.2, tau_close=low.tau_close and low.tau_close / 1.2)
+    assert any(reason.startswith("open_rate ") for reason in failed)
+    monkeypatch.undo()
     found = run(quantised, low)
     assert found.module is not None
     times = found.module.measured["adopted"]["thresholds_raised"]
     assert times in RAISED[1:] and found.module.tau == pytest.approx(times * low.tau)
-    assert found.module.tau_close == pytest.approx(0.9 * found.module.tau)
+    assert low.tau_close is None or found.module.tau_close == pytest.approx(times * low.tau_close)
     assert found.module.measured["cost"]["cautious"]["open_rate"] <= low.budgets["open_rate"]
-    monkeypatch.setattr("unbind_core.fitting.adopt.RAISED", RAISED[:1])
-    assert any(reason.startswith("open_rate ") for reason in run(quantised, low).failed)
 
 
 def test_what_cannot_be_measured_is_refused_by_name(quantised: LoadedModel, fitted: UnbindModule) -> None:
