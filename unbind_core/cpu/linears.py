@@ -24,8 +24,9 @@ class PackedLinears(AbstractContextManager[None]):
     """While a thread has entered it, the model's ``nn.Linear`` layers use packed weights there; else, and after ``remove``, their
     own.
 
-    For float32 and bfloat16 passes without gradients; all others take the plain product. The copies take as much memory
-    again as the weights, and do not see them change. Nothing is packed off the CPU, or where torch was built without oneDNN.
+    For passes without gradients in float32, and in bfloat16 where the processor has what that takes; all others take the plain
+    product. The copies take as much memory again as the weights, and do not see them change. Nothing is packed off the CPU, or
+    where torch was built without oneDNN.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,4 +83,11 @@ def _packable(module: nn.Linear) -> bool:
         nn.Parameter,
         Tensor,
     )  # a quantised one may stand for other tensors, and have a product of its own
-    return known and free and plain and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return known and free and plain and weight.device.type == "cpu" and _arranged(weight.dtype)
+
+
+def _arranged(dtype: torch.dtype) -> bool:
+    """Whether oneDNN arranges weights of this type here; those of bfloat16 need AVX-512 or its like."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32

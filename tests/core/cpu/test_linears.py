@@ -29,6 +29,19 @@ def test_every_family_gives_the_same_logits(tiny_checkpoint: TinyCheckpoint, fam
     assert {name: dict(part.__dict__) for name, part in model.named_modules()} == before
 
 
+def test_nothing_is_packed_in_a_type_that_the_processor_cannot_arrange(
+    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without AVX-512 oneDNN refuses bfloat16 weights, and a fit of such a model ended with its error."""
+    model = load_model(tiny_checkpoint("qwen2"), dtype=torch.bfloat16).model
+    can = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    packed = PackedLinears(model)
+    assert bool(packed.layers) == can
+    packed.remove()
+    monkeypatch.setattr(linears, "_arranged", lambda dtype: dtype is torch.float32)
+    assert not PackedLinears(model).layers
+
+
 def test_a_pass_with_gradients_takes_the_plain_product(tiny: LoadedModel) -> None:
     embedded = tiny.model.get_input_embeddings()(IDS).detach().requires_grad_(True)
 
