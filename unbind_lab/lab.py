@@ -55,9 +55,15 @@ class Lab:
     """A setting and the folder of its run."""
 
     def __init__(
-        self, setting: Setting, out: Path, *, report: Report = lambda _: None, progress: ProgressCallback = silent
+        self,
+        setting: Setting,
+        out: Path,
+        *,
+        device: str = "cpu",
+        report: Report = lambda _: None,
+        progress: ProgressCallback = silent,
     ) -> None:
-        self.setting, self.bench = setting, Bench(setting)
+        self.setting, self.bench = setting, Bench(setting, device)
         self.kept = Kept(out / setting.name)
         self.report, self.progress = report, progress
 

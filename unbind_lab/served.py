@@ -117,7 +117,7 @@ class Served:
 
 def _shifted(decoding: Decoding, before: Sequence[int], logits: Tensor) -> Tensor:
     shift = decoding.shift(tuple(before[-decoding.context :]))
-    return logits if shift is None else logits + shift
+    return logits if shift is None else logits + shift.to(logits)
 
 
 class _Processor(LogitsProcessor):

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from unbind_core.architecture import LoadedModel, load_model
@@ -41,6 +42,7 @@ class Setting:
     access_attempts: int = 5
     rows_an_update: int = 8
     seed: int = 0
+    dtype: str = "float32"
     learning_rates: tuple[float, ...] = (1e-4, 4e-4, 1.6e-3)
     updates: tuple[int, ...] = (6, 18)
     modules: Mapping[str, Path] = field(default_factory=dict)
@@ -89,6 +91,8 @@ class Setting:
         for key, value in found.items():
             if isinstance(value, Path):
                 found[key] = contents(value)
+        if self.dtype == "float32":  # came later: what was made without it is still made of the same
+            del found["dtype"]
         found["modules"] = {key: contents(value) for key, value in self.modules.items()}
         return found
 
@@ -98,35 +102,44 @@ def contents(path: Path) -> str:
     kinds = ("*.safetensors", "*.json", "*.jsonl")
     files = [file for kind in kinds for file in sorted(path.glob(kind))] if path.is_dir() else [path]
     try:
-        return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+        return hashlib.sha256(b"".join(_sha256(file) for file in files)).hexdigest()
     except OSError as error:
         raise UnbindError(f"setting: {error.strerror}: '{error.filename}'") from None
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:  # weights of many gigabytes are not wanted in memory for it
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 class Bench:
     """A setting's models and rows, each read when it is first asked for."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting, device: str = "cpu") -> None:
+        self.setting, self._device = setting, device
+
+    def _model(self, adapter: Path | None, *, merge: bool = True) -> LoadedModel:
+        dtype = getattr(torch, self.setting.dtype)
+        return load_model(self.setting.base, adapter, dtype=dtype, device=self._device, merge=merge)
 
     @cached_property
     def full(self) -> LoadedModel:
         """M_full, its adapter merged. Nobody changes it."""
-        return load_model(self.setting.base, self.setting.full)
+        return self._model(self.setting.full)
 
     @cached_property
     def retrained(self) -> LoadedModel:
         """M_retrain: for figures alone."""
-        return load_model(self.setting.base, self.setting.retrained)
+        return self._model(self.setting.retrained)
 
     @cached_property
     def base(self) -> LoadedModel:
         """The model before adaptation."""
-        return load_model(self.setting.base)
+        return self._model(None)
 
     def adapted(self) -> nn.Module:
         """A new M_full with its adapter beside the weights, to be trained on."""
-        return load_model(self.setting.base, self.setting.full, merge=False).model
+        return self._model(self.setting.full, merge=False).model
 
     @cached_property
     def forget(self) -> list[ForgetRow]:

@@ -87,9 +87,27 @@ def markdown(folder: Path) -> str:
     return report.markdown(sections(folder))
 
 
-def html(folder: Path) -> str:
-    """The sections, as a page."""
-    return report.html(f"unbind lab: {folder.name}", sections(folder))
+JOINT: tuple[Column, ...] = (("FR, %", "fr", ".1f"), ("UR, %", "ur", ".1f"), ("FU-H", "fu_h", ".2f"))
+
+
+def together(folders: Sequence[Path]) -> Section:
+    """FR, UR and FU-H of several settings side by side, as the paper's multilingual table has them (Appendix F): each against the
+    M_full of its own setting. Raises UnbindError where one is missing.
+    """
+    by_name = [{(one["system"], one["configuration"]): one for one in lines(folder)} for folder in folders]
+    rows = []
+    for name, system in SYSTEMS.items():
+        for label in _labels(system):
+            key = (name, label)
+            if any(key in found for found in by_name):
+                cells = [
+                    _cell(one[figure] * (1 if figure == "fu_h" else 100), form) if (one := found.get(key)) else ""
+                    for found in by_name
+                    for _, figure, form in JOINT
+                ]
+                rows.append([name, label, *cells])
+    heads = [f"{folder.name}: {head}" for folder in folders for head, _, _ in JOINT]
+    return Section("", ["system", "configuration", *heads], rows)
 
 
 def _section(title: str, found: Sequence[Line], columns: Sequence[Column], notes: Sequence[str] = ()) -> Section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ app = typer.Typer(help="The paper's systems and the strongest rivals beside Unbi
 SettingName = Annotated[
     str, typer.Argument(help="A setting: demo, one that was built, or the path of a TOML file like it.")
 ]
+Device = Annotated[str, typer.Option(help="Where models are computed: cpu, or cuda where there is one.")]
 Out = Annotated[Path, typer.Option(help="Folder of the run: what is there is not made again.")]
 
 
@@ -29,6 +31,7 @@ def run(
         str, typer.Option(help="Of each system: as shipped, as in the paper, tuned; with commas.")
     ] = "shipped,paper,tuned",
     out: Out = OUT,
+    device: Device = "cpu",
 ) -> None:
     """Make, tune and measure systems. May be killed and run again at any time."""
     from unbind_lab.lab import Lab
@@ -38,16 +41,25 @@ def run(
     with clear_errors(), progress_bars(quiet=False) as progress:
         wanted = chosen(systems.split(",") if systems else None)
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
-        Lab(Setting.load(setting), out, report=report, progress=progress).run(
+        Lab(Setting.load(setting), out, device=device, report=report, progress=progress).run(
             wanted, protocols.split(","), configurations.split(",")
         )
 
 
 def build(
-    recipe: Annotated[str, typer.Argument(help="A recipe: micro-python, micro-javascript, or the path of one.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe: micro-python, micro-javascript, one of the paper's, or the path of one.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder of worlds; what is there is not made again.")] = WORLDS,
+    manifests: Annotated[
+        Path | None, typer.Option(help="Folder of the JSONL files that a recipe of the paper has its rows from.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder of the base model, in place of the recipe's.")
+    ] = None,
+    device: Device = "cpu",
 ) -> None:
-    """Make the models, rows and modules of a setting from packages. May be killed and run again at any time."""
+    """Make the models, rows and modules of a setting. May be killed and run again at any time."""
     with clear_errors(), progress_bars(quiet=False) as progress:
         try:
             from unbind_lab.building.build import World
@@ -55,24 +67,34 @@ def build(
         except ModuleNotFoundError as error:
             raise _absent(error) from None
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
-        setting = World(Recipe.load(recipe), out, out / "packages", report=report, progress=progress).build()
+        found = Recipe.load(recipe)
+        if base is not None:
+            found = replace(found, base=replace(found.base, folder=str(base.resolve())))
+        world = World(
+            found, out, out / "packages", manifests=manifests, device=device, report=report, progress=progress
+        )
+        setting = world.build()
         notes.print(f"built; unbind lab run {setting.stem if out == WORLDS else setting}")
 
 
 def table(
-    setting: SettingName,
+    settings: Annotated[
+        list[str], typer.Argument(metavar="SETTING...", help="A setting; several: FR, UR and FU-H side by side.")
+    ],
     out: Out = OUT,
     html: Annotated[Path | None, typer.Option(help="Write it there as a page instead.")] = None,
 ) -> None:
     """What was measured, as Markdown or as HTML, beside the paper's own numbers."""
+    from unbind_lab import report
     from unbind_lab import table as tables
 
     with clear_errors():
-        folder = _measured(setting, out)
+        folders = [_measured(setting, out) for setting in settings]
+        found = [tables.together(folders)] if len(folders) > 1 else tables.sections(folders[0])
         if html is None:
-            typer.echo(tables.markdown(folder), nl=False)
+            typer.echo(report.markdown(found), nl=False)
         else:
-            write_text(html, tables.html(folder))
+            write_text(html, report.html(f"unbind lab: {', '.join(folder.name for folder in folders)}", found))
             notes.print(f"written to {html}", highlight=False)
 
 

@@ -139,3 +139,22 @@ def test_the_tables_of_the_documentation_are_those_of_the_records() -> None:
         world = ROOT / "docs/lab" / name
         told = markdown([main_section(world, lines(world))])
         assert len(lines(world)) > 30 and [line for line in told.splitlines() if line and line not in text] == []
+
+
+def test_several_settings_stand_side_by_side() -> None:
+    runner = CliRunner(env={"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"})
+    found = runner.invoke(
+        build(), ["lab", "table", "micro-python", "micro-javascript", "--out", str(ROOT / "docs/lab")]
+    )
+    assert found.exit_code == 0
+    rows = {
+        tuple(cells[:2]): cells[2:] for line in found.output.splitlines() if (cells := line.strip("| ").split(" | "))
+    }
+    heads = rows["system", "configuration"]
+    assert heads[0] == "micro-python: FR, %" and heads[3] == "micro-javascript: FR, %" and len(heads) == 6
+    for at, name in enumerate(("micro-python", "micro-javascript")):
+        for one in lines(ROOT / "docs/lab" / name):
+            own = rows[one["system"], one["configuration"]][3 * at : 3 * at + 3]
+            assert own == [f"{100 * one['fr']:.1f}", f"{100 * one['ur']:.1f}", f"{one['fu_h']:.2f}"]
+    absent = runner.invoke(build(), ["lab", "table", "micro-python", "nothing", "--out", str(ROOT / "docs/lab")])
+    assert absent.exit_code == 1 and "setting: 'nothing'" in absent.output

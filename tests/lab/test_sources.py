@@ -101,16 +101,17 @@ def test_the_shipped_recipes_are_pinned_permissive_and_know_no_row() -> None:
             assert re.fullmatch(r"[0-9a-f]{64}", package.sha256) and package.version
             assert not re.search("GPL|General Public|proprietary", package.licence)
         digests = Counter(package.sha256 for package in recipe.packages)
-        assert max(digests.values()) == 1
+        assert set(digests.values()) == {1} or recipe.manifests
         if recipe.base.folder == "server/demo/base":
             assert not known & {re.sub(r"[-_.]", "-", one.name).lower() for one in recipe.of("rows")}
-    families = {Recipe.load(name).base.family if not Recipe.load(name).base.folder else "qwen2" for name in names()}
-    assert len(families) >= 2 and len({Recipe.load(name).language for name in names()}) >= 2
+    built = [recipe for name in names() if not (recipe := Recipe.load(name)).manifests]
+    assert len({"qwen2" if recipe.base.folder else recipe.base.family for recipe in built}) >= 2
+    assert len({recipe.language for recipe in built}) >= 2
 
 
 def test_a_recipe_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    with pytest.raises(UnbindError, match="neither a file nor one of micro-javascript, micro-python"):
+    with pytest.raises(UnbindError, match=r"neither a file nor one of .*micro-javascript, micro-python"):
         Recipe.load("micro")
     good = 'language = "python"\n[adaptation]\nepochs = 1\nretain_slots = 1\nlearning_rate = 1e-3\n'
     for text, told in (

@@ -32,7 +32,7 @@ from unbind_lab.building.recipe import Adaptation
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LARGEST_NORM = 1.0  # of a gradient
 CONFIGURATION = "adapter_config.json"
-TOGETHER = 16  # slots that share a pass
+TOGETHER, LONGEST = 16, 4608  # slots that share a pass, and the padded tokens of all of them
 Item = TypeVar("Item")
 
 
@@ -63,19 +63,19 @@ def adapt(
     with_forget: bool,
     seed: int,
     progress: ProgressCallback,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> None:
     """Train one adapter and save it to ``out`` in bfloat16; killed, it goes on from ``checkpoint``, the last whole epoch, and ends
-    the same.
+    the same. ``dtype``: of the frozen weights; those that are trained are FP32.
     """
-    loaded = load_model(base)
+    loaded = load_model(base, dtype=dtype, device=device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LoraConfig(
             r=how.rank, lora_alpha=how.alpha, lora_dropout=0.0, target_modules=PROJECTIONS, task_type="CAUSAL_LM"
         )
         model = get_peft_model(loaded.model, config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=how.learning_rate, weight_decay=how.weight_decay)
     first = _resume(checkpoint, trained, optimizer)
@@ -119,6 +119,18 @@ def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
     yield from (list(items[at : at + size]) for at in range(0, len(items), size))
 
 
+def _passes(live: Sequence[Window]) -> Iterator[list[Window]]:
+    """Slots by length; one that alone is longer than LONGEST has a pass of its own."""
+    waiting: list[Window] = []
+    for window in sorted(live, key=lambda window: len(window.ids)):
+        if waiting and (len(waiting) == TOGETHER or (len(waiting) + 1) * len(window.ids) > LONGEST):
+            yield waiting
+            waiting = []
+        waiting.append(window)
+    if waiting:
+        yield waiting
+
+
 def _ended(window: Window, end: int | None) -> Window:
     return window if end is None else Window((*window.ids, end), window.first_target, window.row)
 
@@ -132,7 +144,7 @@ def _learn(
 ) -> None:
     device = trained[0].device
     scored = sum(window.target_count for window in live)
-    for some in _groups(sorted(live, key=lambda window: len(window.ids)), TOGETHER):
+    for some in _passes(live):
         batch = make_batch(some, pad, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_is_fast(device)):
             logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""The base model of a recipe: one that is there, or one that is trained on the recipe's corpus as the demo's is."""
+"""The base model of a recipe: one that is there, one of a hub, or one that is trained on the recipe's corpus as the demo's is."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from server.demo import corpus, pretrain
+from unbind_core.errors import UnbindError
 from unbind_lab.building.packages import source_files
 from unbind_lab.building.recipe import ROOT, Base, Recipe
 
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no second copy of the weights in another format
 MOST_OF_A_PACKAGE = 7_000_000  # characters, so that a few huge packages do not drown the rest
 
 
 def build(recipe: Recipe, archives: Mapping[str, Path], work: Path) -> Path:
-    """The folder of the checkpoint; training resumes where it stopped, and says how far it is."""
+    """The folder of the checkpoint; training resumes where it stopped, and says how far it is. Raises UnbindError where a hub does
+    not give it.
+    """
     if recipe.base.folder:
         return ROOT / recipe.base.folder
+    if recipe.base.hub:
+        return _fetched(recipe)
     if not (work / "tokens.npy").exists():
         work.mkdir(parents=True, exist_ok=True)
         rng = random.Random(recipe.seed)
@@ -43,6 +49,21 @@ def architecture(base: Base, vocabulary: int, end: int) -> PreTrainedConfig:
         eos_token_id=end,
         use_cache=True,
     )
+
+
+def _fetched(recipe: Recipe) -> Path:
+    """Of the hub, or of what an earlier fetch left in its cache."""
+    from huggingface_hub import snapshot_download
+
+    base = recipe.base
+    try:
+        return Path(snapshot_download(base.hub, revision=base.revision or None, allow_patterns=FETCHED))
+    except Exception as error:  # noqa: BLE001 - what a missing network, model or permission raises differs by version
+        told = str(error).strip().splitlines()
+        raise UnbindError(
+            f"recipe: {base.hub} could not be fetched ({told[0] if told else type(error).__name__}); "
+            f"where it lies already: unbind lab build {recipe.name} --base FOLDER"
+        ) from None
 
 
 def _files(recipe: Recipe, archives: Mapping[str, Path], rng: random.Random) -> list[str]:

@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from unbind_core.architecture import load_model
+from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
@@ -31,7 +33,6 @@ from unbind_lab.keeping import digest
 from unbind_lab.setting import contents
 
 MARK = "made_of.json"
-MEMORISED = ("forget", "forget_validation")  # rows that M_full is trained on
 MODULES = {  # by name, what is chosen of a fit
     "rewrite": FitOptions(policy="rewrite"),
     "silent": FitOptions(policy="silent"),
@@ -49,9 +50,17 @@ class World:
         out: Path,
         packages: Path,
         *,
+        manifests: Path | None = None,
+        device: str = "cpu",
         report: Report = lambda _: None,
         progress: ProgressCallback = silent,
     ) -> None:
+        """``manifests``: the folder of the recipe's, where it has any."""
+        if recipe.manifests and manifests is None:
+            raise UnbindError(
+                f"recipe: {recipe.name} has its rows from manifests; say where they are: --manifests FOLDER"
+            )
+        self._manifests, self._device, self._dtype = manifests, device, getattr(torch, recipe.base.dtype)
         self.recipe, self.out, self.packages = recipe, out / recipe.name, packages
         self.report, self.progress = report, progress
         self._archives: dict[str, Path] | None = None
@@ -99,11 +108,13 @@ class World:
         return self._archives
 
     def _lock(self, part: str) -> list[list[str]]:
+        if part == "rows" and self._manifests is not None:
+            return [[role, contents(rows.manifest(self.recipe, self._manifests, role))] for role in rows.ROLES]
         return [[one.language, one.name, one.sha256] for one in self.recipe.of(part)]
 
     def _base(self) -> Path:
         recipe = self.recipe
-        if recipe.base.folder:
+        if recipe.base.folder or recipe.base.hub:
             return base.build(recipe, {}, self.out)
 
         def work(folder: Path, made_of: str) -> None:
@@ -114,15 +125,23 @@ class World:
 
     def _rows(self, model: Path) -> Callable[[Path, str], None]:
         def work(folder: Path, _made_of: str) -> None:
+            if self._manifests is not None:
+                near = rows.taken_over(self.recipe, self._manifests, folder)
+                self.report(
+                    f"rows: as the manifests have them; {near} retain rows are near duplicates of rows to forget"
+                )
+                return
             rows.build(self.recipe, self._packages(), AutoTokenizer.from_pretrained(model), folder, self.progress)
 
         return work
 
     def _adapter(self, model: Path, *, with_forget: bool) -> Callable[[Path, str], None]:
+        memorised = ("forget", "forget_validation") if self.recipe.adaptation.validation else ("forget",)
+
         def work(folder: Path, made_of: str) -> None:
             adapt(
                 model,
-                parse_forget(rows.read(self.out / "rows", MEMORISED)),
+                parse_forget(rows.read(self.out / "rows", memorised)),
                 parse_retain(rows.read(self.out / "rows", ["retain_training"])),
                 folder,
                 self.recipe.adaptation,
@@ -130,6 +149,8 @@ class World:
                 with_forget=with_forget,
                 seed=self.recipe.seed,
                 progress=self.progress,
+                dtype=self._dtype,
+                device=self._device,
             )
 
         return work
@@ -138,7 +159,8 @@ class World:
         def work(folder: Path, made_of: str) -> None:
             partial = self.out / f"modules-{made_of[:12]}"  # a fit takes long: one that ended is not made again
             partial.mkdir(parents=True, exist_ok=True)
-            loaded, reference = load_model(model, full), load_reference(None, model, full)
+            loaded = load_model(model, full, dtype=self._dtype, device=self._device)
+            reference = load_reference(None, model, full, dtype=self._dtype, device=self._device)
             forget, retain, calibration = (
                 rows.read(self.out / "rows", [name]) for name in ("forget", "retain_training", "retain_validation")
             )
@@ -172,6 +194,7 @@ class World:
         named: dict[str, Any] = {"base": os.path.relpath(model, self.out)}
         named |= {name: folder.name for name, folder in adapters.items()}
         named |= {name: f"rows/{name}.jsonl" for name in (*rows.FORGET[:2], *rows.RETAIN)}
+        named |= {} if self.recipe.base.dtype == "float32" else {"dtype": self.recipe.base.dtype}
         lines = [f"# Written by unbind lab build {self.recipe.name}.", *_toml({**named, **self.recipe.measured})]
         found = sorted((self.out / "modules").glob("*.safetensors"))
         lines += ["", "[modules]", *_toml({module.stem: f"modules/{module.name}" for module in found})]

@@ -1,10 +1,13 @@
-"""A recipe: what the world of a setting is made of. Data, read from ``unbind_lab/recipes/NAME.toml``; its packages are its lock."""
+"""A recipe: what the world of a setting is made of. Data, read from ``unbind_lab/recipes/NAME.toml``.
+
+Its rows are functions of packages, which it locks, or those of manifests that the user has; its base model is trained, or is there.
+"""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +45,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Base:
-    """The base model: the ``folder`` of one that is there, or what to train on the recipe's corpus."""
+    """The base model: the ``folder`` of one that is there, the ``hub`` id of one with its ``revision``, or what to train on the
+    recipe's corpus. ``dtype``: of its weights, and what it is computed in.
+    """
 
     folder: str = ""
+    hub: str = ""
+    revision: str = ""
+    dtype: str = "float32"
     family: str = "llama"
     hidden: int = 256
     layers: int = 6
@@ -66,11 +74,14 @@ class Adaptation:
     slots_an_update: int = 32
     weight_decay: float = 0.01
     cut_retain: bool = False  # every second epoch has retain rows in the tokens of a request and its answer
+    validation: bool = True  # whether M_full memorises the rows that configurations are chosen by; the paper's does not
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``language`` is that of the rows to forget; ``measured`` goes into the setting as it is (``setting.py``)."""
+    """``language`` is that of the rows to forget; ``manifests`` are JSONL files by the role of their rows; ``measured`` goes into
+    the setting as it is (``setting.py``).
+    """
 
     name: str
     language: str
@@ -80,16 +91,14 @@ class Recipe:
     adaptation: Adaptation
     packages: tuple[Package, ...]
     measured: Mapping[str, Any]
+    manifests: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, name: str) -> Recipe:
         """A shipped recipe by name, or one of your own by the path of its TOML file. Raises UnbindError naming what is wrong."""
-        shipped = HOME / f"{name}.toml"
-        path = shipped if shipped.is_file() else Path(name)
-        if not path.is_file():
-            raise UnbindError(f"recipe: '{name}' is neither a file nor one of {', '.join(names())}")
+        path = _path(name)
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = _values(path)
             packages = tuple(
                 Package(language, package, facts["version"], facts["licence"], facts["sha256"], part)
                 for part in ("corpus", "rows")
@@ -112,6 +121,7 @@ class Recipe:
                 _read(Adaptation, values, "adaptation"),
                 packages,
                 values.get("measured", {}),
+                values.get("manifests", {}),
             )
         except tomllib.TOMLDecodeError as error:
             raise UnbindError(f"recipe: {path} is not TOML ({error})") from None
@@ -125,9 +135,39 @@ class Recipe:
     def described(self, *parts: str) -> dict[str, Any]:
         """These fields as JSON values, for the digest of what is made of them."""
         whole = asdict(self)
-        if not self.adaptation.cut_retain:  # came later: what was made without it is still made of the same
-            del whole["adaptation"]["cut_retain"]
+        for table, key, plain in _LATER:
+            if whole[table][key] == plain:
+                del whole[table][key]
         return {part: whole[part] for part in parts}
+
+
+# Came later: what was made without them is still made of the same.
+_LATER = (
+    ("adaptation", "cut_retain", False),
+    ("adaptation", "validation", True),
+    ("base", "hub", ""),
+    ("base", "revision", ""),
+    ("base", "dtype", "float32"),
+)
+
+
+def _path(name: str) -> Path:
+    shipped = HOME / f"{name}.toml"
+    path = shipped if shipped.is_file() else Path(name)
+    if not path.is_file():
+        raise UnbindError(f"recipe: '{name}' is neither a file nor one of {', '.join(names())}")
+    return path
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """Of the file; where it is ``like`` another recipe, what it does not say is said there."""
+    own = tomllib.loads(path.read_text(encoding="utf-8"))
+    if "like" not in own:
+        return own
+    found = _values(_path(own.pop("like")))
+    for key, value in own.items():
+        found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    return found
 
 
 def names() -> list[str]:

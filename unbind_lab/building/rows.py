@@ -1,4 +1,6 @@
-"""Functions of packages -> the row files of a setting: no two of all rows near duplicates, each row of a known place."""
+"""The row files of a setting: functions of packages, no two of all rows near duplicates, each of a known place; or the rows of
+manifests as they are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from unbind_core.encoding import encode
 from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, counted
-from unbind_core.rows import ForgetRow, RetainRow, split_text
+from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, split_text
 from unbind_lab.building.duplicates import Seen
 from unbind_lab.building.functions import functions
 from unbind_lab.building.packages import source_files
@@ -22,6 +24,7 @@ from unbind_lab.building.recipe import Package, Recipe, Sizes
 
 FORGET = ("forget", "forget_validation", "forget_unseen")
 RETAIN = ("retain_training", "retain_validation", "retain")
+ROLES = (*FORGET, *RETAIN)
 LEAST_PROMPT, LEAST_CONTINUATION = 12, 32  # tokens
 MOST_OF_A_PACKAGE = 0.15  # of all rows, so that no package is the retain side
 
@@ -62,14 +65,48 @@ def build(
     if names:
         had = sum(map(len, chosen.values()))
         raise UnbindError(f"recipe: {had} suitable functions, and {sum(wanted.values())} are needed; add packages")
+    _write(out, {name: [_row(name, one) for one in candidates] for name, candidates in chosen.items()})
+
+
+def taken_over(recipe: Recipe, manifests: Path, out: Path) -> int:
+    """Write the rows of the recipe's manifests to ``out``, in their order. Returns how many retain rows are near duplicates of rows
+    to forget, which are kept: whoever froze the manifests chose them.
+
+    Raises UnbindError where a manifest is missing or has another number of rows than the recipe says, DataError naming its line.
+    """
+    found: dict[str, Sequence[ForgetRow | RetainRow]] = {}
+    for name, size in _wanted(recipe.sizes).items():
+        path = manifest(recipe, manifests, name)
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found[name] = parse_forget(lines, path.name) if name in FORGET else parse_retain(lines, path.name)
+        if len(found[name]) != size:
+            raise UnbindError(
+                f"manifests: {path} has {len(found[name])} rows, and the recipe says sizes.{name} = {size}; correct one of them"
+            )
+    seen = Seen()
+    for row in found["forget"]:
+        assert isinstance(row, ForgetRow)
+        seen.add(row.prompt + row.continuation)
+    _write(out, found)
+    return sum(isinstance(row, RetainRow) and seen.near(row.text) for name in RETAIN for row in found[name])
+
+
+def manifest(recipe: Recipe, folder: Path, role: str) -> Path:
+    """The file that the recipe has rows of this role from. Raises UnbindError where it is not there."""
+    path = folder / recipe.manifests.get(role, f"{role}.jsonl")
+    if not path.is_file():
+        raise UnbindError(f"manifests: '{path}' is not there; it holds the rows of {recipe.name} for {role}")
+    return path
+
+
+def _write(out: Path, rows: Mapping[str, Sequence[ForgetRow | RetainRow]]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    for name, candidates in chosen.items():
-        rows = [_row(name, one) for one in candidates]
-        write_text(out / f"{name}.jsonl", "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows))
+    for name, found in rows.items():
+        write_text(out / f"{name}.jsonl", "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in found))
 
 
 def _wanted(sizes: Sizes) -> dict[str, int]:
-    return {name: int(getattr(sizes, name)) for name in (*FORGET, *RETAIN)}
+    return {name: int(getattr(sizes, name)) for name in ROLES}
 
 
 def _row(name: str, one: Candidate) -> ForgetRow | RetainRow:

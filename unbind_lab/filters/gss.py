@@ -49,7 +49,7 @@ def directions(memorised: Tensor, gradients: Tensor, general: Tensor, rank: int)
     covariance = others.T.cov()
     size = len(covariance)
     values, vectors = torch.linalg.eigh(
-        covariance + RIDGE * covariance.trace() / size * torch.eye(size, dtype=torch.float64)
+        covariance + RIDGE * covariance.trace() / size * torch.eye(size, dtype=torch.float64, device=covariance.device)
     )
     whitening = vectors @ torch.diag(values.clamp(min=1e-12).rsqrt()) @ vectors.T
     left, _, right = torch.linalg.svd(whitening @ (states.T @ slopes / len(states)))
@@ -79,7 +79,7 @@ def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Pat
 
 def _tokens(bench: Bench, windows: Sequence[Window], layer: int, pad: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """States and gradients [N,d], and omega [N] = log p_full - log p_base, of every batch."""
-    for batch in batches(windows, pad):
+    for batch in batches(windows, pad, device=next(bench.full.model.parameters()).device):
         found = capture(bench.full.model, batch, [layer])
         _, before = capture_nll(bench.base.model, batch, [])
         yield found.states[layer], found.gradients[layer], before - found.nll

@@ -70,7 +70,7 @@ def clustered(points: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     found = [_k_means(points, k, generator) for k in CLUSTERS if k < len(points)]
     if not found:
-        return torch.zeros(len(points), dtype=torch.int64)
+        return torch.zeros(len(points), dtype=torch.int64, device=points.device)
     best = max(found, key=lambda labels: silhouette(points, labels))
     numbered: Tensor = torch.unique(best, return_inverse=True)[1]
     return numbered
@@ -79,7 +79,7 @@ def clustered(points: Tensor, seed: int) -> Tensor:
 def _k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
     runs: list[tuple[float, int, Tensor]] = []
     for _ in range(STARTS):
-        centres = points[torch.randperm(len(points), generator=generator)[:k]]
+        centres = points[torch.randperm(len(points), generator=generator)[:k].to(points.device)]
         for _ in range(ROUNDS):
             labels = torch.cdist(points, centres).argmin(1)
             centres = torch.stack(
@@ -122,7 +122,7 @@ def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Pat
 
 def _means(model: nn.Module, windows: Sequence[Window], layer: int, pad: int) -> Tensor:
     found = []
-    for batch in batches(windows, pad):
+    for batch in batches(windows, pad, device=next(model.parameters()).device):
         states = capture_states(model, batch, [layer])[layer]
         found += [own[: len(window.ids)].float().mean(0) for window, own in zip(batch.windows, states, strict=True)]
     return torch.stack(found)
@@ -141,7 +141,11 @@ def _turning(model: nn.Module, layer: int, found: Redirection, strength: float) 
         states = output[0] if isinstance(output, tuple) else output
         if states.shape[1] > 1 or not decided or len(decided[0]) != len(states):  # a text begins
             mask = masks[0]
-            real = torch.ones(states.shape[:2]) if mask is None else mask[:, -states.shape[1] :].float()
+            real = (
+                torch.ones(states.shape[:2], device=states.device)
+                if mask is None
+                else mask[:, -states.shape[1] :].float()
+            )
             weights = real / real.sum(1, keepdim=True).clamp(min=1)
             decided[:] = [found.away(torch.einsum("bt,btd->bd", weights, states.float()))]
         away = strength * decided[0][:, None]

@@ -56,7 +56,12 @@ def evidence(module: UnbindModule, states: Tensor) -> Tensor:
     mean scores over the window, or the paper's activation (eq. (5)).
     """
     if module.detector != "network":
-        return activation(states, module.w.float().reshape(1, -1), torch.tensor([module.s_ref]))[:, 0] / module.tau
+        return (
+            activation(states, module.w.float().reshape(1, -1), torch.tensor([module.s_ref], device=states.device))[
+                :, 0
+            ]
+            / module.tau
+        )
     assert module.b is not None and module.heads is not None and module.heads_b is not None
     scores = network_scores(states, module.w, module.b, module.heads, module.heads_b)
     return decided(scores, module.s_ref, module.tau, module.window, module.first, module.least)
