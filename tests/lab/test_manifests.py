@@ -14,7 +14,6 @@ from server.cli import build
 from tests.core.conftest import save_checkpoint
 from tests.lab.test_building import rows
 from unbind_core.errors import DataError, UnbindError
-from unbind_core.fitting.options import FitOptions
 from unbind_core.windows import Window
 from unbind_lab.building import adapt as adapting
 from unbind_lab.building.base import build as base_of
@@ -80,7 +79,9 @@ def test_the_paper_s_settings_are_its_appendix() -> None:
 def test_a_setting_of_the_paper_is_built_and_measured_on_a_checkpoint_of_its_architecture(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unbind_lab.building.build.MODULES", {"silent": FitOptions(policy="silent", effort=0.2)})
+    monkeypatch.setattr(
+        "unbind_lab.building.build.MODULES", {}
+    )  # the run fits the paper's gate, which is one fit enough
     recipe = small(name, save_checkpoint(family, tmp_path / "base", dtype=torch.bfloat16))
     folder, told = manifests(recipe, tmp_path / "manifests"), list[str]()
     world = World(recipe, tmp_path / "worlds", tmp_path / "packages", manifests=folder, report=told.append)
