@@ -60,6 +60,9 @@ class World:
             raise UnbindError(
                 f"recipe: {recipe.name} has its rows from manifests; say where they are: --manifests FOLDER"
             )
+        if manifests is not None:  # looked at before a large checkpoint is fetched
+            for role in rows.ROLES:
+                rows.manifest(recipe, manifests, role)
         self._manifests, self._device, self._dtype = manifests, device, getattr(torch, recipe.base.dtype)
         self.recipe, self.out, self.packages = recipe, out / recipe.name, packages
         self.report, self.progress = report, progress
