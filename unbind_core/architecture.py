@@ -143,6 +143,17 @@ def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn
         raise UnbindError(f"model: '{path}' could not be read as a causal language model: {error}") from error
 
 
+def _require_device(device: str) -> None:
+    """Before weights of many gigabytes are read. Raises UnbindError."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a build of torch without CUDA raises the latter
+        told = str(error).splitlines()[0]
+        raise UnbindError(
+            f"device: '{device}' cannot be used here ({told}); choose cpu, or cuda where there is one"
+        ) from None
+
+
 def load_model(
     path: str | Path,
     adapter: str | Path | None = None,
@@ -158,6 +169,7 @@ def load_model(
     naming the path where something is missing or damaged, or a package that the quantisation needs,
     UnsupportedArchitecture where the model is not a causal decoder.
     """
+    _require_device(device)
     folder = _folder(path, "config.json", "model")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import UnbindError
+from unbind_core.fields import DTYPES
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, spread
 
 HERE = Path(__file__).parent
@@ -78,6 +79,8 @@ class Setting:
         for key, kind in known_fields.items():
             if kind == "Path" and key not in values:
                 raise UnbindError(f"setting: '{key}' is missing in {path}")
+            if key == "dtype" and values.get(key, "float32") not in DTYPES:
+                raise UnbindError(f"setting: 'dtype' in {path} is {values[key]!r}; choose from {', '.join(DTYPES)}")
             if key in values and kind == "Path":
                 values[key] = home / values[key]
             elif key in values and kind.startswith("tuple"):

@@ -82,9 +82,18 @@ def _variants(one: Line, variants: Mapping[str, str]) -> Iterator[Line]:
             yield {"system": one["system"], "configuration": head, "options": {}, **figures}
 
 
-def markdown(folder: Path) -> str:
-    """The sections, as documents have them."""
-    return report.markdown(sections(folder))
+def markdown(*folders: Path) -> str:
+    """The sections of a run, as documents have them; several runs: side by side."""
+    return report.markdown(_shown(folders))
+
+
+def html(*folders: Path) -> str:
+    """The same as a page."""
+    return report.html(f"unbind lab: {', '.join(folder.name for folder in folders)}", _shown(folders))
+
+
+def _shown(folders: Sequence[Path]) -> list[Section]:
+    return [together(folders)] if len(folders) > 1 else sections(folders[0])
 
 
 JOINT: tuple[Column, ...] = (("FR, %", "fr", ".1f"), ("UR, %", "ur", ".1f"), ("FU-H", "fu_h", ".2f"))

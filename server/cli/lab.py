@@ -85,16 +85,14 @@ def table(
     html: Annotated[Path | None, typer.Option(help="Write it there as a page instead.")] = None,
 ) -> None:
     """What was measured, as Markdown or as HTML, beside the paper's own numbers."""
-    from unbind_lab import report
     from unbind_lab import table as tables
 
     with clear_errors():
         folders = [_measured(setting, out) for setting in settings]
-        found = [tables.together(folders)] if len(folders) > 1 else tables.sections(folders[0])
         if html is None:
-            typer.echo(report.markdown(found), nl=False)
+            typer.echo(tables.markdown(*folders), nl=False)
         else:
-            write_text(html, report.html(f"unbind lab: {', '.join(folder.name for folder in folders)}", found))
+            write_text(html, tables.html(*folders))
             notes.print(f"written to {html}", highlight=False)
 
 

@@ -234,6 +234,12 @@ def test_an_override_names_the_layers() -> None:
         decoder_layers(model, "body")
 
 
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for device in ("nothing", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(UnbindError, match=f"device: '{device}' cannot be used here .*; choose cpu, or cuda where"):
+            load_model(tmp_path / "nowhere", device=device)
+
+
 def test_missing_and_damaged_folders_are_refused_with_their_path(
     tiny_checkpoint: TinyCheckpoint, tmp_path: Path
 ) -> None:

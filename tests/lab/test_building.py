@@ -111,7 +111,7 @@ def test_what_a_recipe_says_of_cut_rows_counts_only_where_it_does(recipe: Recipe
 def test_an_update_is_of_its_scored_tokens_whatever_shares_a_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapting, "TOGETHER", 3)
+    monkeypatch.setattr(adapting, "TOGETHER", 100)
     loaded, (forget, retain) = load_model(save_checkpoint("llama", tmp_path / "base")), rows(4)
     live = [*forget_windows(loaded.tokenizer, forget, range(4)), *retain_windows(loaded.tokenizer, retain, range(3))]
     parameters = list(loaded.model.parameters())

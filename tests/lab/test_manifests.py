@@ -14,8 +14,6 @@ from server.cli import build
 from tests.core.conftest import save_checkpoint
 from tests.lab.test_building import rows
 from unbind_core.errors import DataError, UnbindError
-from unbind_core.windows import Window
-from unbind_lab.building import adapt as adapting
 from unbind_lab.building.base import build as base_of
 from unbind_lab.building.build import World
 from unbind_lab.building.recipe import Recipe, Sizes, names
@@ -124,6 +122,15 @@ def test_what_is_wrong_with_manifests_is_said(tmp_path: Path) -> None:
     def build() -> None:
         World(recipe, tmp_path / "w", tmp_path / "p", manifests=folder).build()
 
+    packed = replace(recipe, manifests={})
+    with pytest.raises(UnbindError, match="qwen-csn has no manifests; leave --manifests out"):
+        World(packed, tmp_path / "w", tmp_path / "p", manifests=folder)
+    for names_of, told in (
+        ({**recipe.manifests, "retains": "x.jsonl"}, "'manifests.retains' is unknown; choose from forget, "),
+        ({"forget": "x.jsonl"}, "'manifests.forget_validation' is missing"),
+    ):
+        with pytest.raises(UnbindError, match=told):
+            World(replace(recipe, manifests=names_of), tmp_path / "w", tmp_path / "p", manifests=folder)
     path = folder / recipe.manifests["retain"]
     whole = path.read_text()
     path.write_text(whole + '{"text": "x = 1"}\n')
@@ -131,6 +138,9 @@ def test_what_is_wrong_with_manifests_is_said(tmp_path: Path) -> None:
         build()
     path.write_text(whole.replace('"text"', '"code"', 1))
     with pytest.raises(DataError, match=r"retain-test.jsonl line 1: field 'text' is missing"):
+        build()
+    path.write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(UnbindError, match=r"retain-test.jsonl: not UTF-8 \(byte 10\); save it as UTF-8"):
         build()
     path.unlink()
     with pytest.raises(UnbindError, match=r"retain-test.jsonl' is not there; it holds the rows of qwen-csn for retain"):
@@ -188,15 +198,9 @@ def test_an_own_recipe_says_only_what_differs(tmp_path: Path) -> None:
     found, other = Recipe.load(str(path)), Recipe.load("qwen-csn")
     assert (found.name, found.base.revision) == ("mine", "abc")
     assert replace(found, name=other.name, base=other.base) == other
+    path.write_text('like = "qwen-csn"\n[base]\ndtype = "bf16"\n')
+    with pytest.raises(UnbindError, match=r"'base.dtype' is 'bf16'; choose from float32, bfloat16"):
+        Recipe.load(str(path))
     path.write_text('like = "nothing"\n')
     with pytest.raises(UnbindError, match="'nothing' is neither a file nor one of"):
         Recipe.load(str(path))
-
-
-def test_passes_hold_no_more_tokens_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapting, "LONGEST", 100)
-    windows = [Window(tuple(range(1, size + 1)), 1, i) for i, size in enumerate((10, 30, 40, 45, 60, 150, 20))]
-    passes = list(adapting._passes(windows))
-    assert sorted(window.row for one in passes for window in one) == list(range(7))
-    assert all(len(one) == 1 or len(one) * max(len(window.ids) for window in one) <= 100 for one in passes)
-    assert [len(one) for one in passes] == [3, 2, 1, 1]

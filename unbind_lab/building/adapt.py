@@ -26,13 +26,13 @@ from unbind_core.files import write_text, write_whole
 from unbind_core.progress import Progress, ProgressCallback
 from unbind_core.rows import ForgetRow, RetainRow, split_text
 from unbind_core.running.device import bfloat16_is_fast
-from unbind_core.windows import Window, forget_windows, make_batch, retain_windows
+from unbind_core.windows import Window, batches, forget_windows, retain_windows
 from unbind_lab.building.recipe import Adaptation
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LARGEST_NORM = 1.0  # of a gradient
 CONFIGURATION = "adapter_config.json"
-TOGETHER, LONGEST = 16, 4608  # slots that share a pass, and the padded tokens of all of them
+TOGETHER = 4096  # padded tokens that share a pass, or those of one slot that alone has more
 Item = TypeVar("Item")
 
 
@@ -119,18 +119,6 @@ def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
     yield from (list(items[at : at + size]) for at in range(0, len(items), size))
 
 
-def _passes(live: Sequence[Window]) -> Iterator[list[Window]]:
-    """Slots by length; one that alone is longer than LONGEST has a pass of its own."""
-    waiting: list[Window] = []
-    for window in sorted(live, key=lambda window: len(window.ids)):
-        if waiting and (len(waiting) == TOGETHER or (len(waiting) + 1) * len(window.ids) > LONGEST):
-            yield waiting
-            waiting = []
-        waiting.append(window)
-    if waiting:
-        yield waiting
-
-
 def _ended(window: Window, end: int | None) -> Window:
     return window if end is None else Window((*window.ids, end), window.first_target, window.row)
 
@@ -144,8 +132,7 @@ def _learn(
 ) -> None:
     device = trained[0].device
     scored = sum(window.target_count for window in live)
-    for some in _passes(live):
-        batch = make_batch(some, pad, device)
+    for batch in batches(live, pad, tokens=TOGETHER, device=device):
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_is_fast(device)):
             logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
         nll = nn.functional.cross_entropy(logits[batch.predictors].float(), batch.next_tokens(), reduction="sum")

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoTokenizer
 
 from unbind_core.architecture import load_model
-from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
@@ -55,15 +54,9 @@ class World:
         report: Report = lambda _: None,
         progress: ProgressCallback = silent,
     ) -> None:
-        """``manifests``: the folder of the recipe's, where it has any."""
-        if recipe.manifests and manifests is None:
-            raise UnbindError(
-                f"recipe: {recipe.name} has its rows from manifests; say where they are: --manifests FOLDER"
-            )
-        if manifests is not None:  # looked at before a large checkpoint is fetched
-            for role in rows.ROLES:
-                rows.manifest(recipe, manifests, role)
-        self._manifests, self._device, self._dtype = manifests, device, getattr(torch, recipe.base.dtype)
+        """``manifests``: the folder of the recipe's, where it has any. Raises UnbindError where they do not agree."""
+        self._manifests = rows.manifests_of(recipe, manifests)  # looked at before a large checkpoint is fetched
+        self._device, self._dtype = device, getattr(torch, recipe.base.dtype)
         self.recipe, self.out, self.packages = recipe, out / recipe.name, packages
         self.report, self.progress = report, progress
         self._archives: dict[str, Path] | None = None
@@ -111,8 +104,8 @@ class World:
         return self._archives
 
     def _lock(self, part: str) -> list[list[str]]:
-        if part == "rows" and self._manifests is not None:
-            return [[role, contents(rows.manifest(self.recipe, self._manifests, role))] for role in rows.ROLES]
+        if part == "rows" and self._manifests:
+            return [[role, contents(path)] for role, path in self._manifests.items()]
         return [[one.language, one.name, one.sha256] for one in self.recipe.of(part)]
 
     def _base(self) -> Path:
@@ -128,7 +121,7 @@ class World:
 
     def _rows(self, model: Path) -> Callable[[Path, str], None]:
         def work(folder: Path, _made_of: str) -> None:
-            if self._manifests is not None:
+            if self._manifests:
                 near = rows.taken_over(self.recipe, self._manifests, folder)
                 self.report(
                     f"rows: as the manifests have them; {near} retain rows are near duplicates of rows to forget"

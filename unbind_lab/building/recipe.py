@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unbind_core.errors import UnbindError
+from unbind_core.fields import DTYPES
 
 HOME = Path(__file__).parent.parent / "recipes"
 ROOT = HOME.parent.parent  # what a recipe's paths are relative to
@@ -112,11 +113,14 @@ class Recipe:
                 raise UnbindError(
                     f"recipe: {', '.join(sorted(both))} is in corpus and in rows; the base model must not know rows"
                 )
+            base = _read(Base, values, "base")
+            if base.dtype not in DTYPES:
+                raise UnbindError(f"recipe: 'base.dtype' is {base.dtype!r}; choose from {', '.join(DTYPES)}")
             return cls(
                 path.stem,
                 values["language"],
                 values.get("seed", 0),
-                _read(Base, values, "base"),
+                base,
                 _read(Sizes, values, "sizes"),
                 _read(Adaptation, values, "adaptation"),
                 packages,

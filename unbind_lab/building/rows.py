@@ -68,16 +68,16 @@ def build(
     _write(out, {name: [_row(name, one) for one in candidates] for name, candidates in chosen.items()})
 
 
-def taken_over(recipe: Recipe, manifests: Path, out: Path) -> int:
-    """Write the rows of the recipe's manifests to ``out``, in their order. Returns how many retain rows are near duplicates of rows
-    to forget, which are kept: whoever froze the manifests chose them.
+def taken_over(recipe: Recipe, manifests: Mapping[str, Path], out: Path) -> int:
+    """Write the rows of the recipe's ``manifests`` to ``out``, in their order.
 
-    Raises UnbindError where a manifest is missing or has another number of rows than the recipe says, DataError naming its line.
+    Returns how many retain rows are near duplicates of rows to forget, which are kept: whoever froze the manifests chose them.
+    Raises UnbindError where a manifest is no UTF-8 or has another number of rows than the recipe says, DataError naming its line.
     """
     found: dict[str, Sequence[ForgetRow | RetainRow]] = {}
     for name, size in _wanted(recipe.sizes).items():
-        path = manifest(recipe, manifests, name)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        path = manifests[name]
+        lines = _lines(path)
         found[name] = parse_forget(lines, path.name) if name in FORGET else parse_retain(lines, path.name)
         if len(found[name]) != size:
             raise UnbindError(
@@ -91,12 +91,35 @@ def taken_over(recipe: Recipe, manifests: Path, out: Path) -> int:
     return sum(isinstance(row, RetainRow) and seen.near(row.text) for name in RETAIN for row in found[name])
 
 
-def manifest(recipe: Recipe, folder: Path, role: str) -> Path:
-    """The file that the recipe has rows of this role from. Raises UnbindError where it is not there."""
-    path = folder / recipe.manifests.get(role, f"{role}.jsonl")
-    if not path.is_file():
-        raise UnbindError(f"manifests: '{path}' is not there; it holds the rows of {recipe.name} for {role}")
-    return path
+def manifests_of(recipe: Recipe, folder: Path | None) -> dict[str, Path]:
+    """The recipe's manifests by the role of their rows; none where it has rows of packages.
+
+    Raises UnbindError where the recipe, the folder and what is in it do not agree.
+    """
+    named = recipe.manifests
+    if not named and folder is None:
+        return {}
+    if not named:
+        raise UnbindError(f"recipe: {recipe.name} has no manifests; leave --manifests out")
+    if folder is None:
+        raise UnbindError(f"recipe: {recipe.name} has its rows from manifests; say where they are: --manifests FOLDER")
+    for role in named.keys() - set(ROLES):
+        raise UnbindError(f"recipe: 'manifests.{role}' is unknown; choose from {', '.join(ROLES)}")
+    if missing := [role for role in ROLES if role not in named]:
+        raise UnbindError(f"recipe: 'manifests.{missing[0]}' is missing")
+    found: dict[str, Path] = {}
+    for role in ROLES:
+        found[role] = folder / named[role]
+        if not found[role].is_file():
+            raise UnbindError(f"manifests: '{found[role]}' is not there; it holds the rows of {recipe.name} for {role}")
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UnbindError(f"manifests: {path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 def _write(out: Path, rows: Mapping[str, Sequence[ForgetRow | RetainRow]]) -> None:
