@@ -66,7 +66,7 @@ class BaseService(ABC):
         self.tracing = open_tracing(settings)
         self.canaries = Canaries()
         self.telemetry.register(self.canaries.metrics)
-        self.registry = open_registry(settings)
+        self.registry = open_registry(settings, self.model_fingerprint)
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._anchors = [Anchor(settings.data_dir, "the data folder")]
         if self.registry.engine.dialect.name == "sqlite":

@@ -41,8 +41,8 @@ class Service(BaseService):
         """``refresh_seconds``: between two looks at what other processes wrote."""
         self.memory = planned(settings, loaded)
         settings = settings.model_copy(update={"max_slots": self.memory.slots, "max_model_len": self.memory.length})
-        super().__init__(settings, refresh_seconds)
         self.loaded = loaded
+        super().__init__(settings, refresh_seconds)
         self.engine = build_engine(settings.engine, loaded, self.memory, _options(settings))
         if settings.metrics_vllm_names:
             self.telemetry.name_as_vllm(settings.served_name, self.memory.length, self.engine.stats)

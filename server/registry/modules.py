@@ -41,8 +41,9 @@ class _Viewed:
 class Modules:
     """The records, for any thread."""
 
-    def __init__(self, transactions: Transactions) -> None:
-        self._transactions = transactions
+    def __init__(self, transactions: Transactions, model: str = "") -> None:
+        """``model``: fingerprint of the model that names are said of."""
+        self._transactions, self._model = transactions, model
         # Suspensions that could not be written, by module id: by whom and when. They hold in this process alone.
         self.withheld: dict[str, tuple[Actor, float]] = {}
         self._viewed: dict[str, _Viewed] = {}  # by what was looked for
@@ -91,9 +92,11 @@ class Modules:
         return [view for identifier, (_, view) in now.by_id.items() if identifier not in self.withheld]
 
     def get(self, reference: str) -> dict[str, Any]:
-        """What has this id; of a name (or ``guard:NAME``) the version that is loaded, else the newest. Raises NotThere."""
+        """What has this id; of a name (or ``guard:NAME``) the version for this model that is loaded, else its newest, else that of
+        another model. Raises NotThere.
+        """
         with self._transactions.look() as session:
-            return module_view(records.find(session, reference))
+            return module_view(records.find(session, reference, self._model))
 
     def in_force(self) -> list[dict[str, Any]]:
         """The active modules that promise something together: a new one's cost is measured beside those of its model."""
@@ -113,7 +116,7 @@ class Modules:
         and the modules in force are not those of the digests ``beside`` (None: whichever they are).
         """
         with self._transactions.change() as session:
-            return module_view(records.apply(session, reference, action, expected, actor, now, beside))
+            return module_view(records.apply(session, reference, action, expected, actor, now, beside, self._model))
 
     def withhold(self, reference: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
         """Suspend a module where nothing can be written: in this process, at once; ``pass_time`` writes it as soon as it can.
@@ -121,7 +124,7 @@ class Modules:
         Returns the record as it is written now. Raises as ``act``.
         """
         with self._transactions.look() as session:
-            row = records.find(session, reference)
+            row = records.find(session, reference, self._model)
             if row.state != ModuleState.SUSPENDED:  # else it was written, and the failure came after
                 records.check_revision(module_view(row), expected)
                 follow(ModuleState(row.state), Action.SUSPEND, row.kind)
@@ -141,7 +144,7 @@ class Modules:
     def rollback(self, name: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
         """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
         with self._transactions.change() as session:
-            row = records.find(session, name)
+            row = records.find(session, name, self._model)
             records.check_revision(module_view(row), expected)
             former = session.scalar(
                 select(ModuleRow)

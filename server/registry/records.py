@@ -135,16 +135,18 @@ def apply(
     actor: Actor,
     now: float,
     beside: Collection[str] | None = None,
+    model: str = "",
 ) -> ModuleRow:
-    """Change a module's state within a transaction. Raises as ``act``."""
-    row = find(session, reference)
+    """Change a module's state within a transaction; ``model`` as for ``find``. Raises as ``act``."""
+    row = find(session, reference, model)
     check_revision(module_view(row), expected)
     move(session, row, action, actor, now, beside)
     return row
 
 
-def find(session: Session, reference: str) -> ModuleRow:
-    """The row of this id, else of this name: the version that is loaded, or the newest. Raises NotThere.
+def find(session: Session, reference: str, model: str = "") -> ModuleRow:
+    """The row of this id, else of this name: of the versions for the model of this fingerprint, or where there are none of all,
+    the one that is loaded, or the newest. Raises NotThere.
 
     A name means its module, and its guard where there is no module; ``guard:NAME`` means the guard.
     """
@@ -154,11 +156,15 @@ def find(session: Session, reference: str) -> ModuleRow:
         name, kinds = reference.removeprefix(GUARD_PREFIX), [Kind.GUARD]
     while row is None and kinds:
         mine = (ModuleRow.name == name) & (ModuleRow.kind == kinds.pop(0))
-        rows = session.scalars(select(ModuleRow).where(mine).order_by(ModuleRow.version).with_for_update()).all()
-        row = next((found for found in rows if found.state in LIVE), rows[-1] if rows else None)
+        rows = session.scalars(select(ModuleRow).where(mine).with_for_update()).all()
+        row = max(rows, key=lambda found: _standing(found, model), default=None)
     if row is None:
         raise NotThere(f"no module '{reference[:80]}'")
     return row
+
+
+def _standing(row: ModuleRow, model: str) -> tuple[bool, bool, float, int]:
+    return row.fingerprint == model, row.state in LIVE, row.created_at, row.version
 
 
 def check_revision(record: Mapping[str, Any], expected: str | None) -> None:

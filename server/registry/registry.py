@@ -23,11 +23,12 @@ from server.settings import Settings
 class Registry:
     """The records, without locks of their own; any thread may use them."""
 
-    def __init__(self, engine: Engine, audit_head: Path | None = None) -> None:
+    def __init__(self, engine: Engine, audit_head: Path | None = None, model: str = "") -> None:
+        """``model``: fingerprint of the model whose module a name means, where there are several of it."""
         self.transactions = Transactions(engine, audit_head)
         self.takedowns = Takedowns(self.transactions)
         self.jobs = Jobs(self.transactions)
-        self.modules = Modules(self.transactions)
+        self.modules = Modules(self.transactions, model)
 
     @property
     def engine(self) -> Engine:
@@ -78,7 +79,7 @@ class Registry:
         return detail
 
 
-def open_registry(settings: Settings) -> Registry:
-    """The registry that the settings name. Raises DatabaseRefused."""
+def open_registry(settings: Settings, model: str = "") -> Registry:
+    """The registry that the settings name; ``model`` as for ``Registry``. Raises DatabaseRefused."""
     engine = open_database(settings.database_address, settings.data_dir / "backups")
-    return Registry(engine, settings.audit_head_file)
+    return Registry(engine, settings.audit_head_file, model)

@@ -57,7 +57,7 @@ async def list_modules(
 
 @router.get("/modules/{reference}")
 def show_module(reference: str, served: Served, response: Response) -> dict[str, Any]:
-    """One module or guard by id; by name, the version that is loaded, else the newest; ``guard:NAME`` for a module's guard.
+    """One module or guard by id; by name, the version for this model that is loaded, else its newest; ``guard:NAME`` for a guard.
 
     ``refused`` says of a module for another model or quantisation what it is for, what runs here, and the remedy.
     """

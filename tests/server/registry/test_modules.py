@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import event, update
 
+from server.registry import records
 from server.registry.audit import Actor
 from server.registry.database import connect, open_database, upgrade
 from server.registry.jobs import Claim
@@ -423,3 +424,22 @@ def test_every_change_of_a_record_is_told_of_in_the_trail(tmp_path: Path) -> Non
     assert (entry["action"], entry["subject"]) == ("module.place", registry.modules.get("m")["id"])
     registry.modules.adopt(NewModule("m", digest, "model", "new", Origin.DROPPED), 3.0)
     assert registry.audit(after=entry["id"]) == [] and registry.modules.get("m")["file"] == "new"
+
+
+def test_a_name_means_the_version_for_the_model_that_runs_here(tmp_path: Path) -> None:
+    """Several names, as ids are drawn and say nothing of what comes first."""
+    engine = open_database(tmp_path / "r.sqlite")
+    at = {model: Registry(engine, model=model) for model in ("a", "b", "c")}
+    for name in ("one", "two", "three", "four", "five", "six"):
+        for number, model in enumerate("ab"):
+            new = NewModule(
+                name, f"{name}{model}".ljust(64, "0"), model, "objects/o", Origin.TAKEDOWN, activation="auto"
+            )
+            with at["a"].transactions.change() as session:
+                records.add(session, new, "auto", ADMIN, float(number))
+        assert [at[model].modules.get(name)["fingerprint"] for model in "abc"] == ["a", "b", "b"]
+        theirs = act(at["a"], at["b"].modules.get(name), Action.SUSPEND)
+        assert theirs["fingerprint"] == "b" and at["a"].modules.get(name)["state"] == "active"
+        assert [at[model].modules.get(name)["fingerprint"] for model in "abc"] == ["a", "b", "a"]
+        back = at["b"].modules.act(name, Action.ACTIVATE, theirs["etag"], ADMIN, 2.0)
+        assert (back["fingerprint"], back["state"]) == ("b", "active")

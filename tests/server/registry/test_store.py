@@ -175,7 +175,7 @@ def test_a_file_that_was_there_first_gives_way_to_a_takedown_s_module(place: Pla
     key = place.objects.put(made.to_bytes())
     new = NewModule("one", made.digest, made.model.fingerprint, key, Origin.TAKEDOWN, activation="manual")
     with place.registry.transactions.change() as session:
-        add(session, new, "manual", ADMIN, 1.0)
+        add(session, new, "manual", ADMIN, time.time())
     assert place.store.scan().modules == {}
     assert states(place) == [("dropped", "superseded"), ("takedown", "calibrated")]
     for act in (

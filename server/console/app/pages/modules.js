@@ -28,16 +28,17 @@ export function Modules({ path }) {
       : html`<${Empty} title="There is no such version"><a href="#/modules">All modules</a></${Empty}>`)}`
 }
 
-// Of every name and kind the version that is loaded, else the newest.
+// Of every name and kind the version that is loaded here, else one that is live, for another model, else the newest.
 function current(modules) {
   const found = new Map()
   for (const module of modules) {
     const key = module.kind + ":" + module.name, before = found.get(key)
-    const live = ["active", "shadow"].includes(module.state)
-    if (!before || live || !["active", "shadow"].includes(before.state)) found.set(key, module)
+    if (!before || standing(module) >= standing(before)) found.set(key, module)
   }
   return [...found.values()]
 }
+
+const standing = module => module.loaded ? 2 : ["active", "shadow"].includes(module.state) ? 1 : 0
 
 // The version that a rollback leads to.
 const former = (module, modules) => modules.filter(other => other.name === module.name && other.kind === module.kind &&
