@@ -10,16 +10,18 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from unbind_core.errors import UnbindError
 from unbind_core.evaluation import metrics, scores
 from unbind_core.files import write_text
-from unbind_core.progress import ProgressCallback, silent
-from unbind_core.rows import ForgetRow
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.rows import ForgetRow, forget_digest
 from unbind_lab import served as served_by
 from unbind_lab.filters.filter import Absent, Filter
 from unbind_lab.filters.models import FULL
@@ -135,17 +137,49 @@ class Lab:
             made_of,
             lambda: self._train(entry.system, configuration, bench.forget)[configuration.updates],
         )
-        return self._with(weights)
+        return replace(self._with(weights), apart=partial(self._one_after_another, entry, configuration))
+
+    def _one_after_another(
+        self,
+        entry: Entry,
+        configuration: Configuration,
+        sets: Sequence[Sequence[ForgetRow]],
+        progress: ProgressCallback,
+    ) -> Served:
+        """Trained on each set in turn, from what the one before left, which is M_full to it."""
+        served, weights = self._with({}), Weights()
+        for number, rows in counted(list(enumerate(sets, start=1)), len(sets), "takedowns", progress):
+            made_of = digest(
+                [self._made_of(entry.system), entry.options, [forget_digest(one) for one in sets[:number]]]
+            )
+            before, model = weights, served.model
+            weights = self.kept.tensors(
+                f"made/{entry.name}/after-{number}",
+                made_of,
+                lambda rows=rows, before=before, model=model: self._train(  # type: ignore[misc]
+                    entry.system, configuration, rows, before=before, reference=model
+                )[configuration.updates],
+            )
+            served = self._with(weights)
+        return served
 
     def _train(
-        self, system: System, configuration: Configuration, forget: Sequence[ForgetRow], lengths: Sequence[int] = ()
+        self,
+        system: System,
+        configuration: Configuration,
+        forget: Sequence[ForgetRow],
+        lengths: Sequence[int] = (),
+        *,
+        before: Weights | None = None,
+        reference: nn.Module | None = None,
     ) -> dict[int, Weights]:
+        """``before``: weights to start from in place of M_full's, of which ``reference`` is the model."""
         assert isinstance(system, Trained)
         return train(
             system,
             configuration,
-            self.bench.adapted(),
-            self.bench.full.model,
+            _loaded(self.bench.adapted(), before or {}),
+            reference or self.bench.full.model,
             self.bench.full.tokenizer,
             Rows(forget, self.bench.retain_training),
             rows_an_update=self.setting.rows_an_update,
@@ -156,10 +190,7 @@ class Lab:
 
     def _with(self, weights: Weights) -> Served:
         """M_full with these tensors in place of its own."""
-        model: Any = self.bench.adapted()
-        own = dict(model.named_parameters())
-        for name, tensor in weights.items():
-            own[name].data.copy_(tensor)
+        model: Any = _loaded(self.bench.adapted(), weights)
         return Served(model.merge_and_unload().eval().requires_grad_(False), self.bench.full.tokenizer)
 
     def _tuned(self, system: System) -> Mapping[str, Any]:
@@ -251,6 +282,13 @@ class Lab:
 def _configuration(system: Trained, described: Mapping[str, Any]) -> Configuration:
     options = {name: described[name] for name in system.paper.options}
     return Configuration(described["learning_rate"], described["updates"], options)
+
+
+def _loaded(model: nn.Module, weights: Weights) -> nn.Module:
+    own = dict(model.named_parameters())
+    for name, tensor in weights.items():
+        own[name].data.copy_(tensor)
+    return model
 
 
 def _code(*modules: Any) -> str:

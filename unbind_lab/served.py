@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from unbind_core.encoding import encode_prompt, pad_id
 from unbind_core.progress import ProgressCallback, silent
+from unbind_core.rows import ForgetRow
 from unbind_core.running.generation import Editing, Sampling, complete
 from unbind_core.running.recording import frozen
 from unbind_core.windows import MAX_WINDOW, Window, batches
@@ -32,7 +33,8 @@ class Decoding(Protocol):
 @dataclass(frozen=True)
 class Served:
     """``editing`` is around every pass; ``decoding`` changes logits; ``refuses`` says of a prompt that it gets no answer; ``cut``
-    shortens an answer (prompt ids, answer ids); ``asked`` makes another prompt of a prompt's text.
+    shortens an answer (prompt ids, answer ids); ``asked`` makes another prompt of a prompt's text. ``apart`` makes the same system
+    of M_full and these sets of rows, of each after the other; of none it is M_full.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Served:
     refuses: Callable[[str], bool] | None = None
     cut: Callable[[Sequence[int], list[int]], list[int]] | None = None
     asked: Callable[[str], str] | None = None
+    apart: Callable[[Sequence[Sequence[ForgetRow]], ProgressCallback], Served] | None = None
 
     def complete(
         self,

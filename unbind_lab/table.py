@@ -79,7 +79,8 @@ def _variants(one: Line, variants: Mapping[str, str]) -> Iterator[Line]:
     for name, head in variants.items():
         figures = {key.removeprefix(f"{name}: "): value for key, value in one.items() if key.startswith(f"{name}: ")}
         if figures:
-            yield {"system": one["system"], "configuration": head, "options": {}, **figures}
+            shown = head if one["configuration"] == "shipped" else f"{one['configuration']}, {head}"
+            yield {"system": one["system"], "configuration": shown, "options": {}, **figures}
 
 
 def markdown(*folders: Path) -> str:

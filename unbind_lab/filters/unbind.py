@@ -12,17 +12,21 @@ from unbind_core.applying.bank import ModuleBank
 from unbind_core.errors import UnbindError
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions, possible_layers
+from unbind_core.fitting.reference import Kind, Reference
 from unbind_core.module import UnbindModule
+from unbind_core.progress import ProgressCallback, counted
 from unbind_core.rows import ForgetRow, forget_digest
 from unbind_lab.filters.filter import Absent, Filter, Options
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench
 
+PAPER_GATE = "paper"
 
-def _shipped(name: str, gate: str | None = None) -> Filter:
-    """``gate``: which it has, where it can be fitted at one layer and another."""
 
-    def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Path) -> Served:
+def _shipped(name: str, options: FitOptions) -> Filter:
+    """``options``: what it was fitted with, for fits of other rows and at other layers."""
+
+    def build(bench: Bench, rows: Sequence[ForgetRow], _options: Options, folder: Path) -> Served:
         path = bench.setting.modules.get(name)
         if path is None:
             raise Absent(f"setting: 'modules.{name}' is missing; name the module's file, or leave unbind-{name} out")
@@ -30,12 +34,12 @@ def _shipped(name: str, gate: str | None = None) -> Filter:
         if module.forget_digest != forget_digest(rows):
             raise UnbindError(f"setting: 'modules.{name}' was fitted on other rows than 'forget'; fit one on those")
         module.require(bench.full.identity)
-        made = served(bench, module)
-        if gate is None:
+        made = replace(served(bench, module), apart=partial(_apart, bench, folder, options))
+        if options.gate != PAPER_GATE:
             return made
-        layers = possible_layers(gate, bench.full.identity.num_layers)
+        layers = possible_layers(options.gate, bench.full.identity.num_layers)
         fits = {
-            layer: partial(fitted, bench, rows, folder, f"layer-{layer}", FitOptions(gate=gate, layers=(layer,)))
+            layer: partial(fitted, bench, rows, folder, f"layer-{layer}", replace(options, layers=(layer,)))
             for layer in layers
         }
         return replace(made, layers=fits)
@@ -48,8 +52,24 @@ def strict(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Pa
     return served(bench, fitted(bench, rows, folder, "strict", FitOptions(gate="paper-strict")))
 
 
+def _apart(
+    bench: Bench,
+    folder: Path,
+    options: FitOptions,
+    sets: Sequence[Sequence[ForgetRow]],
+    progress: ProgressCallback,
+) -> Served:
+    """M_full under a module for each of the sets."""
+    found = [
+        fitted(bench, rows, folder, f"set-{number}", options)
+        for number, rows in counted(list(enumerate(sets, start=1)), len(sets), "takedowns", progress)
+    ]
+    bank = ModuleBank.of(found, next(bench.full.model.parameters()).device)
+    return Served(bench.full.model, bench.full.tokenizer, editing=lambda: attach(bench.full.model, bank))
+
+
 def fitted(bench: Bench, rows: Sequence[ForgetRow], folder: Path, name: str, options: FitOptions) -> UnbindModule:
-    """A module of these rows with the setting's seed, kept in ``folder``."""
+    """A module of these rows with the setting's seed, kept in ``folder``. One that needs a reference is led towards the base."""
     full = bench.full
     path = folder / f"{name}-{full.identity.fingerprint[:16]}-{forget_digest(rows)[:16]}.safetensors"
     if path.is_file():
@@ -63,6 +83,7 @@ def fitted(bench: Bench, rows: Sequence[ForgetRow], folder: Path, name: str, opt
         retain_calibration=bench.retain_validation,
         identity=full.identity,
         options=replace(options, seed=bench.setting.seed),
+        reference=Reference(Kind.BASE, bench.base.model, bench.base.identity) if options.gate == "auto" else None,
         cache=folder,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,5 +118,6 @@ def _under(full: Served, module: UnbindModule, strength: float = 1.0) -> Modular
     return Modular(full.model, full.tokenizer, editing=lambda: attach(full.model, bank, modules=chosen), module=module)
 
 
-REWRITE, SILENT, PAPER = _shipped("rewrite"), _shipped("silent"), _shipped("paper", gate="paper")
+REWRITE, SILENT = (_shipped(policy, FitOptions(policy=policy)) for policy in ("rewrite", "silent"))
+PAPER = _shipped("paper", FitOptions(gate=PAPER_GATE))
 STRICT = Filter("unbind-strict", strict)

@@ -12,6 +12,7 @@ from unbind_lab.protocols import (
     muse,
     related,
     strengths,
+    successive,
     tasks,
     weights,
 )
@@ -43,6 +44,7 @@ PROTOCOLS = {
         ablations.PROTOCOL,
         layers.PROTOCOL,
         activations.PROTOCOL,
+        successive.PROTOCOL,
         weights.PROTOCOL,
     )
 }
