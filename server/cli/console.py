@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,12 @@ from rich.progress import Progress as Bars
 
 from server import demo
 from unbind_core import ForgetRow, LoadedModel, RetainRow, UnbindError, load_model, parse_forget, parse_retain
-from unbind_core.progress import Progress
+from unbind_core.progress import Progress, silent
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+LINE_SECONDS = 20.0
 screen = Console()
 notes = Console(stderr=True)  # progress and remarks, so that --json output can be piped
 
@@ -37,9 +39,9 @@ def clear_errors() -> Iterator[None]:
 
 @contextmanager
 def progress_bars(quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """A callback that draws one bar a stage on stderr; nothing where it is not a terminal or ``quiet``."""
+    """A callback that draws one bar a stage on stderr, where that is no terminal a line now and then; nothing if ``quiet``."""
     if quiet or not notes.is_terminal:
-        yield lambda _: None
+        yield silent if quiet else Lines(time.monotonic)
         return
     columns = (
         TextColumn("{task.description:32}"),
@@ -57,18 +59,22 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-@contextmanager
-def progress_lines() -> Iterator[Callable[[Progress], None]]:
-    """As ``progress_bars``, but a line on stderr for each step where that is no terminal: for runs of many minutes."""
-    with progress_bars(quiet=False) as show:
+class Lines:
+    """Says on stderr which stages are under way, LINE_SECONDS after it began or said so last: for logs of long runs."""
 
-        def tell(progress: Progress) -> None:
-            if notes.is_terminal:
-                show(progress)
-            else:
-                notes.print(f"{progress.stage}: {progress.done}/{progress.total}", highlight=False)
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._spoke = clock, clock()
+        self._under_way: dict[str, Progress] = {}  # the outermost first
 
-        yield tell
+    def __call__(self, progress: Progress) -> None:
+        """Take a step in."""
+        self._under_way[progress.stage] = progress
+        if self._clock() - self._spoke >= LINE_SECONDS:
+            self._spoke = self._clock()
+            told = (f"{one.stage} {one.done}/{one.total} {one.message}".rstrip() for one in self._under_way.values())
+            notes.print("; ".join(told), highlight=False, markup=False, soft_wrap=True)
+        if progress.done >= progress.total:
+            del self._under_way[progress.stage]
 
 
 def load(model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:

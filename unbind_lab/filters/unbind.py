@@ -14,7 +14,7 @@ from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions, possible_layers
 from unbind_core.fitting.reference import Kind, Reference
 from unbind_core.module import UnbindModule
-from unbind_core.progress import ProgressCallback, counted
+from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import ForgetRow, forget_digest
 from unbind_lab.filters.filter import Absent, Filter, Options
 from unbind_lab.served import Served
@@ -61,14 +61,21 @@ def _apart(
 ) -> Served:
     """M_full under a module for each of the sets."""
     found = [
-        fitted(bench, rows, folder, f"set-{number}", options)
+        fitted(bench, rows, folder, f"set-{number}", options, progress)
         for number, rows in counted(list(enumerate(sets, start=1)), len(sets), "takedowns", progress)
     ]
     bank = ModuleBank.of(found, next(bench.full.model.parameters()).device)
     return Served(bench.full.model, bench.full.tokenizer, editing=lambda: attach(bench.full.model, bank))
 
 
-def fitted(bench: Bench, rows: Sequence[ForgetRow], folder: Path, name: str, options: FitOptions) -> UnbindModule:
+def fitted(
+    bench: Bench,
+    rows: Sequence[ForgetRow],
+    folder: Path,
+    name: str,
+    options: FitOptions,
+    progress: ProgressCallback = silent,
+) -> UnbindModule:
     """A module of these rows with the setting's seed, kept in ``folder``. One that needs a reference is led towards the base."""
     full = bench.full
     path = folder / f"{name}-{full.identity.fingerprint[:16]}-{forget_digest(rows)[:16]}.safetensors"
@@ -84,6 +91,7 @@ def fitted(bench: Bench, rows: Sequence[ForgetRow], folder: Path, name: str, opt
         identity=full.identity,
         options=replace(options, seed=bench.setting.seed),
         reference=Reference(Kind.BASE, bench.base.model, bench.base.identity) if options.gate == "auto" else None,
+        progress=progress,
         cache=folder,
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,6 @@ from server.cli.console import (
     notes,
     numbers,
     progress_bars,
-    progress_lines,
     retain_rows,
     screen,
     write_json,
@@ -257,7 +256,7 @@ def bench_serve(
     settings: dict[str, object] = {key: value for key, value in named.items() if value is not None}
     if model is None:
         settings["model"] = demo.BASE
-    with clear_errors(), progress_lines() as progress:
+    with clear_errors(), progress_bars(quiet=False) as progress:
         figures = figures_of.run(
             load(model, adapter, dtype, device),
             workloads=names(workloads) or figures_of.WORKLOADS,

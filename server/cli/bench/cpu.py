@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server import demo
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_lines, screen, write_json
+from server.cli.console import clear_errors, progress_bars, screen, write_json
 
 
 def cpu(
@@ -24,7 +24,7 @@ def cpu(
     from server.bench import cpu as figures_of
 
     names = tuple(part.strip() for part in workloads.split(",") if part.strip())
-    with clear_errors(), progress_lines() as progress:
+    with clear_errors(), progress_bars(quiet=False) as progress:
         checkpoint = figures_of.Checkpoint(model or demo.BASE, adapter or (None if model else demo.ADAPTER))
         figures = figures_of.run(
             checkpoint, workloads=names or figures_of.WORKLOADS, repeats=repeats, progress=progress

@@ -11,7 +11,7 @@ import typer
 from server import demo
 from server.cli.bench import app as bench
 from server.cli.bench import names, show
-from server.cli.console import clear_errors, progress_lines, write_json
+from server.cli.console import clear_errors, progress_bars, write_json
 from server.settings import HERE
 from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
@@ -37,7 +37,7 @@ def engines(
     from server.bench.engines import figures as figures_of
     from server.bench.engines.subject import Subject
 
-    with clear_errors(), progress_lines() as progress:
+    with clear_errors(), progress_bars(quiet=False) as progress:
         unknown = set(names(parts)) - set(figures_of.PARTS)
         if unknown:
             raise UnbindError(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(figures_of.PARTS)}")

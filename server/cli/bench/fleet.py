@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_lines, screen, write_json
+from server.cli.console import clear_errors, progress_bars, screen, write_json
 
 
 def fleet(
@@ -30,7 +30,7 @@ def fleet(
     from server.bench.fleet.parts import s3_python
 
     chosen = int(time.time()) if seed is None else seed
-    with clear_errors(), tempfile.TemporaryDirectory() as folder, progress_lines() as progress:
+    with clear_errors(), tempfile.TemporaryDirectory() as folder, progress_bars(quiet=False) as progress:
         python = s3_python()
         where = keep or Path(folder)
         where.mkdir(parents=True, exist_ok=True)

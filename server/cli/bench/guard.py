@@ -8,7 +8,7 @@ import typer
 
 from server.cli.bench import app as bench
 from server.cli.bench import names
-from server.cli.console import clear_errors, notes, numbers, progress_lines, screen, write_json
+from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
 from unbind_core import UnbindError
 
 
@@ -32,7 +32,7 @@ def guard(
     """
     from server.bench.guard.figures import guard_figures
 
-    with clear_errors(), progress_lines() as progress:
+    with clear_errors(), progress_bars(quiet=False) as progress:
         counts = numbers(sizes, int, "--sizes", "1,1000") or ()
         if not counts or min(counts) < 1:
             raise UnbindError("--sizes: numbers of rows from 1 on, as in 1,1000")

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from server.cli.bench import app as bench
-from server.cli.console import DTYPES, clear_errors, numbers, progress_lines, screen, write_json
+from server.cli.console import DTYPES, clear_errors, numbers, progress_bars, screen, write_json
 from unbind_core.errors import DataError
 from unbind_core.files import told
 
@@ -31,7 +31,7 @@ def scale(
     from server.bench.scale import figures as figures_of
     from server.bench.scale.world import CONFIGS
 
-    with clear_errors(), progress_lines() as progress:
+    with clear_errors(), progress_bars(quiet=False) as progress:
         if config not in CONFIGS:
             raise DataError(f"config: '{config}' is unknown; choose from {', '.join(CONFIGS)}")
         if dtype not in DTYPES:

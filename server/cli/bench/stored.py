@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_lines, screen, write_json
+from server.cli.console import clear_errors, progress_bars, screen, write_json
 from unbind_core.errors import UnbindError
 from unbind_core.files import told
 
@@ -30,7 +30,7 @@ def stored(
     """Seconds from start to ready, memory, one more takedown and one answer, beside the same server without any."""
     from server.bench.stored.start import stored_figures
 
-    with clear_errors(), progress_lines() as progress:
+    with clear_errors(), progress_bars(quiet=False) as progress:
         if in_force is not None and in_force > modules:
             raise UnbindError(f"--in-force: {in_force} of {modules} modules; give at most --modules")
         figures = stored_figures(
