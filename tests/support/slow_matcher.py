@@ -70,11 +70,15 @@ def words(text: str) -> list[str]:
     return found
 
 
+def _readings(text: str) -> list[list[str]]:
+    return [words(text), words(_strip_comments(text))]
+
+
 def longest_run(answer: str, rows: Sequence[str]) -> int:
-    """The most lexemes in a row that ``answer`` shares with one of ``rows``, in either reading of both. Quadratic."""
+    """The most lexemes in a row that ``answer``, in either reading, shares with one of ``rows``, in either reading. Quadratic."""
     best = 0
-    for left_in in (True, False):
-        said, *protected = [words(text if left_in else _strip_comments(text)) for text in (answer, *rows)]
+    protected = [reading for row in rows for reading in _readings(row)]
+    for said in _readings(answer):
         for kept in protected:
             lengths = [0] * (len(kept) + 1)
             for lexeme in said:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.slow_matcher import longest_run, scraps
@@ -96,11 +96,18 @@ JUNK = [
 
 @settings(deadline=None)
 @given(scraps(ROWS, JUNK), st.integers(0, 2**32))
+@example("irst, second, *, deep=False):#merged", 0)  # the answer with its comments is the row without its own
 def test_a_run_is_found_exactly_where_the_slow_matcher_finds_one(text: str, seed: int) -> None:
     """Asked after every character, so that what a comment's end takes back has been looked at before."""
     every = list(range(1, len(text)))
     held = any(longest_run(text[:end], ROWS) >= RUN for end in (*every, len(text)))
     assert followed(text, every) == held
+
+
+def test_a_row_that_comes_in_comments_is_found_without_its_own() -> None:
+    said = [f"# {line}" for line in ROW.splitlines() if not line.strip().startswith("#")]
+    assert longest_run("\n".join(said), ROWS) >= 4 * RUN
+    assert followed("\n".join(said), [])
 
 
 @settings(deadline=None)
