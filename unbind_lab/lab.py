@@ -241,7 +241,12 @@ class Lab:
         retrained = Served(self.bench.retrained.model, self.bench.retrained.tokenizer)
         setting = self.setting
         return main.Material(
-            self.bench.forget, self.bench.retain, setting.completed_rows, retrained, setting.access_attempts
+            self.bench.forget,
+            self.bench.retain,
+            setting.completed_rows,
+            retrained,
+            setting.access_attempts,
+            setting.takedowns,
         )
 
     @cached_property

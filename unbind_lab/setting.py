@@ -41,6 +41,7 @@ class Setting:
     validation_rows: int = 40
     validation_completed_rows: int = 12
     access_attempts: int = 5
+    takedowns: int = 20
     rows_an_update: int = 8
     seed: int = 0
     dtype: str = "float32"
@@ -94,8 +95,9 @@ class Setting:
         for key, value in found.items():
             if isinstance(value, Path):
                 found[key] = contents(value)
-        if self.dtype == "float32":  # came later: what was made without it is still made of the same
-            del found["dtype"]
+        for key, value in (("dtype", "float32"), ("takedowns", 20)):
+            if found[key] == value:  # came later: what was made without it is still made of the same
+                del found[key]
         found["modules"] = {key: contents(value) for key, value in self.modules.items()}
         return found
 

@@ -45,7 +45,7 @@ def _submit(server: ServerProcess, name: str, rows: Any = ROWS, **fields: Any) -
 
 
 def _wait_until_running(server: ServerProcess, job_id: str, stage: str = "check") -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         job = server.admin(f"/jobs/{job_id}")[1]
         assert job["state"] in ("queued", "running"), job

@@ -31,7 +31,7 @@ LARGEST = 700.0  # a mean NLL that still has an exponential
 @dataclass(frozen=True)
 class Material:
     """The rows that systems are measured on, how many of the retain rows are completed, M_retrain, and how often each access
-    condition is tried.
+    condition is tried, and how many takedowns follow each other.
     """
 
     forget: Sequence[ForgetRow]
@@ -39,6 +39,7 @@ class Material:
     completed: int
     retrained: Served
     attempts: int = 5
+    takedowns: int = 20
 
     @cached_property
     def windows(self) -> list[Window]:

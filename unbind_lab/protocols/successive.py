@@ -1,8 +1,9 @@
 """One takedown after another (MUSE's sustainability and scalability, arXiv 2407.06460): what a system is once it was asked again
 and again, and what it does meanwhile to rows that nobody has asked it to forget yet.
 
-The forget rows, in their order, are up to MOST sets of five. Unbind has a module for each, all of them on at once; a system that is
-trained is trained on each, from the weights that the one before left, as often as its configuration says.
+A takedown is of five rows, and the setting says how many there are: of the forget rows in their order, as far as they go. Unbind
+has a module for each, all of them on at once; a system that is trained is trained on each, from the weights that the one before
+left, as often as its configuration says.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from unbind_lab.protocols.protocol import Column, Protocol
 from unbind_lab.served import Served
 
 SIZE = 5  # rows of a takedown
-MOST = 60  # takedowns
-AFTER = (1, 5, 10, 20, 50, 60)  # takedowns after which a system is measured, and after the last
+AFTER = (1, 5, 10, 20, 50)  # takedowns after which a system is measured, and after the last
+MOST = 1000  # that a table knows of
 AT_ONCE = "at-once"
 
 
-def takedowns(rows: Sequence[ForgetRow]) -> list[list[ForgetRow]]:
-    """Sets of SIZE, the last of which has what is left over; all rows, where they are fewer. At most MOST."""
-    count = min(MOST, max(1, len(rows) // SIZE))
-    return [list(rows[i * SIZE : (i + 1) * SIZE if i + 1 < count else None]) for i in range(count)]
+def takedowns(rows: Sequence[ForgetRow], most: int) -> list[list[ForgetRow]]:
+    """At most so many sets of SIZE; one of all rows, where they are fewer. What is left over is asked for by none."""
+    count = max(1, min(most, len(rows) // SIZE))
+    return [list(rows[i * SIZE : (i + 1) * SIZE]) for i in range(count)]
 
 
 def records(served: Served, material: Material, progress: ProgressCallback) -> list[Record]:
@@ -35,7 +36,7 @@ def records(served: Served, material: Material, progress: ProgressCallback) -> l
     apart = served.apart
     if apart is None:
         return []
-    sets = takedowns(material.forget)
+    sets = takedowns(material.forget, material.takedowns)
     found: list[Record] = []
 
     def variants() -> Iterator[tuple[str, int, Served]]:
