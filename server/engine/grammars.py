@@ -21,6 +21,8 @@ from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from server.engine.schemas import closed
+
 LONGEST = 65_536  # characters of a form
 REMEMBERED = 64  # compiled grammars
 WAITING = 32  # forms that wait for their turn
@@ -63,7 +65,7 @@ class Form:
 
 def spaced(schema: Any, lenient: bool) -> dict[str, Any]:
     """A schema with what llguidance is told of it; see ``Form.lenient``."""
-    document = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    document = closed(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     return {**document, "x-guidance": {**_SPACING, "lenient": lenient}}
 
 
