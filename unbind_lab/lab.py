@@ -33,7 +33,7 @@ from unbind_lab.served import Served
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import System
 from unbind_lab.trained import step, training
-from unbind_lab.trained.training import Configuration, Rows, Trained, Weights, train
+from unbind_lab.trained.training import Configuration, Rows, Trained, Weights, started_from, train
 
 Report = Callable[[str], None]
 LABELS = ("shipped", "paper", "tuned")  # configurations: a system without any of its own is shipped
@@ -178,7 +178,7 @@ class Lab:
         return train(
             system,
             configuration,
-            _loaded(self.bench.adapted(), before or {}),
+            started_from(self.bench.adapted(), before or {}),
             reference or self.bench.full.model,
             self.bench.full.tokenizer,
             Rows(forget, self.bench.retain_training),
@@ -190,7 +190,7 @@ class Lab:
 
     def _with(self, weights: Weights) -> Served:
         """M_full with these tensors in place of its own."""
-        model: Any = _loaded(self.bench.adapted(), weights)
+        model: Any = started_from(self.bench.adapted(), weights)
         return Served(model.merge_and_unload().eval().requires_grad_(False), self.bench.full.tokenizer)
 
     def _tuned(self, system: System) -> Mapping[str, Any]:
@@ -287,13 +287,6 @@ class Lab:
 def _configuration(system: Trained, described: Mapping[str, Any]) -> Configuration:
     options = {name: described[name] for name in system.paper.options}
     return Configuration(described["learning_rate"], described["updates"], options)
-
-
-def _loaded(model: nn.Module, weights: Weights) -> nn.Module:
-    own = dict(model.named_parameters())
-    for name, tensor in weights.items():
-        own[name].data.copy_(tensor)
-    return model
 
 
 def _code(*modules: Any) -> str:

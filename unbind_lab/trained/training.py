@@ -29,6 +29,14 @@ def adapter_weights(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if "lora_" in name]
 
 
+def started_from(model: nn.Module, weights: Weights) -> nn.Module:
+    """The model with these tensors in place of its own."""
+    own = dict(model.named_parameters())
+    for name, tensor in weights.items():
+        own[name].data.copy_(tensor)
+    return model
+
+
 def as_trained(_before: Weights, after: Weights, _options: Mapping[str, float]) -> Weights:
     """What nearly all systems serve."""
     return after

@@ -68,30 +68,7 @@ def pieces(seed: int, text: str) -> list[int]:
     )
 
 
-JUNK = [
-    "x",
-    "\x7f",
-    " ",
-    "\n",
-    "#",
-    "//",
-    "/*",
-    "*/",
-    "--",
-    "\\",
-    "\\n",
-    "n",
-    "/",
-    "*",
-    "-",
-    "merged",
-    "value",
-    "(",
-    "'",
-    "é",
-    "# no\n",
-    "/* no */",
-]
+JUNK = [*"x\x7f \n#\\n/*-('é", "//", "/*", "*/", "--", "\\n", "merged", "value", "# no\n", "/* no */"]
 
 
 @settings(deadline=None)
