@@ -1,7 +1,8 @@
 """JSON schemas as grammars are made of them: an object has the properties that are named, unless its schema speaks of others.
 
 JSON Schema lets any further property stand in an object whose schema does not forbid it, and a small model makes use of that: it
-calls a function with arguments that it has made up. llama.cpp and xgrammar (vLLM's default) forbid what is not named; so do we.
+calls a function with arguments that it has made up. xgrammar, which vLLM compiles schemas with, forbids what is not named; so
+do we.
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {key: _mapped(key, value, _closed) for key, value in schema.items()}
-    named = schema.get("properties")
-    if isinstance(named, dict) and not _OPEN & schema.keys() and set(schema.get("required", ())) <= named.keys():
+    named, required = schema.get("properties"), schema.get("required", [])
+    if (
+        isinstance(named, dict)
+        and not _OPEN & schema.keys()
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in named for name in required)
+    ):
         made["additionalProperties"] = False
     return made
 
