@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from server.engine.pinned import LoadedModule, PinnedSet
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.looks import NOTHING_SEEN, Look
+from unbind_core.applying.looks import Look
 from unbind_core.errors import UnbindError, UnknownModule
 from unbind_core.module import UnbindModule
 
@@ -127,7 +127,10 @@ class ModuleTable:
         looks: dict[str, Look] = {}
         for key, look in self._bank.looks().items():
             name = self._names[key]
-            looks[name] = looks.get(name, NOTHING_SEEN).and_of(look)
+            before = looks.get(
+                name
+            )  # of an earlier version, which is seldom there: adding up nothing costs most of this
+            looks[name] = look if before is None else before.and_of(look)
         return Gates(self.counts(), looks)
 
     def describe(self, name: str) -> dict[str, Any]:
