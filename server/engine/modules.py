@@ -127,9 +127,7 @@ class ModuleTable:
         looks: dict[str, Look] = {}
         for key, look in self._bank.looks().items():
             name = self._names[key]
-            before = looks.get(
-                name
-            )  # of an earlier version, which is seldom there: adding up nothing costs most of this
+            before = looks.get(name)  # seldom there, and adding up nothing took most of the time
             looks[name] = look if before is None else before.and_of(look)
         return Gates(self.counts(), looks)
 

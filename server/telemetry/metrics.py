@@ -106,9 +106,7 @@ class Telemetry:
 
     def keep_gates(self, now: Gates) -> None:
         """What everybody is shown of gates and guards until the next time."""
-        if (
-            now != self._shown[0]
-        ):  # thousands of modules take a tenth of a second, and most of the time nobody asks anything
+        if now != self._shown[0]:  # thousands of modules take a tenth of a second, and mostly nobody asks anything
             self._shown = now, tuple(gates.families(now))
         self._kept.families = (*self._shown[1], *self._delayed.collect())
 
