@@ -15,7 +15,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm serve serve-vllm test test-vllm lint format lock lock-vllm docs clean
+.PHONY: help install install-vllm serve serve-vllm test test-vllm test-cuda lint format lock lock-vllm docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -45,6 +45,9 @@ serve-vllm: install-vllm  ## serve the demo model under vLLM (ARGS as in serve)
 
 test-vllm: install-vllm  ## the tests of the engine vllm, beside the embedded one
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest -o filterwarnings=default tests/engines $(ARGS)
+
+test-cuda: install  ## the tests of a GPU, where there is one: the engine, a fit, a takedown
+	$(TEST_ENV) $(BIN)/python -m pytest tests/cuda $(ARGS)
 
 test: lint  ## lint, then every fast test
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS) $(ARGS)

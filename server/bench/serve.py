@@ -38,6 +38,7 @@ KEYSTROKES, KEYSTROKE_TOKENS = 40, 1500
 PARTS = ("throughput", "library", "arrivals", "keystrokes", "modules", "http")
 # Only where they are named, as in --parts load --workloads "200x64->192": seconds that probes wait, and what telemetry costs.
 LOAD, TELEMETRY = "load", "telemetry"
+WITHOUT_A_SERVER = ("throughput", "keystrokes", "modules")
 
 
 @dataclass(frozen=True)

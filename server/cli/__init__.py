@@ -14,6 +14,7 @@ GROUPS = (
     "fit",
     "bench",
     "bench.cpu",
+    "bench.gate",
     "bench.takedown",
     "bench.fleet",
     "bench.stored",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,9 @@ from server import demo
 from server.engine.choice import EngineOptions, build_engine, plan_engine
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.engine import Engine
-from server.engine.request import Delta, GenerationRequest, Sampling
+from server.engine.request import GenerationRequest, Sampling
 from server.engine.vllm.engine import VllmEngine
+from tests.support.asking import sync
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardSet
 from unbind_core.module import UnbindModule
@@ -27,28 +27,6 @@ MODULES = Path(__file__).parents[2] / "modules"
 SHIPPED = ("demo-a", "demo-a-silent", "demo-a-paper")
 PAGES = 16_000_000  # bytes of keys and values: room for few requests, so that some are preempted
 COLUMNS = 128
-
-
-@dataclass
-class Answer:
-    """One request's deltas, put together."""
-
-    deltas: list[Delta]
-
-    @property
-    def whole(self) -> Delta:
-        first, *others = self.deltas
-        for delta in others:
-            first = first.then(delta)
-        return first
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.whole.tokens
-
-    @property
-    def text(self) -> str:
-        return self.whole.text
 
 
 @dataclass
@@ -79,24 +57,6 @@ class Engines:
     ) -> GenerationRequest:
         pinned = engine.modules.pin(modules)
         return GenerationRequest(tuple(prompt), sampling or Sampling(max_tokens=24), pinned, report, strips, guards)
-
-
-def ask(engine: Engine, requests: Sequence[GenerationRequest], at_once: int = 64) -> list[Answer]:
-    """The answers, so many requests at the same time."""
-
-    async def one(request: GenerationRequest, turn: asyncio.Semaphore) -> Answer:
-        async with turn:
-            return Answer([delta async for delta in engine.generate(request)])
-
-    async def everything() -> list[Answer]:
-        turn = asyncio.Semaphore(at_once)
-        return await asyncio.gather(*(one(request, turn) for request in requests))
-
-    return asyncio.run(everything())
-
-
-def sync(engine: Engine, modules: Sequence[UnbindModule]) -> None:
-    engine.sync_modules([(module, module.digest) for module in modules]).result(120)
 
 
 def options(folder: Path, *flags: str, columns: int = COLUMNS, slots: int = 16) -> EngineOptions:

@@ -11,7 +11,8 @@ import pytest
 
 from server.engine.engine import PromptTooLong, QueueFull
 from server.engine.request import Sampling
-from tests.engines.both import SHIPPED, Engines, ask, shipped, sync
+from tests.engines.both import SHIPPED, Engines, shipped
+from tests.support.asking import ask, sync
 
 SETS: list[Mapping[str, float]] = [
     {},

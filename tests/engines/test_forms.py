@@ -17,8 +17,9 @@ from server.engine.engine import Engine
 from server.engine.grammars import Form, Grammar
 from server.engine.request import GenerationRequest, Sampling
 from server.engine.vllm.masks import GrammarMasks
-from tests.engines.both import Answer, Engines, ask
+from tests.engines.both import Engines
 from tests.engines.test_guards import RUN, WHOLE, guards
+from tests.support.asking import Answer, ask
 from tests.support.slow_matcher import longest_run
 
 SCHEMA = {

@@ -9,7 +9,8 @@ import pytest
 
 from server import demo
 from server.engine.request import Sampling
-from tests.engines.both import Answer, Engines, ask
+from tests.engines.both import Engines
+from tests.support.asking import Answer, ask
 from tests.support.slow_matcher import longest_run
 from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.index import Action, Secret, build_index

@@ -20,7 +20,8 @@ from server.engine.vllm import engine as engine_file
 from server.engine.vllm import model as model_file
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.engine import VllmEngine
-from tests.engines.both import Answer, ask, demo_prompt, shipped, started, sync
+from tests.engines.both import demo_prompt, shipped, started
+from tests.support.asking import Answer, ask, sync
 from unbind_core.errors import UnbindError
 
 PROMPTS = [demo_prompt(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()[:6]]

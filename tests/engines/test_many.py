@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from server.engine.request import GenerationRequest, Sampling
-from tests.engines.both import Engines, ask, shipped, started, sync
+from tests.engines.both import Engines, shipped, started
+from tests.support.asking import ask, sync
 
 
 @pytest.mark.parametrize("flag", ["tensor-parallel-size=2", "data-parallel-size=2", "no-enforce-eager"])

@@ -58,7 +58,7 @@ def attack_figures(
     world = World.load(loaded)
     wanted = chosen(attacks)
     works = [(module, fitted_on(world, module)) for module in modules]
-    retrained = load_model(demo.BASE, demo.RETRAINED)
+    retrained = load_model(demo.BASE, demo.RETRAINED, device=world.device)
     entries: dict[str, Any] = {}
 
     def measure(module: UnbindModule, whole: Sequence[ForgetRow]) -> None:

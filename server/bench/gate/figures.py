@@ -48,7 +48,7 @@ def gate_figures(
     """
     world = World.load(loaded)
     retained = Retained(world, progress)
-    other = load_model(demo.BASE, demo.RETRAINED)
+    other = load_model(demo.BASE, demo.RETRAINED, device=world.device)
     table: dict[str, Any] = {"sizes": {}}
     for size in sizes:
         rows = world.rows(size)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from server import demo
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
@@ -47,8 +49,14 @@ class World:
         """The rows that are shipped, and the reference that fits lead towards."""
         sets = {name: _rows(f"forget_{name}", parse_forget) for name in "abc"}
         train, calibration, test = (_rows(f"retain_{part}", parse_retain) for part in ("train", "calibration", "test"))
-        reference = load_reference(demo.REFERENCE, demo.BASE, demo.ADAPTER)
+        device = str(next(loaded.model.parameters()).device)
+        reference = load_reference(demo.REFERENCE, demo.BASE, demo.ADAPTER, device=device)
         return cls(loaded, sets, train, calibration, test, reference)
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return str(next(self.loaded.model.parameters()).device)
 
     def rows(self, size: int) -> Sequence[ForgetRow]:
         """A forget set of this size: set A and its first rows, set B, or the first rows of set C."""
@@ -139,7 +147,7 @@ class Retained:
 
 def bank_of(world: World, modules: Sequence[UnbindModule]) -> ModuleBank:
     """A bank of these modules, where the model is."""
-    return ModuleBank.of(modules, next(world.loaded.model.parameters()).device)
+    return ModuleBank.of(modules, torch.device(world.device))
 
 
 def scores(

@@ -26,6 +26,7 @@ from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.scores import forget_scores
 from unbind_core.evaluation.verify import verify
+from unbind_core.files import told
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import Clock, FitOptions, Target
@@ -70,16 +71,19 @@ def figures(
     device: str,
     modules: Sequence[int],
     progress: ProgressCallback,
+    report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """``measured``: stages of each size; ``predicted``: of ``full``; ``filter``: what the edits of one layer cost.
 
-    ``of_plan`` of a stage: what was measured over what was planned. Memory beside what the process held before.
+    ``of_plan`` of a stage: what was measured over what was planned. Memory beside what the process held before. ``report`` hears of
+    each size as it ends, so that a run that is cut off has told something.
     """
     _give_back()
     measured, steps = [], len(sizes) + 2
     for done, size in enumerate(sizes):
         progress(Progress("takedown", done, steps, f"{size.layers} layers, {size.forget} and {size.retain} rows"))
-        measured.append(_takedown(name, size, dtype, device))
+        measured.append(_takedown(name, size, dtype, device, progress))
+        report(_told(measured[-1]))
     progress(Progress("filter", steps - 2, steps))
     cost = _filter(name, dtype, device, modules)
     factors = {
@@ -110,7 +114,7 @@ def figures(
     }
 
 
-def _takedown(name: str, size: Size, dtype: torch.dtype, device: str) -> dict[str, Any]:
+def _takedown(name: str, size: Size, dtype: torch.dtype, device: str, progress: ProgressCallback) -> dict[str, Any]:
     """One takedown's stages, seconds and bytes."""
     loaded = with_weights(name, dtype, device, size.layers)
     model, tokenizer, where = loaded.model, loaded.tokenizer, torch.device(device)
@@ -139,6 +143,7 @@ def _takedown(name: str, size: Size, dtype: torch.dtype, device: str) -> dict[st
             options=options,
             cache=cache,
             before=scores,
+            progress=progress,
         )
         with clock.stage("verify"):
             verify(model, tokenizer, module, forget, held, attempts=0, before=scores, cache=cache)
@@ -151,6 +156,16 @@ def _takedown(name: str, size: Size, dtype: torch.dtype, device: str) -> dict[st
         "weights_bytes": shape.weights,
         "stages": _against(plan, shape.weights, seconds, memory, before),
     }
+
+
+def _told(one: dict[str, Any]) -> str:
+    """A size's stages on one line."""
+    stages = (
+        f"{name} {stage['seconds']:.1f} s ({stage['planned_seconds']:.1f} planned), {told(stage['memory_bytes'])} of "
+        f"{told(stage['planned_memory_bytes'])}"
+        for name, stage in one["stages"].items()
+    )
+    return f"{one['layers']} layers, {one['forget']} and {one['retain']} rows of {one['length']}: " + "; ".join(stages)
 
 
 def _against(

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from server.planning.planned import retain_rows
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode
+from unbind_core.errors import DataError
 from unbind_core.identity import ModelIdentity
 from unbind_core.rows import ForgetRow, RetainRow
 
@@ -92,24 +93,39 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 
 
+def known(name: str) -> None:
+    """Raise DataError where there is no architecture of this name."""
+    if name not in CONFIGS:
+        raise DataError(f"config: '{name}' is unknown; choose from {', '.join(CONFIGS)}")
+
+
+def _config(name: str, layers: int | None) -> Any:
+    known(name)
+    kind, values = CONFIGS[name]
+    return CONFIG_MAPPING[kind](**values | ({"num_hidden_layers": layers} if layers else {}))
+
+
 def bare(name: str, dtype: torch.dtype, layers: int | None = None) -> nn.Module:
     """The architecture without weights (on the meta device), with so many of its layers, or all."""
-    kind, values = CONFIGS[name]
-    config = CONFIG_MAPPING[kind](**values | ({"num_hidden_layers": layers} if layers else {}))
+    config = _config(name, layers)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
 
-def with_weights(name: str, dtype: torch.dtype, device: str, layers: int) -> LoadedModel:
-    """The architecture with so many of its layers and random weights, the demo's tokenizer beside it."""
-    kind, values = CONFIGS[name]
-    config = CONFIG_MAPPING[kind](**values | {"num_hidden_layers": layers})
+def with_weights(name: str, dtype: torch.dtype, device: str, layers: int | None = None) -> LoadedModel:
+    """The architecture with so many of its layers, or all, and random weights, the demo's tokenizer beside it.
+
+    Raises DataError where there is no such architecture.
+    """
+    config = _config(name, layers)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", local_files_only=True)
-    return LoadedModel(model, tokenizer, ModelIdentity("0" * 64, name, int(config.hidden_size), layers))
+    return LoadedModel(
+        model, tokenizer, ModelIdentity("0" * 64, name, int(config.hidden_size), int(config.num_hidden_layers))
+    )
 
 
 def rows(

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from server import demo
 from server.cli.console import (
+    DTYPES,
     clear_errors,
     load,
-    notes,
     numbers,
     progress_bars,
     retain_rows,
@@ -33,6 +33,9 @@ from unbind_core.windows import Window, make_batch
 
 app = typer.Typer(no_args_is_help=True, help="Measure, as ratios against a reference in the same run.")
 ORACLE_LENGTH = 256
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+CONFIG_HELP = "An architecture with random weights in place of a checkpoint, as qwen2.5-coder-7b; see bench scale."
+Config = Annotated[str | None, typer.Option(help=CONFIG_HELP)]
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -109,7 +112,7 @@ def bench_fit(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """One-pass gradients against one autograd call a target: accuracy and speed."""
@@ -126,8 +129,9 @@ def bench_fit(
 def bench_filter(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
+    config: Config = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     parts: Annotated[str, typer.Option(help="cost, many, with commas; both where empty.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
@@ -138,7 +142,7 @@ def bench_filter(
     with clear_errors():
         if unknown := set(names(parts)) - {"cost", "many"}:
             raise UnbindError(f"--parts: no part {', '.join(sorted(unknown))}; there are cost and many")
-        wanted, loaded = names(parts) or ("cost", "many"), load(model, adapter, dtype, device)
+        wanted, loaded = names(parts) or ("cost", "many"), subject(model, adapter, config, dtype, device)
         figures = run(loaded) if "cost" in wanted else {}
         figures |= {"many": many(loaded)} if "many" in wanted else {}
     if as_json:
@@ -160,81 +164,13 @@ def bench_filter(
         screen.print(table)
 
 
-@app.command("gate")
-def gate_command(
-    sizes: Annotated[str, typer.Option(help="Sizes of the forget sets, as in 24,40.")] = "5,12,24,40,120,300",
-    gates: Annotated[str, typer.Option(help="Of paper, paper-strict and auto, as in paper,auto.")] = "paper,auto",
-    attempts: Annotated[
-        int, typer.Option(help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
-    ] = 5,
-    policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
-    joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
-    overlap: Annotated[bool, typer.Option(help="Two modules that share rows as well.")] = False,
-    many: Annotated[str, typer.Option(help="Numbers of modules of five rows each, as in 1,5,20,60.")] = "",
-    cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
-    keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
-) -> None:
-    """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
-    from server.bench.gate.figures import gate_figures
-
-    with clear_errors():
-        chosen = numbers(sizes or None, int, "--sizes", "24,40") or ()
-        counts = numbers(many or None, int, "--many", "1,5,20") or ()
-        if not (chosen or joint or overlap or counts) or any(not 3 <= size <= 300 for size in chosen):
-            raise UnbindError(
-                "--sizes: whole numbers from 3 to 300, as in 24,40; empty for --joint, --overlap or --many"
-            )
-        if any(not 1 <= count <= 60 for count in counts):
-            raise UnbindError("--many: whole numbers from 1 to 60, as set C has 300 rows")
-        wanted = [gate.strip() for gate in gates.split(",")]
-        if not set(wanted) <= {"paper", "paper-strict", "auto"}:
-            raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-        loaded = load(None, None, "float32", "cpu")
-        with progress_bars(as_json) as progress:
-            table = gate_figures(
-                loaded,
-                sizes=chosen,
-                gates=wanted,
-                policy=policy,
-                attempts=attempts,
-                joint=joint,
-                overlap=overlap,
-                many=counts,
-                cache=cache,
-                keep=keep,
-                progress=progress,
-                report=notes.print,
-            )
-    if as_json:
-        write_json(table)
-        return
-    for size, entry in table["sizes"].items():
-        rows = Table("measure", *(gate for gate in wanted), title=f"{size} rows")
-        for key in entry[wanted[0]]:
-            if not isinstance(entry[wanted[0]][key], dict):
-                rows.add_row(key, *(_cell(entry[gate][key]) for gate in wanted))
-        screen.print(rows)
-    if joint:
-        screen.print({key: value for key, value in table["joint"].items() if key != "modules"})
-    if overlap:
-        screen.print(table["overlap"])
-    for count, entry in table.get("many", {}).items():
-        screen.print({f"{count} modules": entry})
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 @app.command("serve")
 def bench_serve(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
+    config: Config = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     workloads: Annotated[str, typer.Option(help="Requests x prompt tokens -> new tokens, with commas.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats; figures are their medians.")] = 5,
     parts: Annotated[
@@ -257,11 +193,16 @@ def bench_serve(
     if model is None:
         settings["model"] = demo.BASE
     with clear_errors(), progress_bars(quiet=False) as progress:
+        wanted = names(parts) or (figures_of.WITHOUT_A_SERVER if config else figures_of.PARTS)
+        if config and (served := set(wanted) - {*figures_of.WITHOUT_A_SERVER}):
+            raise UnbindError(
+                f"--parts: {', '.join(sorted(served))} starts a server, which needs a checkpoint; leave --config out"
+            )
         figures = figures_of.run(
-            load(model, adapter, dtype, device),
+            subject(model, adapter, config, dtype, device),
             workloads=names(workloads) or figures_of.WORKLOADS,
             repeats=repeats,
-            parts=names(parts) or figures_of.PARTS,
+            parts=wanted,
             module_counts=numbers(module_counts, int, "--module-counts", "0,1,64") or figures_of.MODULES,
             keystrokes=keystrokes,
             keystroke_tokens=keystroke_tokens,
@@ -284,6 +225,19 @@ def show(figures: dict[str, Any]) -> None:
             if not isinstance(number, dict):
                 table.add_row(key, name, f"{number:.3f}" if isinstance(number, float) else str(number))
     screen.print(table)
+
+
+def subject(model: Path | None, adapter: Path | None, config: str | None, dtype: str, device: str) -> LoadedModel:
+    """The model named, an architecture with random weights, or the demo model. Raises UnbindError."""
+    from server.bench.scale.world import with_weights
+
+    if config is None:
+        return load(model, adapter, dtype, device)
+    if model or adapter:
+        raise UnbindError("--config: stands in place of --model and --adapter; give one or the other")
+    if dtype not in DTYPES:
+        raise UnbindError(f"--dtype: '{dtype}' is unknown; choose from {', '.join(DTYPES)}")
+    return with_weights(config, DTYPES[dtype], device)
 
 
 def names(text: str) -> tuple[str, ...]:

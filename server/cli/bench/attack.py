@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from server.cli.bench import Device, names
 from server.cli.bench import app as bench
-from server.cli.bench import names
 from server.cli.console import clear_errors, load, notes, numbers, progress_bars, screen, write_json
 from unbind_core import UnbindError, UnbindModule
 
@@ -29,6 +29,7 @@ def attack(
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for fitted modules and each set's figures.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for what does not depend on a module.")] = None,
+    device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Attack modules: without a module, with it, and a model retrained without the rows, side by side."""
@@ -46,7 +47,7 @@ def attack(
         for folder in (keep, cache):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-        loaded = load(None, None, "float32", "cpu")
+        loaded = load(None, None, "float32", device)
         with progress_bars(as_json) as progress:
             table = attack_figures(
                 loaded,

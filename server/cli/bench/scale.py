@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from server.cli.bench import app as bench
-from server.cli.console import DTYPES, clear_errors, numbers, progress_bars, screen, write_json
+from server.cli.console import DTYPES, clear_errors, notes, numbers, progress_bars, screen, write_json
 from unbind_core.errors import DataError
 from unbind_core.files import told
 
@@ -29,11 +29,10 @@ def scale(
 ) -> None:
     """Seconds, peak memory and disk of every stage by layers and rows, with random weights and no download."""
     from server.bench.scale import figures as figures_of
-    from server.bench.scale.world import CONFIGS
+    from server.bench.scale.world import known
 
     with clear_errors(), progress_bars(quiet=False) as progress:
-        if config not in CONFIGS:
-            raise DataError(f"config: '{config}' is unknown; choose from {', '.join(CONFIGS)}")
+        known(config)
         if dtype not in DTYPES:
             raise DataError(f"dtype: '{dtype}' is unknown; choose from {', '.join(DTYPES)}")
         counts = numbers(layers, int, "--layers", "1,2") or (1,)
@@ -54,6 +53,7 @@ def scale(
             device=device,
             modules=numbers(modules, int, "--modules", "1,64,1000") or (),
             progress=progress,
+            report=lambda line: notes.print(line, highlight=False, soft_wrap=True),
         )
     if as_json:
         write_json(figures)

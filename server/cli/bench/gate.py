@@ -1,0 +1,88 @@
+"""``unbind bench gate``: what gates and corrections reach on forget sets of growing size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from server.cli.bench import Device
+from server.cli.bench import app as bench
+from server.cli.console import clear_errors, load, notes, numbers, progress_bars, screen, write_json
+from unbind_core import UnbindError
+
+
+def gate(
+    sizes: Annotated[str, typer.Option(help="Sizes of the forget sets, as in 24,40.")] = "5,12,24,40,120,300",
+    gates: Annotated[str, typer.Option(help="Of paper, paper-strict and auto, as in paper,auto.")] = "paper,auto",
+    attempts: Annotated[
+        int, typer.Option(help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
+    ] = 5,
+    policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
+    joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
+    overlap: Annotated[bool, typer.Option(help="Two modules that share rows as well.")] = False,
+    many: Annotated[str, typer.Option(help="Numbers of modules of five rows each, as in 1,5,20,60.")] = "",
+    cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
+    device: Device = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+) -> None:
+    """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
+    from server.bench.gate.figures import gate_figures
+
+    with clear_errors():
+        chosen = numbers(sizes or None, int, "--sizes", "24,40") or ()
+        counts = numbers(many or None, int, "--many", "1,5,20") or ()
+        if not (chosen or joint or overlap or counts) or any(not 3 <= size <= 300 for size in chosen):
+            raise UnbindError(
+                "--sizes: whole numbers from 3 to 300, as in 24,40; empty for --joint, --overlap or --many"
+            )
+        if any(not 1 <= count <= 60 for count in counts):
+            raise UnbindError("--many: whole numbers from 1 to 60, as set C has 300 rows")
+        wanted = [gate.strip() for gate in gates.split(",")]
+        if not set(wanted) <= {"paper", "paper-strict", "auto"}:
+            raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+        loaded = load(None, None, "float32", device)
+        with progress_bars(as_json) as progress:
+            table = gate_figures(
+                loaded,
+                sizes=chosen,
+                gates=wanted,
+                policy=policy,
+                attempts=attempts,
+                joint=joint,
+                overlap=overlap,
+                many=counts,
+                cache=cache,
+                keep=keep,
+                progress=progress,
+                report=notes.print,
+            )
+    if as_json:
+        write_json(table)
+        return
+    for size, entry in table["sizes"].items():
+        rows = Table("measure", *(gate for gate in wanted), title=f"{size} rows")
+        for key in entry[wanted[0]]:
+            if not isinstance(entry[wanted[0]][key], dict):
+                rows.add_row(key, *(_cell(entry[gate][key]) for gate in wanted))
+        screen.print(rows)
+    if joint:
+        screen.print({key: value for key, value in table["joint"].items() if key != "modules"})
+    if overlap:
+        screen.print(table["overlap"])
+    for count, entry in table.get("many", {}).items():
+        screen.print({f"{count} modules": entry})
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def register(_: typer.Typer) -> None:
+    """Add the command to ``unbind bench``."""
+    bench.command("gate")(gate)
