@@ -20,7 +20,7 @@ def test_one_pass_gradients_equal_one_call_a_target_and_cost_a_few_forward_passe
 
 
 def test_a_fit_of_a_few_rows_reaches_the_target_and_changes_no_unrelated_answer() -> None:
-    measured = unbind("bench", "gate", "--sizes", "5", "--gates", "auto", "--attempts", "1", "--no-joint")
+    measured = unbind("bench", "gate", "--sizes", "5", "--gates", "auto", "--attempts", "1", "--no-joint", "--quick")
     before, reached = (measured["sizes"]["5"][key] for key in ("before", "auto"))
     assert min(reached["f_bleu_cut"], reached["f_bleu_cut_fim"]) >= 0.8
     assert reached["spans_50"] == 0

@@ -39,14 +39,16 @@ def gate_figures(
     many: Sequence[int] = (),
     cache: Path | None = None,
     keep: Path | None = None,
+    quick: bool = False,
     progress: ProgressCallback,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The whole table. ``attempts`` a way to ask for the measured choice; one for the paper's gate and before.
 
-    ``keep``: a folder for the modules that were fitted and each size's figures. ``report`` hears of each result as it comes.
+    ``keep``: a folder for the modules that were fitted and each size's figures. ``quick``: on a third of the retain rows.
+    ``report`` hears of each result as it comes.
     """
-    world = World.load(loaded)
+    world = World.load(loaded, quick)
     retained = Retained(world, progress)
     other = load_model(demo.BASE, demo.RETRAINED, device=world.device)
     table: dict[str, Any] = {"sizes": {}}

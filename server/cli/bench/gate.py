@@ -26,6 +26,9 @@ def gate(
     many: Annotated[str, typer.Option(help="Numbers of modules of five rows each, as in 1,5,20,60.")] = "",
     cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fit and measure on a third of the retain rows: a look, coarser figures.")
+    ] = False,
     device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
@@ -59,6 +62,7 @@ def gate(
                 many=counts,
                 cache=cache,
                 keep=keep,
+                quick=quick,
                 progress=progress,
                 report=notes.print,
             )
