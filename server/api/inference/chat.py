@@ -17,6 +17,7 @@ from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs, prompt_logprobs
 from server.api.inference.prompts import Prompt, chat_prompt
 from server.api.inference.report import Report
+from server.api.inference.tokens import most_tokens
 from server.api.inference.tools.calling import Calling, Speech, calling_of, wanted_form
 from server.service import Service
 
@@ -88,6 +89,12 @@ async def prompted(served: Service, body: ChatBody, most: int | None = None) -> 
     return await served.encoder.run(
         size, chat_prompt, served, body.messages, body, most=most, kept=kept, tools=body.offered
     )
+
+
+async def length(served: Service, body: ChatBody) -> int:
+    """How many tokens the conversation is as a prompt: more than a request may have, too, as for ``/tokenize``. Raises ApiError."""
+    calling_of(served, body)
+    return len((await prompted(served, body, most_tokens(served))).ids)
 
 
 async def _events(

@@ -18,10 +18,9 @@ from server.api.inference.answers import EventStream, named_bytes, whole
 from server.api.inference.bodies.anthropic import NAMES, CountBody, MessagesBody
 from server.api.inference.bodies.conversation import named_as
 from server.api.inference.call import Admitted
-from server.api.inference.chat import begun, prompted
+from server.api.inference.chat import begun, length
 from server.api.inference.generation import Generation, Result
-from server.api.inference.tokens import most_tokens
-from server.api.inference.tools.calling import Calling, Speech, calling_of
+from server.api.inference.tools.calling import Calling, Speech
 from server.api.models import check_model
 from server.service import Service, service
 
@@ -44,13 +43,10 @@ async def say(body: MessagesBody, call: Admitted) -> Response:
 
 @router.post("/v1/messages/count_tokens", dependencies=[Depends(inference)])
 async def count(body: CountBody, served: Annotated[Service, Depends(service)]) -> dict[str, int]:
-    """How many tokens these messages are as a prompt. They may be more than a request may have, as for ``/tokenize``."""
+    """How many tokens these messages are as a prompt."""
     check_model(served, body.model)
     with named_as(NAMES):
-        chat = body.chat()
-        calling_of(served, chat)
-        prompt = await prompted(served, chat, most_tokens(served))
-    return {"input_tokens": len(prompt.ids)}
+        return {"input_tokens": await length(served, body.chat())}
 
 
 class _Answering:

@@ -1,4 +1,5 @@
-"""``POST /v1/responses``: a chat in the shape of OpenAI's Responses, whole or as their events. Nothing is kept of it.
+"""``POST /v1/responses``: a chat in the shape of OpenAI's Responses, whole or as their events, and how many tokens its input is.
+Nothing is kept of it.
 
 The chat is made and answered by what ``/v1/chat/completions`` uses; here are the names of it alone.
 """
@@ -8,21 +9,24 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
+from server.api.caller import inference
 from server.api.inference.answers import EventStream, named_bytes, whole
 from server.api.inference.bodies.conversation import named_as
 from server.api.inference.bodies.responses import NAMES, ResponsesBody
 from server.api.inference.call import Admitted
-from server.api.inference.chat import begun
+from server.api.inference.chat import begun, length
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs
 from server.api.inference.tools.calling import Calling, Speech
+from server.api.models import check_model
 from server.engine.request import TokenLogprob
 from server.errors import ApiError
+from server.service import Service, service
 
 router = APIRouter(tags=["chat"])
 Event = dict[str, Any]
@@ -38,6 +42,15 @@ async def respond(body: ResponsesBody, call: Admitted) -> Response:
     if body.stream:
         return EventStream(generation, answering.events(), done=b"", encode=named_bytes)
     return await whole(call.request, generation, answering.whole)
+
+
+@router.post("/v1/responses/input_tokens", dependencies=[Depends(inference)])
+@router.post("/responses/input_tokens", dependencies=[Depends(inference)], include_in_schema=False)
+async def count(body: ResponsesBody, served: Annotated[Service, Depends(service)]) -> dict[str, str | int]:
+    """How many tokens the input is as a prompt, instructions and tools included."""
+    check_model(served, body.model)
+    with named_as(NAMES):
+        return {"object": "response.input_tokens", "input_tokens": await length(served, body.chat())}
 
 
 class _Answering:

@@ -96,6 +96,7 @@ VALID: dict[str, dict[str, Any]] = {
         "stream": True,
         "unbind": {"modules": ["one"]},
     },
+    "/v1/responses/input_tokens": {"input": "hi", "instructions": "a"},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}], "system": "a"},
     "/v1/fim/completions": {"prompt": "a", "suffix": "b", "max_tokens": 2, "stream": False},
     "/infill": {

@@ -50,6 +50,21 @@ def test_a_response_says_what_the_chat_says(client: OpenAI, server: Live) -> Non
     assert (ended.status, ended.output_text, ended.incomplete_details) == ("completed", made.output_text[:1], None)
 
 
+def test_an_input_is_counted_as_the_prompt_that_it_becomes(client: OpenAI, server: Live) -> None:
+    tools: Any = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
+    for more in ({}, {"instructions": "Be brief."}, {"tools": tools, "tool_choice": "none"}):
+        made = client.responses.create(**ASKED, **more)  # type: ignore[call-overload]
+        counted = client.responses.input_tokens.count(model="tiny", input="hello", **more)  # type: ignore[arg-type]
+        assert made.usage is not None and counted.input_tokens == made.usage.input_tokens
+        assert counted.object == "response.input_tokens"
+    long = client.responses.input_tokens.count(input="a parser " * 400)
+    assert long.input_tokens > 256  # more than a request may have
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="gpt-0", input="hello")
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.input_tokens.count(input="hello", previous_response_id="resp_1")
+
+
 def test_items_become_the_conversation(client: OpenAI, server: Live) -> None:
     said: Any = [
         {"role": "developer", "content": "Write code."},
