@@ -25,6 +25,20 @@ def test_what_it_does_not_know_is_named_before_anything_is_measured(arguments: l
     assert result.exit_code != 0 and said in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["filter", "--config", "gpt-9"], "config: 'gpt-9' is unknown; choose from qwen2.5-coder-0.5b"),
+        (["serve", "--config", "codellama-7b", "--model", "."], "--config: stands in place of --model and --adapter"),
+        (["serve", "--config", "codellama-7b", "--dtype", "int3"], "--dtype: 'int3' is unknown"),
+        (["serve", "--config", "codellama-7b", "--parts", "http,throughput"], "--parts: http starts a server"),
+    ],
+)
+def test_an_architecture_stands_in_for_a_checkpoint_where_no_server_is_started(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(build(), ["bench", *arguments])
+    assert result.exit_code != 0 and said in " ".join(result.output.split())
+
+
 def test_rows_are_as_many_and_as_long_as_asked_for() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base", local_files_only=True)
     forget, retain = rows(tokenizer, 3, 200, 64)
