@@ -136,7 +136,7 @@ def test_errors_have_the_shape_that_its_client_raises(client: Anthropic, server:
 
 def test_a_key_in_its_own_header_is_a_key(checkpoint: Path, tmp_path: Path) -> None:
     with live(checkpoint, tmp_path) as server:
-        key = server.admin("/keys", {"name": "agent", "enforced": ["one"], "requests_per_minute": 60, "burst": 1}).body[
+        key = server.admin("/keys", {"name": "agent", "enforced": ["one"], "requests_per_minute": 1, "burst": 1}).body[
             "key"
         ]
         with Anthropic(base_url=server.url, api_key=key, max_retries=0) as client:
