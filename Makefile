@@ -46,8 +46,8 @@ serve-vllm: install-vllm  ## serve the demo model under vLLM (ARGS as in serve)
 test-vllm: install-vllm  ## the tests of the engine vllm, beside the embedded one
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest -o filterwarnings=default tests/engines $(ARGS)
 
-test-cuda: install  ## the tests of a GPU, where there is one: the engine, a fit, a takedown
-	$(TEST_ENV) $(BIN)/python -m pytest tests/cuda $(ARGS)
+test-cuda: install  ## the tests of a GPU, which it needs: the engine, a fit, a takedown
+	$(TEST_ENV) $(BIN)/python -m pytest -o filterwarnings=default tests/cuda $(ARGS)
 
 test: lint  ## lint, then every fast test
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS) $(ARGS)

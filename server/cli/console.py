@@ -77,13 +77,19 @@ class Lines:
             del self._under_way[progress.stage]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name. Raises UnbindError."""
+    if name not in DTYPES:
+        raise UnbindError(f"--dtype: '{name}' is unknown; choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
 def load(model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """The model named, or the demo model with its memorising adapter where none is."""
-    if dtype not in DTYPES:
-        raise UnbindError(f"--dtype: '{dtype}' is unknown; choose from {', '.join(DTYPES)}")
+    wanted = dtype_of(dtype)
     if model is None:
-        return load_model(demo.BASE, adapter or demo.ADAPTER, dtype=DTYPES[dtype], device=device)
-    return load_model(model, adapter, dtype=DTYPES[dtype], device=device)
+        return load_model(demo.BASE, adapter or demo.ADAPTER, dtype=wanted, device=device)
+    return load_model(model, adapter, dtype=wanted, device=device)
 
 
 def numbers(text: str | None, kind: Callable[[str], N], option: str, example: str) -> tuple[N, ...] | None:

@@ -89,15 +89,18 @@ def test_a_server_there_takes_code_down(tmp_path: Path, dtype: str) -> None:
             with urlopen(Request(running.url + path, data, told), timeout=60) as answer:
                 return json.loads(answer.read())
 
-        def complete(prompt: str) -> str:
-            asked = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "unbind": {"modules": ["five"]}}
-            return str(call("/v1/completions", asked)["choices"][0]["text"])
+        def recited(modules: list[str]) -> int:
+            given = 0
+            for row in rows:
+                asked = {"prompt": row["prompt"], "max_tokens": 60, "temperature": 0, "unbind": {"modules": modules}}
+                text = str(call("/v1/completions", asked)["choices"][0]["text"])
+                given += text.startswith(row["continuation"][:60])
+            return given
 
         job = call("/admin/v1/takedowns", {"name": "five", "rows": rows, "options": {"protect": "module"}})
         deadline = time.monotonic() + WAIT
         while (state := call(f"/admin/v1/jobs/{job['job_id']}"))["state"] in ("queued", "running"):
             assert time.monotonic() < deadline, (state, (tmp_path / "log").read_text()[-2000:])
             time.sleep(0.5)
-        assert (state["state"], state["outcome"]) in {("succeeded", "active"), ("succeeded", "short")}, state
-        if state["outcome"] == "active":
-            assert not any(complete(row["prompt"]).startswith(row["continuation"][:60]) for row in rows)
+        assert (state["state"], state["outcome"]) == ("succeeded", "active"), state
+        assert recited([]) >= 3 and recited(["five"]) == 0

@@ -83,7 +83,7 @@ def figures(
     for done, size in enumerate(sizes):
         progress(Progress("takedown", done, steps, f"{size.layers} layers, {size.forget} and {size.retain} rows"))
         measured.append(_takedown(name, size, dtype, device, progress))
-        report(_told(measured[-1]))
+        report(told_of(measured[-1]))
     progress(Progress("filter", steps - 2, steps))
     cost = _filter(name, dtype, device, modules)
     factors = {
@@ -158,7 +158,7 @@ def _takedown(name: str, size: Size, dtype: torch.dtype, device: str, progress: 
     }
 
 
-def _told(one: dict[str, Any]) -> str:
+def told_of(one: dict[str, Any]) -> str:
     """A size's stages on one line."""
     stages = (
         f"{name} {stage['seconds']:.1f} s ({stage['planned_seconds']:.1f} planned), {told(stage['memory_bytes'])} of "

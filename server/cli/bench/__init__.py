@@ -15,8 +15,8 @@ from rich.table import Table
 
 from server import demo
 from server.cli.console import (
-    DTYPES,
     clear_errors,
+    dtype_of,
     load,
     numbers,
     progress_bars,
@@ -235,9 +235,7 @@ def subject(model: Path | None, adapter: Path | None, config: str | None, dtype:
         return load(model, adapter, dtype, device)
     if model or adapter:
         raise UnbindError("--config: stands in place of --model and --adapter; give one or the other")
-    if dtype not in DTYPES:
-        raise UnbindError(f"--dtype: '{dtype}' is unknown; choose from {', '.join(DTYPES)}")
-    return with_weights(config, DTYPES[dtype], device)
+    return with_weights(config, dtype_of(dtype), device)
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from server.cli.bench import app as bench
-from server.cli.console import DTYPES, clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import clear_errors, dtype_of, notes, numbers, progress_bars, screen, write_json
 from unbind_core.errors import DataError
 from unbind_core.files import told
 
@@ -33,8 +33,7 @@ def scale(
 
     with clear_errors(), progress_bars(quiet=False) as progress:
         known(config)
-        if dtype not in DTYPES:
-            raise DataError(f"dtype: '{dtype}' is unknown; choose from {', '.join(DTYPES)}")
+        wanted = dtype_of(dtype)
         counts = numbers(layers, int, "--layers", "1,2") or (1,)
         whole = numbers(full, int, "--full", "300,2700,512") or ()
         if len(whole) != 3 or min((*whole, *counts)) < 1:
@@ -49,7 +48,7 @@ def scale(
             config,
             sizes,
             figures_of.Size(0, *whole),
-            dtype=DTYPES[dtype],
+            dtype=wanted,
             device=device,
             modules=numbers(modules, int, "--modules", "1,64,1000") or (),
             progress=progress,

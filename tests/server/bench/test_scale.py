@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from server.bench.scale.figures import told_of
 from server.bench.scale.world import DEMO, rows
 from server.cli import build
 from unbind_core.encoding import encode
@@ -37,6 +38,13 @@ def test_what_it_does_not_know_is_named_before_anything_is_measured(arguments: l
 def test_an_architecture_stands_in_for_a_checkpoint_where_no_server_is_started(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(build(), ["bench", *arguments])
     assert result.exit_code != 0 and said in " ".join(result.output.split())
+
+
+def test_a_size_that_has_ended_is_told_on_one_line() -> None:
+    stage = {"seconds": 1.25, "planned_seconds": 2.0, "memory_bytes": 3 << 20, "planned_memory_bytes": 4 << 20}
+    one = {"layers": 2, "forget": 3, "retain": 40, "length": 96, "stages": {"check": stage, "gates": stage}}
+    line = told_of(one)
+    assert line.startswith("2 layers, 3 and 40 rows of 96: check 1.2 s (2.0 planned), 3 MiB of 4 MiB; gates 1.2 s")
 
 
 def test_rows_are_as_many_and_as_long_as_asked_for() -> None:
