@@ -16,7 +16,7 @@ from unbind_core.applying.looks import BOUNDARIES, Look, Noted, Requests, below
 
 PHASES = ("prefill", "decode")
 TOGETHER = 64  # passes of which open gates are added up at once
-MOST_WAITING = 1 << 20  # scores that wait to be looked at
+MOST_WAITING = 1 << 20  # scores or gates that wait to be looked at
 
 
 class Count(NamedTuple):
@@ -54,8 +54,9 @@ class Tally:
         self._lock = threading.Lock()  # two passes may use one selection at a time
         self._passes = [0] * len(PHASES)  # positions at which all rows were evaluated
         self._evaluated = [on.new_zeros(on.shape[2], dtype=torch.int64) for _ in PHASES]  # positions beside those
-        self._open = [torch.zeros_like(on, dtype=torch.int64) for _ in PHASES]
-        self._gates: list[list[Tensor]] = [[] for _ in PHASES]  # of passes that are not added up yet, shaped as ``on``
+        self._open = [torch.zeros_like(evaluated) for evaluated in self._evaluated]
+        self._gates: list[list[Tensor]] = [[] for _ in PHASES]  # of passes that are not added up yet, [n,m]
+        self._counting = [0] * len(PHASES)  # how many those are
 
     def add(self, phase: int, count: Count) -> None:
         """Take in what one pass did."""
@@ -65,20 +66,15 @@ class Tally:
         evaluated, opened = count.totals()
         with self._lock:
             self._evaluated[phase].add_(evaluated)
-            self._open[phase][0, 0].add_(opened)
+            self._open[phase].add_(opened)
 
     def _add_whole(self, phase: int, gate: Tensor) -> None:
         """Gates of a batch whose row i is row i of the selection, or whose rows all are its only one."""
-        table = self._open[phase]
-        whole = gate.shape == table.shape
-        opened = gate if whole else gate.sum(tuple(range(gate.dim() - 1)))
         with self._lock:
-            self._passes[phase] += gate.numel() // table.numel()
-            if not whole:
-                table[0, 0].add_(opened)
-                return
-            self._gates[phase].append(gate)
-            if len(self._gates[phase]) == TOGETHER:
+            self._passes[phase] += gate.numel() // self._on.numel()
+            self._gates[phase].append(gate.reshape(-1, gate.shape[-1]))
+            self._counting[phase] += gate.numel()
+            if len(self._gates[phase]) == TOGETHER or self._counting[phase] > MOST_WAITING:
                 self._add_up(phase)
 
     def note(self, scores: Tensor, gate: Tensor, asked: Tensor, requests: Tensor | None) -> None:
@@ -110,8 +106,9 @@ class Tally:
 
     def _add_up(self, phase: int) -> None:
         if gates := self._gates[phase]:
-            self._open[phase].add_(torch.stack(gates).sum(0))
+            self._open[phase].add_(torch.cat(gates).sum(0))
             gates.clear()
+            self._counting[phase] = 0
 
     def add_to(self, evaluated: Tensor, opened: Tensor, looks: Tensor) -> None:
         """Add what was counted to int64 [phases,slots] tables, and what was looked at to [boundaries + 1, slots]."""
@@ -122,7 +119,7 @@ class Tally:
             with self._lock:
                 self._add_up(phase)
             evaluated[phase].index_add_(0, self._slots, self._evaluated[phase] + self._on.sum((0, 1)) * passes)
-            opened[phase].index_add_(0, self._slots, self._open[phase].sum((0, 1)))
+            opened[phase].index_add_(0, self._slots, self._open[phase])
 
 
 class Counters:

@@ -128,15 +128,20 @@ class NetworkGates:
             each = zip(starts, counts, strict=True)
             every = [start + k * (k < count) for start, count in each for k in range(self._most)]
             self._spread = torch.tensor(every, device=device)
+        windows = [(module.window, module.first) for module in modules]
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self._close = torch.tensor(closes, device=device)
 
-        windows = [(module.window, module.first) for module in modules]
         self._windows = tuple(sorted(set(windows)))
-        self._window, self._first, self._least = (
-            torch.tensor([getattr(module, name) for module in modules], device=device, dtype=torch.float32)
+        # What sums up to a position are divided by, one row a position until it is the same for all that follow; none counts
+        # before the first that does.
+        window, first, least = (
+            torch.tensor([getattr(module, name) for module in modules], dtype=torch.float32)
             for name in ("window", "first", "least")
         )
+        counted = torch.arange(1, 1 + max(sum(one) for one in windows))[:, None] - first
+        over = torch.maximum(torch.minimum(counted, window), least) * GRAIN
+        self._over = over.masked_fill_(counted <= 0, torch.inf).to(device)
         own_columns = [range(column, column + count) for column, count in zip(columns, counts, strict=True)]
         by_window = [
             [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
@@ -174,7 +179,7 @@ class NetworkGates:
             sums = places.summed(z, before[:, self._columns])
             places.write(layer, self._columns, sums)
             lagged = places.read(layer, places.behind(self._windows), self._table_width)
-        e = self._means(sums, lagged, places.lengths)
+        e = self._means(sums, lagged, places.positions)
         was_open = before[:, self._states] > 0
         opens, closes = e >= 1, e < self._close
         if real is not None:
@@ -187,7 +192,7 @@ class NetworkGates:
         e, held = (part.view(*states.shape[:-1], -1) for part in (e, held))
         return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
 
-    def _means(self, sums: Tensor, lagged: Tensor, lengths: Tensor) -> Tensor:
+    def _means(self, sums: Tensor, lagged: Tensor, positions: Tensor) -> Tensor:
         """e [N,M] from the sums of grains up to each state, and those up to where each window begins, [windows x N,width]."""
         count = len(sums)
         fronts = [lagged[i * count : (i + 1) * count, columns] for i, columns in enumerate(self._by_window)]
@@ -195,8 +200,7 @@ class NetworkGates:
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)
         most = sums.view(count, -1, self._most).amax(-1)
-        counted = torch.minimum(lengths - self._first, self._window)
-        return in_thresholds(most, torch.maximum(counted, self._least)).masked_fill_(counted <= 0, 0.0)
+        return most / self._over.index_select(0, positions.clamp(max=len(self._over) - 1))
 
 
 def slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ class Places(ABC):
 
     @abstractmethod
     def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
-        """The memory's rows of ``positions`` int64 [n], -1 for the one in front, of ``sequences`` int64 [n] (None: one each)."""
+        """The memory's rows of ``positions`` int64 [n], -1 for the one in front, of ``sequences`` int64 [n]; or of [...,S], one of
+        each, where that is None.
+        """
 
     @abstractmethod
     def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
@@ -69,13 +71,15 @@ class Places(ABC):
         ``first``, nor behind the state's own.
         """
         if lags not in self._behind:
-            own = self.positions
-            wanted = [(own - lag).clamp_(min=first - 1) for lag, first in lags]
-            wanted = [torch.minimum(own, at) if first else at for at, (_, first) in zip(wanted, lags, strict=True)]
+            own, (far, least) = self.positions, _columns(lags, self.positions.device)
+            wanted = torch.maximum(own - far, least)
+            if any(first for _, first in lags):
+                wanted = torch.minimum(own, wanted)
             sequences = self.sequences
             if sequences is None:
-                sequences = torch.arange(len(own), device=own.device)
-            self._behind[lags] = self.rows(torch.cat(wanted), sequences.repeat(len(lags)))
+                self._behind[lags] = self.rows(wanted, None).reshape(-1)
+            else:
+                self._behind[lags] = self.rows(wanted.reshape(-1), sequences.repeat(len(lags)))
         return self._behind[lags]
 
     def summed(self, grains: Tensor, before: Tensor) -> Tensor:
@@ -98,3 +102,11 @@ class Places(ABC):
         closed = torch.where(closes, step, 0).cummax(0).values
         begun = self.firsts.index_select(0, self.sequences)[:, None]
         return ((opened > closed) & (opened > begun)) | (before.index_select(0, self.sequences) & (closed <= begun))
+
+
+@lru_cache(maxsize=256)
+def _columns(lags: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How far behind, and what is the least position there, int64 [lags,1] each."""
+    with torch.inference_mode(False):
+        far, first = torch.tensor(lags, device=device).unsqueeze(-1).unbind(1)
+        return far.contiguous(), first - 1

@@ -68,6 +68,7 @@ class Part:
 
     def __call__(self, edited: Tensor, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Count]:
         """``edited`` [...,d] with this part's corrections, which are read off ``states`` alone; and what its gates did."""
+        states = states.float()  # once for all that follows
         a, gate = self._gates(layer, states, pass_)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:

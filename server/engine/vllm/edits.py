@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from server.engine.vllm.batch import Batch
 from server.engine.vllm.pages import PagedMemory, Pages
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass, Record
@@ -52,19 +53,20 @@ class Edits:
         self._runner = runner
         self._memory: PagedMemory | None = None
         self._attention = ""
+        self._batch: tuple[list[str], Batch | None] | None = None  # of the step before
         self.passed: list[Step] = []  # of which somebody wishes to hear, until they are told
         self.scheduled: Mapping[str, int] = {}  # tokens of the step, by request
         self.checks = 0  # passes whose places are still to be compared with vLLM's own
 
-    def install(self, model: nn.Module) -> list[int]:
-        """Put the operator behind every decoder layer that this process has; gives their indices. Raises UnbindError."""
+    def install(self, model: nn.Module, wanted: Sequence[int] = ()) -> list[int]:
+        """Put the operator behind the ``wanted`` decoder layers that this process has, all where none are named, and its last where
+        it has none of them; gives their indices. Raises UnbindError.
+        """
         layers = decoder_layers(model)
-        found = []
-        for index, layer in enumerate(layers):
-            if type(layer).__name__ == "PPMissingLayer":  # another process has it
-                continue
-            layer.forward = _edited(layer.forward, index)
-            found.append(index)
+        own = [i for i, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"]  # which others have
+        found = [index for index in own if index in wanted or not wanted] or own[-1:]
+        for index in found:
+            layers[index].forward = _edited(layers[index].forward, index)
         global _edits  # noqa: PLW0603 - an operator has no object of its own
         _edits = self
         return found
@@ -106,21 +108,15 @@ class Edits:
             return None
         if not isinstance(metadata, dict):
             raise UnbindError("the batch is split in two (dual-batch overlap), which modules do not go with")
-        ours, batch = metadata[self._attention], self._runner.input_batch
-        requests = [self._runner.requests[name] for name in batch.req_ids]
-        asked = [(request.sampling_params.extra_args or {}) for request in requests]
-        digests = [one.get("unbind", "") for one in asked]
-        if not any(digests):
+        ours, runner = metadata[self._attention], self._runner.input_batch
+        batch = self._batch_of(runner.req_ids)
+        if batch is None:
             return None
-        missing = {digest for digest in digests if digest} - self.sets.keys()
-        if missing:  # never without the modules that a request must have
-            raise UnbindError(f"the modules of a request are not here: {', '.join(sorted(missing))}")
-        distinct = sorted(set(digests))
-        selection = self.bank.select([self.sets[digest] if digest else {} for digest in distinct])
+        selection = self.bank.select([self.sets[digest] if digest else {} for digest in batch.digests])
         if selection is None:
             return None
-        size, count = len(requests), int(ours.num_actual_tokens)
-        counts = [self.scheduled[name] for name in batch.req_ids]
+        size, count = len(batch.names), int(ours.num_actual_tokens)
+        counts = [self.scheduled[name] for name in batch.names]
         begins = ours.query_start_loc[: size + 1]
         device = begins.device
         # Where every request has one token, as in most steps, what is said by request is said by position already.
@@ -133,12 +129,9 @@ class Edits:
             which = torch.arange(size, device=device).repeat_interleave(lengths, output_size=count)
             positions = torch.arange(count, device=device) - begins[which].long() + starts[which]
 
-        def spread(values: Sequence[int | bool]) -> Tensor:
-            found = torch.tensor(values, device=device)
-            return found if which is None else found[which]
+        def spread(values: Tensor | None) -> Tensor | None:
+            return values if values is None or which is None else values[which]
 
-        index = {digest: row for row, digest in enumerate(distinct)}
-        rows = spread([index[digest] for digest in digests]) if len(distinct) > 1 else None
         places = None
         if selection.remembers:
             assert self._memory is not None
@@ -147,35 +140,45 @@ class Edits:
                 self.checks -= 1
                 if not torch.equal(places.rows(positions, places.sequences), places.here):
                     raise UnbindError("vLLM's pages are not where the gates look for them")
-        computed = [int(batch.num_computed_tokens_cpu[i]) for i in range(size)]
-        later = [start >= int(batch.num_prompt_tokens[i]) for i, start in enumerate(computed)]
+        computed = runner.num_computed_tokens_cpu[:size]
+        later = (computed >= runner.num_prompt_tokens[:size]).tolist()
         phase = "decode" if all(later) else "prefill"
-        decoding = spread(later) if any(later) and not all(later) else None
-        quiet = [bool(one.get("quiet")) for one in asked]
-        counted = spread([not one for one in quiet]) if any(quiet) else None
-        watching = [i for i, one in enumerate(asked) if one.get("leg")]
-        record: Record | None = [] if any(asked[i].get("report") for i in watching) else None
-        opened: list[Tensor] | None = [] if watching else None
+        decoding = None
+        if any(later) and phase == "prefill":
+            decoding = spread(torch.tensor(later, device=device))
         told = self.bank.requests
-        names = [one.get("flight", name) for one, name in zip(asked, batch.req_ids, strict=True)]
-        of = None if told is None else told.rows(names)
-        if of is not None and which is not None:
-            of = of[which]
-        firsts = [0, *accumulate(counts)]
+        of = None if told is None else spread(told.rows(batch.flights))
+        record: Record | None = [] if batch.reports else None
+        opened: list[Tensor] | None = [] if batch.watching else None
+        rows, counted = spread(batch.rows), spread(batch.counted)
         pass_ = Pass(rows, places, phase, None, counted, record, opened, decoding, of)
+        watching, firsts = batch.watching, [0, *accumulate(counts)]
         step = Step(
             selection,
             count,
             pass_,
             watching,
-            [asked[i]["leg"] for i in watching],
-            [computed[i] for i in watching],
+            batch.legs,
+            [int(computed[i]) for i in watching],
             [firsts[i] for i in watching],
             [counts[i] for i in watching],
         )
         if watching:
             self.passed.append(step)
         return step
+
+    def _batch_of(self, names: Sequence[str]) -> Batch | None:
+        """What the requests of a step ask for; None where none asks for a module. Made once for as long as they are the same, as
+        most steps have those of the step before.
+        """
+        if self._batch is None or self._batch[0] != names:
+            asked = [self._runner.requests[name].sampling_params.extra_args or {} for name in names]
+            self._batch = list(names), Batch.of(names, asked, self._runner.device)
+        found = self._batch[1]
+        missing = set() if found is None else set(filter(None, found.digests)) - self.sets.keys()
+        if missing:  # never without the modules that a request must have
+            raise UnbindError(f"the modules of a request are not here: {', '.join(sorted(missing))}")
+        return found
 
     def told(self) -> list[tuple[str, int, int, int, dict[str, float]]]:
         """Of each request that wished to hear: its leg, first position and count of the pass, where in it a gate that acts was open

@@ -46,10 +46,11 @@ class Pages(Places):
     def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
         """See :meth:`Places.rows`."""
         inside = positions.clamp(min=0)
-        pages = self._pages[: len(self.firsts)]
-        page = inside.div(self._memory.size, rounding_mode="floor")
-        found = pages.gather(1, page.unsqueeze(1))[:, 0] if sequences is None else pages[sequences, page]
-        return torch.where(positions < 0, 0, found.long() * self._memory.size + inside % self._memory.size + 1)
+        size, pages = self._memory.size, self._pages[: len(self.firsts)]
+        page = inside.div(size, rounding_mode="floor")
+        each = page.view(-1, len(pages)).t() if sequences is None else None
+        found = pages[sequences, page] if each is None else pages.gather(1, each).t().view(page.shape)
+        return torch.where(positions < 0, 0, torch.add(inside % size, found.long(), alpha=size).add_(1))
 
     def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
         """See :meth:`Places.read`."""

@@ -27,7 +27,7 @@ class Scattered(Places):
         self._table, self._pages = table, pages
 
     def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
-        own = torch.arange(len(positions)) if sequences is None else sequences
+        own = torch.arange(positions.shape[-1]) if sequences is None else sequences
         inside = positions.clamp(min=0)
         return torch.where(positions < 0, 0, 1 + self._pages[own, inside // SIZE] * SIZE + inside % SIZE)
 
