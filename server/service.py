@@ -172,6 +172,7 @@ def _options(settings: Settings) -> EngineOptions:
         chunk_tokens=settings.chunk_tokens,
         folder=settings.data_dir / "engine",
         columns=settings.gate_columns,
+        layers=settings.gate_layers,
         flags=tuple(settings.vllm_args),
         looks=settings.metrics_detail,
     )

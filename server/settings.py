@@ -108,10 +108,13 @@ class Settings(BaseModel):
     ] = ()
     gate_columns: Annotated[
         int,
-        Field(
-            ge=2, description="numbers of 4 bytes that vLLM keeps a position for gates: heads and one of each module"
-        ),
+        Field(ge=2, description="numbers of 4 bytes that vLLM keeps a position for gates: heads and one a module"),
     ] = 256
+    gate_layers: Annotated[
+        tuple[int, ...],
+        BeforeValidator(_parts),
+        Field(description="decoder layers where modules may stand under vLLM, as in 20,-1; none: all"),
+    ] = ()
     max_slots: Annotated[
         int, Field(ge=0, le=1024, description="requests that run at the same time; 0: as free memory allows")
     ] = 0

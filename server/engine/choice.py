@@ -14,8 +14,8 @@ from unbind_core.architecture import LoadedModel
 @dataclass(frozen=True)
 class EngineOptions:
     """What engines are told. ``slots`` and ``length`` 0: as much as model and memory allow. ``folder``: for files that an engine
-    makes; ``columns`` and ``flags`` are for vLLM: int32 of gates' memory a position, and its own flags. ``looks``: whether scores
-    and requests of gates are counted.
+    makes. For vLLM: ``columns``, int32 of gates' memory a position; ``flags``, its own; ``layers`` behind which modules may stand,
+    -1 being the last, all where none are named. ``looks``: whether scores and requests of gates are counted.
     """
 
     model: Path
@@ -29,6 +29,7 @@ class EngineOptions:
     folder: Path
     columns: int
     flags: tuple[str, ...]
+    layers: tuple[int, ...] = ()
     looks: bool = True
 
 

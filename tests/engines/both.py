@@ -59,7 +59,9 @@ class Engines:
         return GenerationRequest(tuple(prompt), sampling or Sampling(max_tokens=24), pinned, report, strips, guards)
 
 
-def options(folder: Path, *flags: str, columns: int = COLUMNS, slots: int = 16) -> EngineOptions:
+def options(
+    folder: Path, *flags: str, columns: int = COLUMNS, slots: int = 16, layers: tuple[int, ...] = ()
+) -> EngineOptions:
     return EngineOptions(
         model=demo.BASE,
         adapted=True,
@@ -72,13 +74,14 @@ def options(folder: Path, *flags: str, columns: int = COLUMNS, slots: int = 16) 
         folder=folder,
         columns=columns,
         flags=flags,
+        layers=layers,
     )
 
 
-def started(folder: Path, *flags: str, columns: int = COLUMNS) -> VllmEngine:
+def started(folder: Path, *flags: str, columns: int = COLUMNS, layers: tuple[int, ...] = ()) -> VllmEngine:
     """vLLM with the demo model, keys and values in little memory."""
     loaded = load_model(demo.BASE, demo.ADAPTER)
-    told = options(folder, "block-size=32", "max-num-batched-tokens=256", *flags, columns=columns)
+    told = options(folder, "block-size=32", "max-num-batched-tokens=256", *flags, columns=columns, layers=layers)
     engine = build_engine("vllm", loaded, plan_engine("vllm", loaded, told), told)
     assert isinstance(engine, VllmEngine)
     engine.start()

@@ -14,14 +14,16 @@ import psutil
 import pytest
 
 from server import demo
+from server.engine.choice import plan_engine
 from server.engine.engine import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
 from server.engine.vllm import engine as engine_file
 from server.engine.vllm import model as model_file
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.engine import VllmEngine
-from tests.engines.both import demo_prompt, shipped, started
+from tests.engines.both import demo_prompt, options, shipped, started
 from tests.support.asking import Answer, ask, sync
+from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
 
 PROMPTS = [demo_prompt(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()[:6]]
@@ -31,7 +33,7 @@ OTHERS: set[psutil.Process] = set()  # of engines that other tests have
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     OTHERS.update(psutil.Process().children(recursive=True))
-    made = started(tmp_path_factory.mktemp("life"), "kv-cache-memory-bytes=30000000", columns=60)
+    made = started(tmp_path_factory.mktemp("life"), "kv-cache-memory-bytes=30000000", columns=60, layers=(-1,))
     sync(made, shipped()[:1])
     yield made
     made.close()
@@ -74,6 +76,22 @@ def test_a_module_for_which_the_gates_have_no_room_is_refused_with_the_remedy(en
     ):
         sync(engine, [*shipped()[:1], *more])
     assert list(engine.modules.current) == ["demo-a"] and answers(engine) == before
+
+
+def test_a_module_at_a_layer_that_the_engine_was_not_started_for_is_refused_with_the_remedy(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    before = answers(engine)
+    demo_a, _, paper = shipped()
+    assert demo_a.layer == 5 and paper.layer != 5
+    with pytest.raises(
+        UnbindError, match=rf"at decoder layer {paper.layer}, .* at 5 alone; .*--gate-layers {paper.layer},5,"
+    ):
+        sync(engine, [demo_a, paper])
+    assert list(engine.modules.current) == ["demo-a"] and answers(engine) == before
+    loaded = load_model(demo.BASE)
+    with pytest.raises(UnbindError, match="gate_layers: the model has 6 decoder layers, from 0 to 5, and no 6"):
+        plan_engine("vllm", loaded, options(tmp_path, layers=(6,)))
 
 
 def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(engine: VllmEngine) -> None:

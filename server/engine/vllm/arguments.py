@@ -30,7 +30,8 @@ OWN = {  # what this service says itself
 @dataclass(frozen=True)
 class Arguments:
     """How vLLM is to be started. ``columns``: int32 of gates' memory a position; ``others``: its own flags, KEY=VALUE or KEY;
-    ``edits`` False: as it comes, to be compared with."""
+    ``edits`` False: as it comes, to be compared with. ``layers``: behind which modules may stand; empty: all.
+    """
 
     model: str
     dtype: str
@@ -42,6 +43,7 @@ class Arguments:
     edits: bool = True
     looks: bool = True
     ends: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
 
     def config(self) -> Any:
         """vLLM's configuration. Raises UnbindError naming the flag that it does not take, or that goes with no module."""
@@ -85,7 +87,15 @@ class Arguments:
             *((("worker_cls", WORKER), ("logits_processors", [MASKS])) if self.edits else ()),
             (
                 "additional_config",
-                {"unbind": {"columns": self.columns, "operator": 1, "looks": self.looks, "ends": list(self.ends)}},
+                {
+                    "unbind": {
+                        "columns": self.columns,
+                        "operator": 1,
+                        "looks": self.looks,
+                        "ends": list(self.ends),
+                        "layers": list(self.layers),
+                    }
+                },
             ),
             ("skip_tokenizer_init", True),
             ("enable_prefix_caching", True),

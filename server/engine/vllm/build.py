@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ MEMORY_FLAGS = ("kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-bloc
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What vLLM is asked for. ``memory``: bytes of keys, values and gates on a CPU; 0 where vLLM or its flags say."""
+    """What vLLM is asked for. ``memory``: bytes of keys, values and gates on a CPU; 0 where vLLM or its flags say. ``layers``:
+    behind which modules may stand, from 0 up; all where none are named.
+    """
 
     slots: int
     length: int
     columns: int
     memory: int
+    layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         gates = f"{4 * self.columns} bytes a position for gates"
@@ -73,7 +77,17 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
                 f"one request of {length} positions needs {length * position / GIB:.2f} GiB of keys and values, and "
                 f"{budget / GIB:.2f} GiB may be used; lower --max-model-len"
             )
-    return VllmPlan(slots, length, options.columns, memory)
+    return VllmPlan(slots, length, options.columns, memory, _layers(options.layers, loaded.identity.num_layers))
+
+
+def _layers(named: Sequence[int], count: int) -> tuple[int, ...]:
+    """The layers as the model numbers them, rising. Raises UnbindError where it has none of such a number."""
+    for layer in named:
+        if not -count <= layer < count:
+            raise UnbindError(
+                f"gate_layers: the model has {count} decoder layers, from 0 to {count - 1}, and no {layer}"
+            )
+    return tuple(sorted({layer % count for layer in named}))
 
 
 def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine:
@@ -97,6 +111,7 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
         flags,
         looks=options.looks,
         ends=tuple(sorted(ends)),
+        layers=plan.layers,
     )
     return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, width, options.queue_limit)
 

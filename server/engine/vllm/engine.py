@@ -235,7 +235,7 @@ class VllmEngine(Engine):
     def _reserve(self) -> None:
         """Bring the bank's modules to the processes, from the thread that changes the table. Raises UnbindError."""
         stages = len(self._model.reports.stages) if self._model is not None else 1
-        self._bank.check(self._arguments.columns, PROBE_COLUMNS * stages)
+        self._bank.check(self._arguments.columns, PROBE_COLUMNS * stages, self._arguments.layers)
         if self._model is not None and not self._model.dead:
             try:
                 self._await(self._model.hold(self._bank.contents()))

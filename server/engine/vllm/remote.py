@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.looks import Look, together
@@ -28,8 +28,17 @@ class RemoteBank(ModuleBank):
         """Every module, by key."""
         return {key: self[key] for key in self.names}
 
-    def check(self, columns: int, taken: int) -> None:
-        """Raises UnbindError where the gates of all modules, beside what is ``taken``, need more ``columns`` than there are."""
+    def check(self, columns: int, taken: int, layers: Sequence[int]) -> None:
+        """Raises UnbindError where the gates of all modules, beside what is ``taken``, need more ``columns`` than there are, or one
+        stands at none of ``layers``, where any are named.
+        """
+        elsewhere = [module for module in self.contents().values() if layers and module.layer not in layers]
+        if elsewhere:
+            named = ",".join(map(str, sorted({*layers, *(module.layer for module in elsewhere)})))
+            raise UnbindError(
+                f"a module stands at decoder layer {elsewhere[0].layer}, and the engine was started for modules at "
+                f"{', '.join(map(str, layers))} alone; start the server with --gate-layers {named}, or without that setting"
+            )
         wanted = self.columns.get(0, 0) + taken
         if wanted > columns:
             raise UnbindError(

@@ -39,7 +39,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         super().load_model(**options)
         wanted = self.vllm_config.additional_config["unbind"]
         self.edits = Edits(self.model_runner, wanted["columns"], wanted["looks"])
-        self.unbind_layers = self.edits.install(self.model_runner.get_model())
+        self.unbind_layers = self.edits.install(self.model_runner.get_model(), wanted["layers"])
         self._telling: Any = None
         self._digests: dict[str, str] = {}
         self._need_tokens(False)
