@@ -18,6 +18,7 @@ from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.device import SHARED_PASS, threads_for
 
 BATCH = 2048
+SAMPLE = 10_000  # retained states whose mean and deviation scale all others
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
 LOOKED_FOR = (0.2, 0.45, 0.7)  # of the steps: when the hardest states are looked for,
 EVERY = 4  # among every so-manieth retained one,
@@ -76,7 +77,7 @@ def train_network(
     """
     generator = torch.Generator().manual_seed(seed)
     device, count = forget.device, int(rows.max()) + 1
-    sample = retain[:: max(1, len(retain) // 10_000)].float()
+    sample = retain[:: max(1, len(retain) // SAMPLE)].float()
     mean, deviation = sample.mean(0), sample.std(0).clamp(min=1e-6)
     hidden, out = (
         nn.utils.skip_init(nn.Linear, i, o, device=device) for i, o in ((forget.shape[1], width), (width, count + 1))

@@ -13,14 +13,20 @@ import torch
 REPEATS = 5
 SIDE = 2048  # of the square matrix that is multiplied with
 ROWS = 512
+LIBRARIES = (
+    1 << 27
+)  # bytes that CUDA's libraries take as they first multiply, for both of the threads that do: 32 MiB each and more
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``products``: multiplications a second of large products; ``reads``: bytes of weights a second where rows are few."""
+    """``products``: multiplications a second of large products; ``reads``: bytes of weights a second where rows are few;
+    ``libraries``: bytes that the device's own libraries take.
+    """
 
     products: float
     reads: float
+    libraries: int = 0
 
     @classmethod
     def measured(cls, device: torch.device, dtype: torch.dtype) -> Machine:
@@ -33,7 +39,8 @@ def _measured(device: str, dtype: torch.dtype, _threads: int) -> Machine:
     weight = torch.ones((SIDE, SIDE), dtype=dtype, device=device)
     rows = torch.ones((ROWS, SIDE), dtype=dtype, device=device)
     many, one = (_seconds(lambda part=part: part @ weight, device) for part in (rows, rows[:1]))  # type: ignore[misc]
-    return Machine(ROWS * SIDE * SIDE / many, SIDE * SIDE * dtype.itemsize / one)
+    libraries = LIBRARIES if device.startswith("cuda") else 0
+    return Machine(ROWS * SIDE * SIDE / many, SIDE * SIDE * dtype.itemsize / one, libraries)
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
-from unbind_core.fitting import correction, leading, screening
+from unbind_core.fitting import correction, leading, network, screening
 from unbind_core.fitting.auto import correction_effort, network_batch, network_steps, network_width
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
 from unbind_core.fitting.options import FitOptions, possible_layers
@@ -99,7 +99,7 @@ def plan_takedown(
         if name == "joint" and not beside:
             continue
         weights = held if name in ("check", "verify", "joint") else both
-        stages.append(Stage(name, int(weights + working), int(disk), seconds))
+        stages.append(Stage(name, int(weights + working + machine.libraries), int(disk), seconds))
     return Plan(tuple(stages), both)
 
 
@@ -253,7 +253,8 @@ class _Costs:
         steps = effort * correction_effort(a.forget_rows) * correction.UNAIDED
         yield "correction", held + learning, 0.0, self._learned(batch, steps)
         width, number = network_width(a.forget_rows), network_batch(a.forget_rows)
-        training = self.forget + self.elsewhere + number * shape.width * 4 * 4
+        scaling = 2 * min(2 * network.SAMPLE, a.retain_fit) * shape.width * 4
+        training = self.forget + self.elsewhere + scaling + number * shape.width * 4 * 4
         scores = 1.5 * (a.forget + a.calibration) * a.forms * a.forget_rows * 4
         products = 6 * effort * network_steps(a.forget_rows) * number * width * (shape.width + a.forget_rows)
         seconds = products / (REACHED * self.machine.products)

@@ -129,3 +129,12 @@ def test_an_outline_has_the_shape_of_the_model_and_none_of_its_weights(
     assert len(tokenizer) == len(loaded.tokenizer) and all(part.is_meta for part in model.parameters())
     with pytest.raises(UnbindError, match="is not a directory"):
         outline(tmp_path / "none")
+
+
+def test_what_a_device_s_libraries_take_is_part_of_every_stage() -> None:
+    shape, amounts = Shape.of(bare("qwen2.5-coder-0.5b", torch.bfloat16)), Amounts.even(12, 60, 96)
+    more = Machine(AN_80_GB_GPU.products, AN_80_GB_GPU.reads, libraries=1 << 20)
+    bare_plan, plan = (plan_takedown(shape, amounts, machine) for machine in (AN_80_GB_GPU, more))
+    assert [b.memory - a.memory for a, b in zip(bare_plan.stages, plan.stages, strict=True)] == [1 << 20] * len(
+        plan.stages
+    )
