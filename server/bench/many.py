@@ -155,7 +155,7 @@ def many(loaded: LoadedModel, *, counts: Sequence[int] = MANY, repeats: int = 15
         decoding = _Decoding(loaded, layer)
         for count in counts:
             with torch.inference_mode(False):
-                sample = decoding.states[:: len(decoding.states) // 512].clone()
+                sample = decoding.states[:: len(decoding.states) // 512].clone().cpu()
                 made = [
                     fitted_again(base, n) if fits else random_closed(loaded, n, layer, sample)
                     for n in range(count + CHANGES)
