@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 import torch
 from torch import Tensor
 
-from unbind_core.applying.places import Places
+from unbind_core.applying.places import WHOLE_ROW, Places
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
 
@@ -107,10 +107,10 @@ class SlotPlaces(Places):
         """Of the layer's table seen as [slots x (length + 2), columns]."""
         return positions + (self._first if sequences is None else self._first.index_select(0, sequences))
 
-    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
+    def read(self, layer: int, rows: Tensor, width: int, part: slice = WHOLE_ROW) -> Tensor:
         """See :meth:`Places.read`."""
         table = self._memory.table(layer, width)
-        return table.view(-1, table.shape[2]).index_select(0, rows)
+        return table.view(-1, table.shape[2])[:, part].index_select(0, rows)
 
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
         """See :meth:`Places.write`."""

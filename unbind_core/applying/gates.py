@@ -147,10 +147,16 @@ class NetworkGates:
             [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
             for wanted in self._windows
         ]
-        self._by_window = [slice_or_index(part, device) for part in by_window]
         in_order, states = [c for part in by_window for c in part], [own.stop for own in own_columns]
         self._columns, self._states, self._both = (
             slice_or_index(part, device) for part in (in_order, states, in_order + states)
+        )
+        # What is read of a row is from the first of them to the last, whatever other modules have there.
+        first_column = min(in_order)
+        self._part = slice(first_column, max(states) + 1)
+        self._read_columns, self._read_states, *self._read_by_window = (
+            slice_or_index([column - first_column for column in part], device)
+            for part in (in_order, states, *by_window)
         )
         self.width, self._table_width, self.blocks = networks.width, width, networks.blocks
 
@@ -171,16 +177,16 @@ class NetworkGates:
             real = real.reshape(-1, 1)
             z = z.masked_fill_(~real, 0)  # whatever padding holds, NaN included
         if places.alone:  # all that one position needs is there already: read at once, written at once
-            found = places.read(layer, places.behind(((1, 0), *self._windows)), self._table_width)
+            found = places.read(layer, places.behind(((1, 0), *self._windows)), self._table_width, self._part)
             before, lagged = found[: len(z)], found[len(z) :]
-            sums = z.add_(before[:, self._columns])
+            sums = z.add_(before[:, self._read_columns])
         else:
-            before = places.read(layer, places.before, self._table_width)
-            sums = places.summed(z, before[:, self._columns])
+            before = places.read(layer, places.before, self._table_width, self._part)
+            sums = places.summed(z, before[:, self._read_columns])
             places.write(layer, self._columns, sums)
-            lagged = places.read(layer, places.behind(self._windows), self._table_width)
+            lagged = places.read(layer, places.behind(self._windows), self._table_width, self._part)
         e = self._means(sums, lagged, places.positions)
-        was_open = before[:, self._states] > 0
+        was_open = before[:, self._read_states] > 0
         opens, closes = e >= 1, e < self._close
         if real is not None:
             opens, closes = opens & real, closes & real
@@ -193,9 +199,9 @@ class NetworkGates:
         return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
 
     def _means(self, sums: Tensor, lagged: Tensor, positions: Tensor) -> Tensor:
-        """e [N,M] from the sums of grains up to each state, and those up to where each window begins, [windows x N,width]."""
+        """e [N,M] from the sums of grains up to each state, and those up to where each window begins, [windows x N,part]."""
         count = len(sums)
-        fronts = [lagged[i * count : (i + 1) * count, columns] for i, columns in enumerate(self._by_window)]
+        fronts = [lagged[i * count : (i + 1) * count, columns] for i, columns in enumerate(self._read_by_window)]
         sums = sums - (fronts[0] if len(fronts) == 1 else torch.cat(fronts, -1))
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)

@@ -8,6 +8,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+WHOLE_ROW = slice(None)
+
 
 class Places(ABC):
     """N states of S sequences, flat: those of a sequence follow each other, and the sequences too.
@@ -30,8 +32,10 @@ class Places(ABC):
         """
 
     @abstractmethod
-    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
-        """int32 [n,columns] of ``rows`` int64 [n]; ``width``: the columns that the layer uses in all, there may be more."""
+    def read(self, layer: int, rows: Tensor, width: int, part: slice = WHOLE_ROW) -> Tensor:
+        """int32 [n,columns] of ``rows`` int64 [n], or that ``part`` of their columns; ``width``: the columns that the layer uses in
+        all, there may be more.
+        """
 
     @abstractmethod
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unbind_core.applying.places import Places
+from unbind_core.applying.places import WHOLE_ROW, Places
 
 
 class PagedMemory:
@@ -52,9 +52,9 @@ class Pages(Places):
         found = pages[sequences, page] if each is None else pages.gather(1, each).t().view(page.shape)
         return torch.where(positions < 0, 0, torch.add(inside % size, found.long(), alpha=size).add_(1))
 
-    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
+    def read(self, layer: int, rows: Tensor, width: int, part: slice = WHOLE_ROW) -> Tensor:
         """See :meth:`Places.read`."""
-        return self._memory.table.index_select(0, rows)
+        return self._memory.table[:, part].index_select(0, rows)
 
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
         """See :meth:`Places.write`."""

@@ -11,7 +11,7 @@ from tests.core.applying.test_gates import LAYER, MODULES, D, states
 from tests.core.conftest import bank_of, select
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass
-from unbind_core.applying.places import Places
+from unbind_core.applying.places import WHOLE_ROW, Places
 from unbind_core.applying.selection import Selection
 
 LENGTH, SIZE = 24, 4  # positions of a sequence, and of a page
@@ -31,8 +31,8 @@ class Scattered(Places):
         inside = positions.clamp(min=0)
         return torch.where(positions < 0, 0, 1 + self._pages[own, inside // SIZE] * SIZE + inside % SIZE)
 
-    def read(self, layer: int, rows: Tensor, width: int) -> Tensor:
-        return self._table[rows]
+    def read(self, layer: int, rows: Tensor, width: int, part: slice = WHOLE_ROW) -> Tensor:
+        return self._table[rows, part]
 
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
         rows = self.here
