@@ -91,11 +91,10 @@ def test_closing_a_schema_never_leaves_nothing_to_say(schema: dict[str, Any]) ->
     examples = [{}, *({name: value} for name in "abcz" for value in (1, True, None, "a", {"x": 1}))]
     examples += [one | two for one in examples for two in examples]
     examples += [one | two for one in examples[1:21] for two in examples[21:]]
-    shut = closed(schema)
-    allowed = [one for one in examples if jsonschema_rs.is_valid(schema, one)]
-    left = [one for one in allowed if jsonschema_rs.is_valid(shut, one)]
-    assert not any(jsonschema_rs.is_valid(shut, one) for one in examples if one not in allowed)
-    assert bool(left) == bool(allowed)
+    is_open, is_shut = (jsonschema_rs.validator_for(one).is_valid for one in (schema, closed(schema)))
+    found = [(is_open(one), is_shut(one)) for one in examples]
+    assert (False, True) not in found
+    assert ((True, True) in found) == ((True, False) in found or (True, True) in found)
 
 
 def test_answers_hold_the_properties_that_are_named(engine: EmbeddedEngine) -> None:
