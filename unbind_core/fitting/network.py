@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unbind_core.applying.networks import network_scores
 from unbind_core.errors import FittingError
 from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.device import SHARED_PASS, bfloat16_is_fast, threads_for
 
 BATCH = 2048
 SAMPLE = 10_000  # retained states whose mean and deviation scale all others
@@ -73,10 +73,13 @@ def train_network(
     from the states that the network, as it is by then, gets most wrong.
 
     ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. AdamW, weight decay, learning rate
-    falling to zero. Deterministic for a seed and device. Raises FittingError where the loss is not finite.
+    falling to zero; products in bfloat16 where those are fast. Deterministic for a seed and device. Raises FittingError where the
+    loss is not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     device, count = forget.device, int(rows.max()) + 1
+    fast = bfloat16_is_fast(device)  # elsewhere they take several times as long as in FP32
+    roughly = torch.bfloat16 if fast else torch.float32
     sample = retain[:: max(1, len(retain) // SAMPLE)].float()
     mean, deviation = sample.mean(0), sample.std(0).clamp(min=1e-6)
     hidden, out = (
@@ -103,10 +106,10 @@ def train_network(
         """The log odds against "retained" of the row ``label`` [N,1], or of the likeliest one."""
         w = hidden.weight / deviation
         products = [w, hidden.bias - w @ mean, out.weight, out.bias]
-        into, into_b, onto, onto_b = (each.to(torch.bfloat16) for each in products)
+        into, into_b, onto, onto_b = (each.to(roughly) for each in products)
         found = []
         for start in range(0, len(states), PART):
-            part = states[start : start + PART].to(torch.bfloat16)
+            part = states[start : start + PART].to(roughly)
             logits = nn.functional.linear(nn.functional.linear(part, into, into_b).relu_(), onto, onto_b).float()
             rows = logits[:, 1:].amax(1) if label is None else logits.gather(1, label[start : start + PART])[:, 0]
             found.append(rows - logits[:, 0])
@@ -128,7 +131,7 @@ def train_network(
             .div_(deviation)
         )
         y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=fast):
             logits = out(hidden(x).relu())
         loss = nn.functional.cross_entropy(logits.float(), y)
         optimizer.zero_grad()
