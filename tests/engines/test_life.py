@@ -84,6 +84,7 @@ def test_a_module_at_a_layer_that_the_engine_was_not_started_for_is_refused_with
     before = answers(engine)
     demo_a, _, paper = shipped()
     assert demo_a.layer == 5 and paper.layer != 5
+    assert engine._model is not None and [rank["layers"] for rank in engine._model.ranks] == [[5]]
     with pytest.raises(
         UnbindError, match=rf"at decoder layer {paper.layer}, .* at 5 alone; .*--gate-layers {paper.layer},5,"
     ):

@@ -119,7 +119,8 @@ class KeptGates:
         """No less than e of every state and module, FP32 [N,M]."""
         lagged = self._read(layer, places, places.behind(self._windows), self._by_window) >> 1
         steps = (sums - lagged << 17) >> 17  # 15 bits were kept, and the sign of their difference is in the first
-        return _mean(STEP * steps, places.lengths.int() - self._first, self._window, self._least)
+        seen = (places.positions + 1).unsqueeze(-1) - self._first
+        return _mean(STEP * steps, seen, self._window, self._least)
 
     def _exactly(self, layer: int, places: Places, which: Tensor, where: Tensor) -> Tensor:
         """e FP32 [n] of module ``which`` int64 [n] at state ``where`` int64 [n], from the states that were kept; by module."""

@@ -27,8 +27,8 @@ class Places(ABC):
 
     @abstractmethod
     def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
-        """The memory's rows of ``positions`` int64 [n], -1 for the one in front, of ``sequences`` int64 [n]; or of [...,S], one of
-        each, where that is None.
+        """The memory's rows of ``positions`` int64 [n], -1 for the one in front, of ``sequences`` int64 [n]; or, where
+        that is None, of [...,S], one of each.
         """
 
     @abstractmethod
@@ -54,11 +54,6 @@ class Places(ABC):
         begins = torch.zeros_like(self.positions)
         begins[self.firsts[1:]] = 1
         return begins.cumsum(0)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """How many positions each sequence has up to and with each state, FP32 [N,1]."""
-        return (self.positions + 1).unsqueeze(-1).float()
 
     @cached_property
     def before(self) -> Tensor:

@@ -253,6 +253,7 @@ class _Costs:
         steps = effort * correction_effort(a.forget_rows) * correction.UNAIDED
         yield "correction", held + learning, 0.0, self._learned(batch, steps)
         width, number = network_width(a.forget_rows), network_batch(a.forget_rows)
+        # The states that scale all others, in float32, and once more while their deviation is taken.
         scaling = 2 * min(2 * network.SAMPLE, a.retain_fit) * shape.width * 4
         training = self.forget + self.elsewhere + scaling + number * shape.width * 4 * 4
         scores = 1.5 * (a.forget + a.calibration) * a.forms * a.forget_rows * 4

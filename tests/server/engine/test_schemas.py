@@ -94,7 +94,7 @@ def test_closing_a_schema_never_leaves_nothing_to_say(schema: dict[str, Any]) ->
     is_open, is_shut = (jsonschema_rs.validator_for(one).is_valid for one in (schema, closed(schema)))
     found = [(is_open(one), is_shut(one)) for one in examples]
     assert (False, True) not in found
-    assert ((True, True) in found) == ((True, False) in found or (True, True) in found)
+    assert (True, True) in found or (True, False) not in found
 
 
 def test_answers_hold_the_properties_that_are_named(engine: EmbeddedEngine) -> None:
