@@ -12,12 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """``digests``: the requests' sets of modules, each once; ``rows`` int64 [S], which of them is a request's, None where all have
-    the same; ``counted`` bool [S], None where all are. ``flights``: the names under which they are told apart. ``watching``: who
-    wishes to hear of its gates, with their ``legs``; ``reports``: whether one of them wants activations.
+    """``names`` are vLLM's. ``digests``: the requests' sets of modules, each once, "" that of those which ask for none; ``rows``
+    int64 [S], which of them is a request's, None where all have the same; ``counted`` bool [S], None where all are. ``flights``:
+    the names under which they are told apart. ``watching``: who wishes to hear of its gates, with their ``legs``; ``reports``:
+    whether one of them wants activations.
     """
 
-    names: Sequence[str]
+    names: list[str]
     digests: Sequence[str]
     rows: Tensor | None
     counted: Tensor | None
@@ -27,16 +28,14 @@ class Batch:
     reports: bool
 
     @classmethod
-    def of(cls, names: Sequence[str], asked: Sequence[Mapping[str, Any]], device: torch.device) -> Batch | None:
-        """Of their ``extra_args``, ``names`` being vLLM's for them; None where none asks for a module."""
+    def of(cls, names: Sequence[str], asked: Sequence[Mapping[str, Any]], device: torch.device) -> Batch:
+        """Of requests' ``extra_args``."""
         sets = [one.get("unbind", "") for one in asked]
-        if not any(sets):
-            return None
         digests, loud = sorted(set(sets)), [not one.get("quiet") for one in asked]
         index = {digest: row for row, digest in enumerate(digests)}
         watching = [i for i, one in enumerate(asked) if one.get("leg")]
         return cls(
-            tuple(names),
+            list(names),  # vLLM changes its own
             digests,
             torch.tensor([index[one] for one in sets], device=device) if len(digests) > 1 else None,
             None if all(loud) else torch.tensor(loud, device=device),

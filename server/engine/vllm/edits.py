@@ -53,7 +53,7 @@ class Edits:
         self._runner = runner
         self._memory: PagedMemory | None = None
         self._attention = ""
-        self._batch: tuple[list[str], Batch | None] | None = None  # of the step before
+        self._batch = Batch.of([], [], runner.device)  # of the step before
         self.passed: list[Step] = []  # of which somebody wishes to hear, until they are told
         self.scheduled: Mapping[str, int] = {}  # tokens of the step, by request
         self.checks = 0  # passes whose places are still to be compared with vLLM's own
@@ -110,8 +110,9 @@ class Edits:
             raise UnbindError("the batch is split in two (dual-batch overlap), which modules do not go with")
         ours, runner = metadata[self._attention], self._runner.input_batch
         batch = self._batch_of(runner.req_ids)
-        if batch is None:
-            return None
+        missing = {digest for digest in batch.digests if digest} - self.sets.keys()
+        if missing:  # never without the modules that a request must have
+            raise UnbindError(f"the modules of a request are not here: {', '.join(sorted(missing))}")
         selection = self.bank.select([self.sets[digest] if digest else {} for digest in batch.digests])
         if selection is None:
             return None
@@ -167,18 +168,12 @@ class Edits:
             self.passed.append(step)
         return step
 
-    def _batch_of(self, names: Sequence[str]) -> Batch | None:
-        """What the requests of a step ask for; None where none asks for a module. Made once for as long as they are the same, as
-        most steps have those of the step before.
-        """
-        if self._batch is None or self._batch[0] != names:
+    def _batch_of(self, names: Sequence[str]) -> Batch:
+        """What the requests of a step ask for: made once for as long as they are the same."""
+        if self._batch.names != names:
             asked = [self._runner.requests[name].sampling_params.extra_args or {} for name in names]
-            self._batch = list(names), Batch.of(names, asked, self._runner.device)
-        found = self._batch[1]
-        missing = set() if found is None else set(filter(None, found.digests)) - self.sets.keys()
-        if missing:  # never without the modules that a request must have
-            raise UnbindError(f"the modules of a request are not here: {', '.join(sorted(missing))}")
-        return found
+            self._batch = Batch.of(names, asked, self._runner.device)
+        return self._batch
 
     def told(self) -> list[tuple[str, int, int, int, dict[str, float]]]:
         """Of each request that wished to hear: its leg, first position and count of the pass, where in it a gate that acts was open
