@@ -12,6 +12,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 
 from server.bench.server import Served, served
@@ -79,12 +80,7 @@ class ServerProcess:
 
     def worker_pids(self) -> list[int]:
         """Process ids of the server's own children."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        found = {int(pid) for task in tasks for pid in (task / "children").read_text().split()} | {
-            int(c) for c in children
-        }
-        return sorted(found)
+        return sorted(child.pid for child in psutil.Process(self.process.pid).children())
 
 
 def _lower(headers: Any) -> dict[str, str]:

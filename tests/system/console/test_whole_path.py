@@ -6,11 +6,10 @@ The tests go on from each other: the one by keyboard uses the module that was fi
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
@@ -257,9 +256,8 @@ def test_a_job_whose_process_is_killed_says_what_to_do(browser: Browser, server:
         page.goto(f"{server.url}/#/takedowns/{job['takedown_id']}")
         expect(page.locator(".stages [aria-current=step]")).to_contain_text("Make the module")
         (worker,) = server.worker_pids()
-        for children in Path(f"/proc/{worker}/task").glob("*/children"):
-            for child in children.read_text().split():
-                os.kill(int(child), signal.SIGKILL)
+        for child in psutil.Process(worker).children():
+            child.kill()
         told = page.locator(".note.bad")
         expect(told).to_contain_text("It failed: the process of stage 'fit' ended with status -9")
         expect(told).to_contain_text("most often because the machine had no memory left. Try again;")
