@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,26 +15,45 @@ _REMEMBERED = 256  # selections: nearly all requests have one of a few
 
 
 @dataclass(frozen=True, eq=False)
+class Group:
+    """Guards of one shape that are asked together: those that act, or those that only count.
+
+    ``runs``: of N/2 lexemes, of all guards of the shape that are loaded; ``others``: those of them that are not asked here.
+    """
+
+    shape: Shape
+    guards: tuple[GuardIndex, ...]
+    acts: bool
+    runs: Fingerprints
+    others: tuple[GuardIndex, ...]
+
+    def holds(self, half: int) -> bool:
+        """Whether this run of N/2 lexemes is of a row of one of these guards.
+
+        Nearly no text is in the one table of all; what is, may be of a row that is protected from others than this client.
+        """
+        if half not in self.runs:
+            return False
+        if len(self.others) < len(self.guards) and not any(index.holds(half) for index in self.others):
+            return True
+        return any(index.holds(half) for index in self.guards)
+
+
+@dataclass(frozen=True, eq=False)
 class GuardSet:
-    """What holds for one request. ``measured``: guards that only count, whatever their action."""
+    """What holds for one request. ``measured``: guards that only count, whatever their action. ``groups``: all of them by what
+    they look for; those that act come first.
+    """
 
     secret: Secret
-    halves: Mapping[Shape, Fingerprints]
     applied: tuple[GuardIndex, ...]
-    measured: tuple[GuardIndex, ...] = ()
-
-    @cached_property
-    def by_shape(self) -> Mapping[Shape, tuple[GuardIndex, ...]]:
-        """Every guard that is asked, by what it looks for; those that act come first."""
-        return {
-            shape: tuple(index for index in (*self.applied, *self.measured) if index.shape == shape)
-            for shape in dict.fromkeys(index.shape for index in (*self.applied, *self.measured))
-        }
+    measured: tuple[GuardIndex, ...]
+    groups: tuple[Group, ...]
 
     @cached_property
     def acting(self) -> frozenset[GuardIndex]:
         """Those that do more than count."""
-        return frozenset(index for index in self.applied if index.action != "report")
+        return frozenset(index for group in self.groups if group.acts for index in group.guards)
 
     @cached_property
     def withholds(self) -> bool:
@@ -84,8 +103,18 @@ class GuardBook:
             if len(self._selected) >= _REMEMBERED:
                 self._selected.clear()
             act, count = (tuple(self.indexes[name] for name in sorted(part)) for part in names)
-            self._selected[names] = GuardSet(self.secret, self._halves, act, count)
+            self._selected[names] = GuardSet(self.secret, act, count, tuple(self._groups(act, count)))
         return self._selected[names]
+
+    def _groups(self, applied: Sequence[GuardIndex], measured: Sequence[GuardIndex]) -> Iterator[Group]:
+        acting = tuple(index for index in applied if index.action != "report")
+        counting = tuple(index for index in (*applied, *measured) if index.action == "report" or index in set(measured))
+        for guards in (acting, counting):
+            for shape in dict.fromkeys(index.shape for index in guards):
+                asked = tuple(index for index in guards if index.shape == shape)
+                rest = set(self.indexes.values()) - set(asked)
+                others = tuple(index for index in rest if index.shape == shape)
+                yield Group(shape, asked, guards is acting, self._halves[shape], others)
 
     @property
     def nbytes(self) -> int:

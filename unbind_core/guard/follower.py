@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from unbind_core.guard.book import GuardSet
+from unbind_core.guard.book import Group, GuardSet
 from unbind_core.guard.index import GuardIndex, Shape
 from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings
 
 
 class Verdict(NamedTuple):
     """``sure``: the guards that act and whose run the text holds; ``now``: those whose run it holds if it ends here, perhaps in the
-    middle of a word. ``counted``: those that only count, likewise. ``long``: whether a run of more than N/2 lexemes goes on.
+    middle of a word. ``counted``: those that only count, likewise. ``long``: whether a run of more than N/2 lexemes goes on, of a
+    guard that acts.
     """
 
     sure: tuple[GuardIndex, ...] = ()
@@ -27,7 +28,7 @@ class Verdict(NamedTuple):
 
 
 class _Trace(NamedTuple):
-    """One reading of the answer, as far as it matters: its newest lexemes, and for each shape for how many lexemes now runs of N/2
+    """One reading of the answer, as far as it matters: its newest lexemes, and for each group for how many lexemes now runs of N/2
     have ended at each (``streaks``), and how many lexemes have come since the client's own text ended (``fresh``, at most N).
     """
 
@@ -59,7 +60,7 @@ class Follower:
         self.longest = 0  # lexemes of the longest run so far; 0 while it is under N/2
         self.counted: frozenset[str] = frozenset()  # guards that only count and whose run the answer has held
         self._prompt, self._cuts = prompt, cuts
-        self._shapes = tuple(guards.by_shape)
+        self._shapes = tuple(group.shape for group in guards.groups)
         self._keep = max(shape.run for shape in self._shapes) - 1
         nothing = _Trace((), (0,) * len(self._shapes), tuple(shape.run for shape in self._shapes))
         self._state = _State(nothing, nothing, nothing)
@@ -112,11 +113,12 @@ class Follower:
         """Take back the newest ``take``; once."""
         self._state, self.longest, self.counted = self._before
 
-    def _lengths(self, trace: _Trace) -> Iterable[tuple[Shape, int, int]]:
-        return zip(self._shapes, trace.streaks, trace.fresh, strict=True)
+    def _lengths(self, trace: _Trace) -> Iterable[tuple[Group, int, int]]:
+        return zip(self.guards.groups, trace.streaks, trace.fresh, strict=True)
 
     def _long(self, trace: _Trace) -> bool:
-        return any(_length(*lengths) > lengths[0].half for lengths in self._lengths(trace))
+        found = self._lengths(trace)
+        return any(group.acts and _length(group.shape, *length) > group.shape.half for group, *length in found)
 
     def _verdict(self, hits: list[GuardIndex], cuts: list[GuardIndex], long: bool) -> Verdict:
         acting = self.guards.acting
@@ -130,16 +132,17 @@ class Follower:
         """The trace after one more lexeme; guards whose run it completes go to ``hits``."""
         recent = (*trace.recent, lexeme)
         streaks, freshes = [], []
-        for shape, before, sent in self._lengths(trace):
+        for group, before, sent in self._lengths(trace):
+            shape = group.shape
             streak, fresh = 0, min(sent + 1, shape.run)
             if len(recent) >= shape.half:
                 half = shape.fingerprint(recent[-shape.half :], self.guards.secret)
-                if half in self.guards.halves[shape]:
+                if group.holds(half):
                     streak = before + 1
                     fresh = 0 if self._sent(shape, recent, half) else fresh
                     self.longest = max(self.longest, _length(shape, streak, fresh))
             if streak > shape.run - shape.half and fresh == shape.run:
-                hits += self._holders(shape, recent[-shape.run :])
+                hits += self._holders(group, recent[-shape.run :])
             streaks.append(streak)
             freshes.append(fresh)
         return _Trace(recent[-self._keep :], tuple(streaks), tuple(freshes))
@@ -147,18 +150,19 @@ class Follower:
     def _beginnings(self, trace: _Trace, word: str, *, whole: bool = False) -> list[GuardIndex]:
         """Guards whose run is complete if the answer is cut within ``word``, or ends with the ``whole`` of it."""
         found: list[GuardIndex] = []
-        for shape, streak, fresh in self._lengths(trace):
+        for group, streak, fresh in self._lengths(trace):
+            shape = group.shape
             if streak >= shape.run - shape.half and fresh >= shape.run - 1:
                 words = [word[:end] for end in range(1, len(word))] if self._cuts else []
                 for last in [*words, word] if whole else words:
                     recent = (*trace.recent, last)[-shape.run :]
                     if not self._sent(shape, recent, shape.fingerprint(recent[-shape.half :], self.guards.secret)):
-                        found += self._holders(shape, recent)
+                        found += self._holders(group, recent)
         return found
 
-    def _holders(self, shape: Shape, run: tuple[str, ...]) -> list[GuardIndex]:
-        fingerprint = shape.fingerprint(run, self.guards.secret)
-        return [index for index in self.guards.by_shape[shape] if fingerprint in index.whole]
+    def _holders(self, group: Group, run: tuple[str, ...]) -> list[GuardIndex]:
+        fingerprint = group.shape.fingerprint(run, self.guards.secret)
+        return [index for index in group.guards if fingerprint in index.whole]
 
     def _sent(self, shape: Shape, recent: tuple[str, ...], half: int) -> bool:
         """Whether the client sent the newest N/2 lexemes: as they are, as other names are not its own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -86,6 +87,11 @@ class GuardIndex:
     whole: Fingerprints = field(repr=False)
     half: Sorted = field(repr=False)
     digest: str = ""
+
+    def holds(self, half: int) -> bool:
+        """Whether this is a run of N/2 lexemes of the rows."""
+        place = bisect_left(self.half.data, half)
+        return place < len(self.half) and int(self.half[place]) == half
 
     @property
     def facts(self) -> dict[str, Any]:
