@@ -27,13 +27,13 @@ from server.offer import Offer
 from server.outage import Outage
 from server.probing.results import Canaries
 from server.ratelimit import RateLimiter
-from server.registry import retention
 from server.registry.access import Access, kept_admin_key
 from server.registry.anchor import Anchor
 from server.registry.estimate import Standing, standing
 from server.registry.objects import ObjectStore
 from server.registry.refusals import AWAY
 from server.registry.registry import open_registry
+from server.registry.retention import Retention
 from server.registry.trail import Abandoned
 from server.settings import Settings
 from server.telemetry.figures import Figures
@@ -82,6 +82,7 @@ class BaseService(ABC):
         self.objects = ObjectStore(settings.published_store)
         self.guard_secret = guard_secret(settings)
         self.guard_store = GuardStore(self.objects, self.registry.modules, self.guard_secret)
+        self._retention = Retention(self.registry, settings)
         self.supervisor = Supervisor(settings, told=self.telemetry.work.take)
         self._jobs: Standing | None = None
         self.ready = False
@@ -237,7 +238,7 @@ class BaseService(ABC):
         self._database.ends()
 
     async def _purge(self) -> None:
-        await asyncio.to_thread(retention.purge_old, self.registry, self.settings)
+        await asyncio.to_thread(self._retention.go_on)
 
     async def _count_gates(self) -> None:
         self.telemetry.keep_gates(await self._all_counts())

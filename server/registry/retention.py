@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -10,8 +11,44 @@ from server.registry.private.files import TakedownFiles
 from server.registry.registry import Registry
 from server.settings import Settings
 
+log = logging.getLogger("unbind.service")
 DAY = 86_400.0
+SWEEP_SECONDS = 3600.0  # between looks for rows without a takedown; they go at the second look that finds them so
 RETENTION = Actor("retention", "registry")
+
+
+class Retention:
+    """One server's; ``go_on`` is called again and again."""
+
+    def __init__(self, registry: Registry, settings: Settings) -> None:
+        self._registry, self._settings = registry, settings
+        self._unrecorded: set[str] = set()
+        self._next = 0.0
+
+    def go_on(self) -> None:
+        """Purge what is too old, and look for rows without a takedown where it is time. Raises OSError, StoreUnreachable."""
+        try:
+            purge_old(self._registry, self._settings)
+        finally:
+            if time.monotonic() >= self._next:
+                self.sweep()
+                self._next = time.monotonic() + SWEEP_SECONDS
+
+    def sweep(self) -> list[str]:
+        """Delete the rows that no takedown had at the last look either; which these were.
+
+        A POST that died before its takedown was recorded leaves such rows. The time between two looks is for whoever opened
+        another registry than the one that these rows are recorded in.
+        """
+        kept, takedowns = TakedownFiles(self._settings), self._registry.takedowns
+        found = set(takedowns.unrecorded(kept.kept_forget()))
+        gone = takedowns.drop_unrecorded(found & self._unrecorded, kept.purge) if found & self._unrecorded else []
+        for digest in sorted(found - self._unrecorded):
+            log.warning("forget rows %.12s belong to no takedown of this registry; they are deleted in an hour", digest)
+        for digest in gone:
+            log.info("forget rows %.12s, which belonged to no takedown, are deleted", digest)
+        self._unrecorded = found - set(gone)
+        return gone
 
 
 def purge(registry: Registry, settings: Settings, takedown_id: str, actor: Actor) -> dict[str, Any]:

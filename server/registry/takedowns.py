@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,9 +58,12 @@ class Takedowns:
         guard: NewModule | None = None,
         plan: Mapping[str, Any] | None = None,
         module: bool = True,
+        keep: Callable[[], object] = lambda: None,
     ) -> tuple[dict[str, Any], bool]:
         """Record a takedown and queue its job; (job, whether it is new). The same key and body give the same job.
 
+        ``keep`` puts the rows into their place where they are not there: while it is asked nobody deletes any, and from then on
+        they are this takedown's.
         ``plan`` is what the job's record shows of what it will take.
         ``guard``, whose file is in the store, gets its record and state in the same transaction. Without a ``module`` to make
         the job has ended by then.
@@ -72,6 +75,7 @@ class Takedowns:
             if same is not None:
                 return job_view(same, now), False
             _check_name(session, name, fingerprint, bool(options.get("replace")))
+            keep()
             takedown = Takedown(
                 id=f"td_{uuid.uuid4().hex[:16]}",
                 name=name,
@@ -174,6 +178,19 @@ class Takedowns:
             delete("" if shared else takedown.forget_digest, [job.id for job in jobs])
             return takedown_view(takedown)
 
+    def unrecorded(self, digests: Collection[str]) -> list[str]:
+        """Those of these forget sets that no takedown has, or only purged ones."""
+        with self._transactions.look() as session:
+            return _unrecorded(session, digests)
+
+    def drop_unrecorded(self, digests: Collection[str], delete: Callable[[str, list[str]], None]) -> list[str]:
+        """Delete those of these forget sets that no takedown has; which these were. ``delete`` as for ``purge``."""
+        with self._transactions.change() as session:
+            found = _unrecorded(session, digests)
+            for digest in found:
+                delete(digest, [])
+            return found
+
     def purgeable(self, before: float) -> list[str]:
         """Takedowns from before this time whose rows are still kept and whose work has ended."""
         busy = select(Job.takedown_id).where(Job.state.in_(PENDING), Job.takedown_id.is_not(None))
@@ -230,6 +247,11 @@ def _find(session: Session, takedown_id: str) -> Takedown:
     if takedown is None:
         raise NotThere(f"no takedown '{takedown_id[:80]}'")
     return takedown
+
+
+def _unrecorded(session: Session, digests: Collection[str]) -> list[str]:
+    held = set(session.scalars(select(Takedown.forget_digest).where(Takedown.purged_at.is_(None)).distinct()))
+    return sorted(set(digests) - held)
 
 
 def _same(session: Session, key: str | None, request_digest: str) -> Job | None:

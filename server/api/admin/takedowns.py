@@ -187,6 +187,11 @@ def _submit(
         asked.options,
     )
     rows = asked.intake.rows
+
+    def keep() -> None:
+        if not files.has_forget(digest):
+            files.save_forget(rows)
+
     digest, fingerprint = forget_digest(rows), served.model_fingerprint
     # Not the canonical form: digests that are kept already, for keys that may still be used again, were written so.
     given = {"name": fields.name, "rows": digest, "notice": fields.notice.model_dump(), "options": options}
@@ -197,8 +202,7 @@ def _submit(
     index = _guard(served, asked)
     try:
         guard = kept_guard(index, options, served.objects, fields.notice.reference) if index is not None else None
-        kept_before = files.has_forget(digest)
-        files.save_forget(rows)
+        files.save_forget(rows)  # here, as a slow store is to hold up no change of others
     except StoreUnreachable as error:
         raise ApiError(503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"}) from None
     try:
@@ -216,10 +220,11 @@ def _submit(
             guard=guard,
             plan=plan,
             module=fields.options.protect != "guard",
+            keep=keep,  # looked at again, as a purge or another post's refusal may have taken them away since
         )
     except Refusal:
-        if not kept_before:
-            files.purge(digest, ())  # nothing refers to the rows
+        with suppress(OSError, *AWAY):  # else retention does so later
+            takedowns.drop_unrecorded([digest], files.purge)
         raise
 
 

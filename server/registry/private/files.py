@@ -36,6 +36,13 @@ class TakedownFiles:
         """Whether the rows are still kept. Raises StoreUnreachable."""
         return files.has_forget(self.data_dir, digest) if self.store is None else self.store.has(forget_name(digest))
 
+    def kept_forget(self) -> set[str]:
+        """The digests of all forget sets that are kept. Raises OSError, StoreUnreachable."""
+        names = [path.name for path in files.forget_file(self.data_dir, "").parent.glob("*.jsonl")]
+        if self.store is not None:
+            names += [name.rpartition("/")[2] for name in self.store.names("forget")]
+        return {name.removesuffix(".jsonl") for name in names}
+
     def load_forget(self, digest: str) -> list[ForgetRow]:
         """The rows of a forget set that is kept. Raises OSError, StoreUnreachable, DataError."""
         if self.store is None:
