@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Row, Select, func, select
@@ -85,7 +86,7 @@ def add(
 ) -> ModuleRow:
     """A record for the next version of the name, in the state that ``activation`` asks for, within a transaction.
 
-    Raises JointOutdated as ``act``.
+    One that has expired by now stays calibrated, and what is live stays so. Raises JointOutdated as ``act``.
     """
     mine = (ModuleRow.name == new.name) & (ModuleRow.kind == new.kind) & (ModuleRow.fingerprint == new.fingerprint)
     version = session.scalar(select(func.max(ModuleRow.version)).where(mine)) or 0
@@ -114,6 +115,8 @@ def add(
     session.flush()
     detail = {"name": row.name, "digest": row.digest}
     append(session, now, actor, f"{row.kind}.add", row.id, detail, after=_record(row))
+    if _expired(row, now):
+        return row
     shadowed = activation == "shadow" and live_version(session, new.name, new.fingerprint, new.kind) is None
     if shadowed or (activation == "auto" and not later):
         move(session, row, Action.SHADOW if shadowed else Action.ACTIVATE, actor, now, beside)
@@ -230,6 +233,12 @@ def move(
 ) -> None:
     """Change the state; what stood in its place is superseded in the same transaction."""
     state = follow(ModuleState(row.state), action, row.kind)
+    if state in LIVE and _expired(row, now):
+        ended = datetime.fromtimestamp(row.expires_at or 0.0, UTC).isoformat(timespec="seconds")
+        raise NotAllowed(
+            f"version {row.version} of '{row.name}' expired at {ended} and does not come back; activate another version by its id, "
+            "or submit the rows again with options.replace and a later options.expires_at"
+        )
     if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := takedown_holding(session, row.name)) is not None:
         raise NotAllowed(
             f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
@@ -251,6 +260,10 @@ def move(
             )
         set_state(session, other, ModuleState.SUPERSEDED, "superseded", actor, now, by=row.id)
     set_state(session, row, state, action, actor, now, **detail)
+
+
+def _expired(row: ModuleRow, now: float) -> bool:
+    return row.expires_at is not None and row.expires_at <= now
 
 
 def set_state(

@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 
 from server.cli import build
 from server.evidence.bundle import collect, evidence
+from server.registry import records
 from server.registry.audit import Actor, digest_of
 from server.registry.lifecycle import Action, InForce, binds, in_force, standing
 from server.registry.records import NewModule
+from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry, open_registry
-from server.registry.tables import JobState, ModuleState, Origin
+from server.registry.tables import JobState, Kind, ModuleState, Origin
 from server.rules import Rules
 from server.settings import Settings
 from tests.server.registry.test_registry import claim, made_by, submit
@@ -88,6 +90,29 @@ def test_what_follows_from_a_record_is_not_in_the_digests_of_the_audit_trail(reg
     stored = {name: value for name, value in view.items() if name not in ("in_force", "binds")}
     (*_, last) = registry.audit_of([module_id])
     assert last["action"] == "module.activate" and last["after"] == digest_of(stored)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_version_that_has_expired_never_stands_in_for_the_one_in_force(registry: Registry, kind: Kind) -> None:
+    def add(number: int, now: float, **fields: Any) -> str:
+        digest = f"{number:064x}"
+        new = NewModule("m", digest, "model", f"objects/{digest}", Origin.TAKEDOWN, scope="global", kind=kind, **fields)
+        with registry.transactions.change() as session:
+            return records.add(session, new, new.activation, ADMIN, now).id
+
+    first = add(1, 1.0, expires_at=100.0)
+    current = add(2, 2.0)
+    late = add(3, 200.0, expires_at=100.0)  # a job that ended after that
+    add(4, 200.0, expires_at=100.0, activation="shadow")
+    with pytest.raises(NotAllowed, match=r"version 1 of 'm' expired at 1970-01-01T00:01:40\+00:00.*options\.replace"):
+        registry.modules.rollback(current, "*", ADMIN, 200.0)
+    for reference, action in ((first, Action.ACTIVATE), (late, Action.ACTIVATE), (late, Action.SHADOW)):
+        with pytest.raises(NotAllowed, match="expired at"):
+            registry.modules.act(reference, action, "*", ADMIN, 200.0)
+    registry.modules.pass_time(201.0)
+    found = [record["state"] for record in registry.modules.versions("m")]
+    assert found == ["superseded", "active", "calibrated", "calibrated"]
+    assert registry.modules.rollback(current, "*", ADMIN, 50.0)["id"] == first  # before that it may
 
 
 def page_of(registry: Registry, takedown: str, settings: Settings) -> tuple[dict[str, Any], str]:
