@@ -144,7 +144,7 @@ class Access:
     def revoke_key(self, key_id: str, actor: Actor, now: float) -> Key:
         """Make a key useless for good. Raises NoSuchKey."""
         with self._transactions.change() as session:
-            row = session.get(KeyRow, key_id, with_for_update=True)
+            row = session.get(KeyRow, key_id)
             if row is None:
                 raise NoSuchKey(f"no key '{key_id[:80]}'")
             key = _key(row)
@@ -173,7 +173,7 @@ class Access:
         and there are some.
         """
         with self._transactions.change() as session:
-            row = session.get(RulesRow, scope, with_for_update=True)
+            row = session.get(RulesRow, scope)
             if new and row is not None:
                 raise AlreadyThere(f"'{scope}' has rules already; look at them, then send their ETag in If-Match")
             if expected not in (None, "*", revision(Rules.model_validate(row.rules) if row is not None else NO_RULES)):
@@ -186,7 +186,7 @@ class Access:
     def delete_rules(self, scope: str, actor: Actor, now: float) -> bool:
         """Forget the rules of a scope; whether there were any."""
         with self._transactions.change() as session:
-            row = session.get(RulesRow, scope, with_for_update=True)
+            row = session.get(RulesRow, scope)
             if row is not None:
                 session.delete(row)
                 append(session, now, actor, "rules.delete", scope, {}, before=row.rules)

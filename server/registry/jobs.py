@@ -217,14 +217,14 @@ class Jobs:
 
 
 def _find(session: Session, job_id: str) -> Job:
-    job = session.get(Job, job_id, with_for_update=True)
+    job = session.get(Job, job_id)
     if job is None:
         raise NotThere(f"no job '{job_id[:80]}'")
     return job
 
 
 def _held(session: Session, claim: Claim) -> Job:
-    job = session.get(Job, claim.job_id, with_for_update=True)
+    job = session.get(Job, claim.job_id)
     if job is None or job.fence != claim.fence or job.state != JobState.RUNNING or job.lease_owner != claim.owner:
         raise LeaseLost(f"job {claim.job_id} is no longer held under fence {claim.fence}")
     return job

@@ -210,7 +210,7 @@ class Modules:
             until = _next_due(session)
         for identifier in waiting:
             with self._transactions.change() as session:
-                row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, due | over).with_for_update())
+                row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, due | over))
                 if row is None:
                     continue
                 if row.expires_at is not None and row.expires_at <= now:
@@ -230,7 +230,7 @@ class Modules:
             waiting = list(session.scalars(select(ModuleRow.id).where(found)))
         for identifier in waiting:
             with self._transactions.change() as session:
-                row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, found).with_for_update())
+                row = session.scalar(select(ModuleRow).where(ModuleRow.id == identifier, found))
                 if row is not None:
                     holder = records.takedown_holding(session, row.name)
                     records.set_state(session, row, ModuleState.SUPERSEDED, "superseded", CLOCK, now, by=holder)

@@ -153,13 +153,13 @@ def find(session: Session, reference: str, model: str = "") -> ModuleRow:
 
     A name means its module, and its guard where there is no module; ``guard:NAME`` means the guard.
     """
-    row = session.get(ModuleRow, reference, with_for_update=True)
+    row = session.get(ModuleRow, reference)
     name, kinds = reference, [Kind.MODULE, Kind.GUARD]
     if reference.startswith(GUARD_PREFIX):
         name, kinds = reference.removeprefix(GUARD_PREFIX), [Kind.GUARD]
     while row is None and kinds:
         mine = (ModuleRow.name == name) & (ModuleRow.kind == kinds.pop(0))
-        rows = session.scalars(select(ModuleRow).where(mine).with_for_update()).all()
+        rows = session.scalars(select(ModuleRow).where(mine)).all()
         row = max(rows, key=lambda found: _standing(found, model), default=None)
     if row is None:
         raise NotThere(f"no module '{reference[:80]}'")

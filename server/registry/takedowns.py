@@ -243,7 +243,7 @@ _WEIGHT = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)
 
 
 def _find(session: Session, takedown_id: str) -> Takedown:
-    takedown = session.get(Takedown, takedown_id, with_for_update=True)
+    takedown = session.get(Takedown, takedown_id)
     if takedown is None:
         raise NotThere(f"no takedown '{takedown_id[:80]}'")
     return takedown
