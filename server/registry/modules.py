@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import ColumnElement, Row, Select, func, select
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry import records
 from server.registry.audit import Actor, newest
 from server.registry.lifecycle import LIVE, Action, follow
 from server.registry.records import CLOCK, NewModule, module_view
-from server.registry.refusals import JointOutdated, NotAllowed
+from server.registry.refusals import AWAY, JointOutdated, NotAllowed
 from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
 from server.registry.transactions import Transactions
 
@@ -200,7 +200,7 @@ class Modules:
         if self.withheld:
             try:
                 self._write_withheld(now)
-            except (OperationalError, OSError):
+            except (*AWAY, OSError):
                 return  # what is due cannot be written either
         with self._transactions.look() as session:
             mark = _mark(session)

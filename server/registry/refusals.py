@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from unbind_core.errors import UnbindError
 
-AWAY = (OperationalError, InterfaceError, PoolTimeout)  # what a database raises that does not answer, or cannot write
+# What a database raises that does not answer, or cannot write. InternalError is how PostgreSQL's driver says that a server only
+# takes reads by now, as a primary that was demoted, or that it ended a transaction which stood still.
+AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
 
 
 class Refusal(Exception):

@@ -13,16 +13,14 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-
 from server.registry.jobs import Claim
 from server.registry.objects import ObjectStore, in_thread
+from server.registry.refusals import AWAY
 from server.registry.registry import Registry
 from server.settings import Settings
 from server.worker.plan import PATIENCE_SECONDS
 
 log = logging.getLogger("unbind.worker")
-AWAY = (OperationalError, InterfaceError)  # how a database says that it is not there, or full
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 1.0
 T = TypeVar("T")
@@ -51,7 +49,7 @@ class Patience:
             yield
         except AWAY as error:
             if not self._away:
-                reason = str(error.orig).strip().partition("\n")[0]
+                reason = str(getattr(error, "orig", error)).strip().partition("\n")[0]
                 log.warning("the registry does not answer (%s); it is asked again, and work goes on meanwhile", reason)
             self._away = True
             raise

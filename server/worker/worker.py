@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from server.registry.jobs import Claim
-from server.registry.refusals import CancelRequested, JointOutdated, LeaseLost, Refusal
+from server.registry.refusals import AWAY, CancelRequested, JointOutdated, LeaseLost, Refusal
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, JobState, ModuleState
 from server.settings import Settings
@@ -28,7 +28,7 @@ from server.sources import written_out
 from server.worker.hands import Child
 from server.worker.locks import device
 from server.worker.made import new_module
-from server.worker.patience import AWAY, POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
+from server.worker.patience import POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
 from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, verdict
 from server.worker.preparing import Preparer
 from server.worker.process import without_settings

@@ -7,7 +7,6 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
-from sqlalchemy.exc import OperationalError
 from starlette.responses import JSONResponse
 
 from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
@@ -16,7 +15,7 @@ from server.errors import ApiError
 from server.registry.lifecycle import Action
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
-from server.registry.refusals import JointOutdated
+from server.registry.refusals import AWAY, JointOutdated
 from server.registry.tables import JobKind, Kind, ModuleState
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
@@ -144,7 +143,7 @@ async def _change(
     with refusals():
         try:
             changed = await asyncio.to_thread(modules.act, reference, action, if_match, actor, time.time())
-        except (OperationalError, OSError):
+        except (*AWAY, OSError):
             if action != Action.SUSPEND:
                 raise
             # A module that does harm goes even where no change can be written, as on a full disk.

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from server.bench.fleet.postgres import postgres
 from server.outage import Outage
 from server.registry.database import connect, upgrade
@@ -65,8 +67,37 @@ def without_registry(checkpoint: Path, tmp_path: Path) -> None:
             assert applied(server.complete()) == []
 
 
+def without_writing(checkpoint: Path, tmp_path: Path) -> None:
+    with postgres() as database:
+        url = database.new_database()
+        engine = connect(url)
+        upgrade(engine)
+        engine.dispose()
+        with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
+            adopt(server, "held", "global")
+            registry = server.service.registry
+
+            def only_reads(word: str) -> None:
+                with database.connect() as administrator:
+                    says = f"ALTER DATABASE {engine.url.database} SET default_transaction_read_only = {word}"
+                    administrator.execute(says.encode())
+                registry.engine.dispose()
+
+            only_reads("on")  # as a primary that became a standby
+            with pytest.raises(AssertionError, match="registry_unreachable"):
+                act(server, "held", "retire")
+            with pytest.raises(AssertionError, match="assert 202 == 200"):
+                act(server, "held", "suspend")
+            assert "this server process only" in server.admin("/modules/held").body["withheld"]
+            until(lambda: applied(server.complete()) == [])
+            assert server.admin("/modules/held").body["state"] == "active" and reasons(server) == []
+            only_reads("off")
+            until(lambda: server.admin("/modules/held").body["state"] == "suspended")
+
+
 if PROGRAMS:
     test_without_the_registry_a_server_enforces_what_it_has_and_says_so = without_registry
+    test_where_the_registry_takes_no_changes_a_module_is_suspended_all_the_same = without_writing
 
 
 def test_without_the_store_a_server_enforces_what_it_has_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
