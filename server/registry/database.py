@@ -18,7 +18,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
@@ -47,13 +47,7 @@ def connect(url: str) -> Engine:
         if parsed.get_backend_name() == "sqlite":
             return _sqlite(Path(parsed.database or ""))
         if parsed.get_backend_name() == "postgresql":
-            return create_engine(
-                parsed,
-                pool_pre_ping=True,
-                pool_size=10,
-                connect_args={"connect_timeout": LOCK_SECONDS, **_NOTICED},
-                isolation_level="READ COMMITTED",
-            )
+            return _postgresql(parsed)
     except (ArgumentError, NoSuchModuleError) as error:
         raise DatabaseRefused(f"database_url: {error}; {_EXAMPLES}") from None
     raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")
@@ -205,6 +199,29 @@ def _config(connection: Connection | None = None) -> Config:
 
 def _scripts() -> ScriptDirectory:
     return ScriptDirectory.from_config(_config())
+
+
+def _postgresql(address: URL) -> Engine:
+    """The database at this address. A change waits LOCK_SECONDS for another's, which may stand still for as long."""
+    engine = create_engine(
+        address,
+        pool_pre_ping=True,
+        pool_size=10,
+        connect_args={"connect_timeout": LOCK_SECONDS, **_NOTICED},
+        isolation_level="READ COMMITTED",
+    )
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        # A machine that is paused or gone would hold the writer's lock for as long as the server believes in its connection.
+        # Said in the transaction and not at the connection's start, where a pooler would not let it through.
+        if not connection.get_execution_options().get("reading", False):
+            connection.exec_driver_sql(
+                f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'; "
+                f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS}s'"
+            )
+
+    return engine
 
 
 def _sqlite(file: Path) -> Engine:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from server.registry import jobs, records, takedowns
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from sqlalchemy import text
+
+from server.bench.fleet.postgres import Postgres
+from server.registry import database, jobs, records, takedowns
 from server.registry.lifecycle import Action
+from server.registry.refusals import AWAY
 from server.registry.registry import Registry
 from tests.server.registry.test_modules import act, make
 from tests.server.registry.test_registry import claim, submit
+from tests.support.databases import PROGRAMS
 
 
 def test_who_reads_holds_up_no_change(registry: Registry) -> None:
@@ -17,3 +27,29 @@ def test_who_reads_holds_up_no_change(registry: Registry) -> None:
         records.find(session, "m")
         assert claim(registry, now=2.0).job_id == job_id
         assert act(registry, record, Action.SUSPEND)["state"] == "suspended"
+
+
+@pytest.mark.skipif(not PROGRAMS, reason="PostgreSQL is not installed")
+def test_a_change_that_stands_still_is_ended_and_the_next_goes_on(
+    postgresql_server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = database.connect(postgresql_server.new_database())
+    database.upgrade(engine)
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.6)
+    with closing(Registry(engine)) as registry:
+
+        def stand_still() -> None:
+            with registry.transactions.change() as session:
+                time.sleep(0.3)  # as a process that is stopped
+                submit(registry)  # waits until the other is ended
+                session.execute(text("SELECT 1"))
+
+        with pytest.raises(AWAY):
+            stand_still()
+        with ThreadPoolExecutor(1) as pool, registry.transactions.change() as working:
+            waiting = pool.submit(submit, registry, "next")
+            for _ in range(4):
+                working.execute(text("SELECT pg_sleep(0.3)"))
+            with pytest.raises(AWAY, match="lock timeout"):
+                waiting.result()
+        assert [job["module"] for job in registry.jobs.newest(1.0)] == ["m"]
