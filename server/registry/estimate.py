@@ -1,4 +1,4 @@
-"""How long a job still takes, from what past jobs took: pure functions over their records; and how the queue stands."""
+"""How long a job still takes, from what past jobs took; and how the queue stands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from sqlalchemy import case, func, select
+from sqlalchemy.orm import Session
 
-from server.registry.tables import Job, JobState
+from server.registry.tables import Job, JobState, Takedown
 from server.registry.transactions import Transactions
 
 NEAREST = 5
+REMEMBERED = 50  # past jobs that estimates look at
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,27 @@ def remaining_seconds(
             return None
         left += median(longer) - in_stage
     return left
+
+
+def past_jobs(session: Session, kind: str) -> list[PastJob]:
+    """The newest jobs of this kind that made a module or were about one."""
+    finished = (
+        select(Job.stages, Takedown.row_count)
+        .join(Takedown, Takedown.id == Job.takedown_id)
+        .where(Job.state == JobState.SUCCEEDED, Job.kind == kind, Job.module_id.is_not(None))
+        .order_by(Job.finished_at.desc())
+        .limit(REMEMBERED)
+    )
+    return [
+        PastJob(rows, {stage: done["seconds"] for stage, done in stages.items()})
+        for stages, rows in session.execute(finished)
+    ]
+
+
+def near_job(session: Session, job: Job) -> dict[str, list[float]]:
+    """``near_seconds`` for this job."""
+    takedown = session.get(Takedown, job.takedown_id) if job.takedown_id else None
+    return near_seconds(takedown.row_count, past_jobs(session, job.kind)) if takedown else {}
 
 
 @dataclass(frozen=True)

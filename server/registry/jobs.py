@@ -14,14 +14,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
-from server.registry.estimate import PastJob, expected_seconds, near_seconds, remaining_seconds
+from server.registry.estimate import expected_seconds, near_job, near_seconds, past_jobs, remaining_seconds
 from server.registry.lifecycle import Action
-from server.registry.records import NewModule, add, apply, module_view
+from server.registry.records import NewModule, add, apply, live_version, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere
 from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
 from server.registry.transactions import Transactions
-
-REMEMBERED = 50  # past jobs that estimates look at
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,9 @@ class Claim:
 class Jobs:
     """The queue, for any thread and process."""
 
-    def __init__(self, transactions: Transactions) -> None:
-        self._transactions = transactions
+    def __init__(self, transactions: Transactions, model: str = "") -> None:
+        """``model``: fingerprint of the model that modules are made for."""
+        self._transactions, self._model = transactions, model
 
     # The admin API.
 
@@ -53,7 +52,7 @@ class Jobs:
         """One job as the API shows it. Raises NotThere."""
         with self._transactions.look() as session:
             job = _find(session, job_id)
-            return job_view(job, now, _near(session, job) if job.state == JobState.RUNNING else {})
+            return job_view(job, now, near_job(session, job) if job.state == JobState.RUNNING else {})
 
     def stages(self, job_id: str) -> dict[str, Any]:
         """The finished stages of a job, with the folders that hold what they left. Raises NotThere."""
@@ -64,12 +63,12 @@ class Jobs:
         """The newest jobs first."""
         with self._transactions.look() as session:
             jobs = session.scalars(select(Job).order_by(Job.created_at.desc()).limit(limit)).all()
-            return [job_view(job, now, _near(session, job) if job.state == JobState.RUNNING else {}) for job in jobs]
+            return [job_view(job, now, near_job(session, job) if job.state == JobState.RUNNING else {}) for job in jobs]
 
     def expected(self, rows: int) -> dict[str, float]:
         """Seconds by stage that a takedown of so many rows will take; empty where no past job tells."""
         with self._transactions.look() as session:
-            return expected_seconds(near_seconds(rows, _past(session, JobKind.TAKEDOWN)))
+            return expected_seconds(near_seconds(rows, past_jobs(session, JobKind.TAKEDOWN)))
 
     def create(
         self, kind: JobKind, module: Mapping[str, Any], options: dict[str, Any], actor: Actor, now: float
@@ -107,6 +106,7 @@ class Jobs:
                 job = _find(session, job_id)
                 if job.state not in (JobState.FAILED, JobState.CANCELLED):
                     raise NotAllowed(f"job {job.id} is {job.state}; only a failed or cancelled job can be retried")
+                _check_name(session, job, self._model)
                 job.state, job.attempt, job.cancel_requested = JobState.QUEUED, 0, False
                 job.error, job.message, job.finished_at, job.result = None, "", None, None
                 job.stage_progress, job.stage_started_at, job.lease_expires = 0.0, None, now
@@ -223,6 +223,19 @@ def _find(session: Session, job_id: str) -> Job:
     return job
 
 
+def _check_name(session: Session, job: Job, model: str) -> None:
+    """Another takedown may have got the name since. Raises NameTaken."""
+    takedown = session.get(Takedown, job.takedown_id) if job.kind == JobKind.TAKEDOWN else None
+    if takedown is None or takedown.options.get("replace"):
+        return
+    live = live_version(session, job.module, model)
+    if live is not None and live.takedown_id not in (None, takedown.id):
+        raise NameTaken(
+            f"name: module '{job.module}' is takedown {live.takedown_id}'s by now, and the job would supersede it; submit the "
+            "rows anew under another name, or with options.replace"
+        )
+
+
 def _held(session: Session, claim: Claim) -> Job:
     job = session.get(Job, claim.job_id)
     if job is None or job.fence != claim.fence or job.state != JobState.RUNNING or job.lease_owner != claim.owner:
@@ -245,25 +258,6 @@ def made(row: ModuleRow) -> dict[str, Any]:
     """What a job's result says of the module or guard that it made or activated, as it was then."""
     view = module_view(row)
     return {name: view[name] for name in ("digest", "scope", "in_force", "binds")}
-
-
-def _past(session: Session, kind: str) -> list[PastJob]:
-    finished = (
-        select(Job.stages, Takedown.row_count)
-        .join(Takedown, Takedown.id == Job.takedown_id)
-        .where(Job.state == JobState.SUCCEEDED, Job.kind == kind, Job.module_id.is_not(None))
-        .order_by(Job.finished_at.desc())
-        .limit(REMEMBERED)
-    )
-    return [
-        PastJob(rows, {stage: done["seconds"] for stage, done in stages.items()})
-        for stages, rows in session.execute(finished)
-    ]
-
-
-def _near(session: Session, job: Job) -> dict[str, list[float]]:
-    takedown = session.get(Takedown, job.takedown_id) if job.takedown_id else None
-    return near_seconds(takedown.row_count, _past(session, job.kind)) if takedown else {}
 
 
 def job_view(job: Job, now: float, near: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Registry:
         """``model``: fingerprint of the model whose module a name means, where there are several of it."""
         self.transactions = Transactions(engine, audit_head)
         self.takedowns = Takedowns(self.transactions)
-        self.jobs = Jobs(self.transactions)
+        self.jobs = Jobs(self.transactions, model)
         self.modules = Modules(self.transactions, model)
 
     @property

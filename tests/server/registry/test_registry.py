@@ -133,6 +133,28 @@ def test_a_retry_goes_on_after_the_last_finished_stage(registry: Registry) -> No
     assert set(claim(registry, "w", 5.0).stages) == {"check"}
 
 
+def test_a_retry_takes_no_name_from_the_takedown_that_has_it_by_now(registry: Registry) -> None:
+    ours = Registry(registry.engine, model="model")  # of the server that is asked
+
+    def failed(**fields: Any) -> str:
+        job_id = submit(ours, **fields)
+        ours.jobs.finish(claim(ours), JobState.FAILED, 1.0, error="no space left on device")
+        return job_id
+
+    plain, replacing = failed(), failed(options={"replace": True})
+    submit(ours)
+    held = claim(ours)
+    ours.jobs.finish(held, JobState.SUCCEEDED, 2.0, module=made_by(held, scope="global"))
+    with pytest.raises(NameTaken, match=f"takedown {held.takedown_id}'s by now.*options.replace"):
+        ours.jobs.retry(plain, ADMIN, 3.0)
+    assert ours.jobs.get(plain, 3.0)["state"] == "failed"
+    assert (
+        Registry(registry.engine, model="other").jobs.retry(plain, ADMIN, 3.0)["state"] == "queued"
+    )  # of another model
+    ours.jobs.request_cancel(plain, ADMIN, 4.0)
+    assert ours.jobs.retry(replacing, ADMIN, 5.0)["state"] == "queued"
+
+
 def test_a_worker_that_leaves_in_good_order_is_not_counted_as_a_death(registry: Registry) -> None:
     submit(registry)
     for _ in range(5):
