@@ -73,22 +73,30 @@ class Supervisor:
         pause = 0.5
         while True:
             started = time.monotonic()
-            # It dies with this process, and what it writes to standard output are signs of life.
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(os.getpid()),
-                env=environment_of(self._settings),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-            )
-            await self._watch(self._process)
-            code = await self._process.wait()
+            try:
+                ended = f"ended with code {await self._run()}"
+            except Exception:  # it must go on: as when no process can be started for a moment
+                log.exception("the worker could not be started or watched over")
+                ended = "is given up"
+                await self._end(0.0)
             if time.monotonic() - started > 30:
                 pause = 0.5
             self.restarts += 1
-            log.error("the worker ended with code %s; starting another in %.1f s", code, pause)
+            log.error("the worker %s; starting another in %.1f s", ended, pause)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 30.0)
+
+    async def _run(self) -> int:
+        # It dies with this process, and what it writes to standard output are signs of life.
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            str(os.getpid()),
+            env=environment_of(self._settings),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        await self._watch(self._process)
+        return await self._process.wait()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Until its standard output ends, which it does with the process; kills a process that is silent for too long.
@@ -118,8 +126,10 @@ class Supervisor:
         """End the worker: ask, wait, insist."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
+        await self._end(grace)
+
+    async def _end(self, grace: float) -> None:
         process = self._process
         if process is None or process.returncode is not None:
             return
