@@ -98,6 +98,16 @@ def remove_unfinished(folder: Path) -> None:
                 os.close(lock)
 
 
+def remove_tree(folder: Path) -> None:
+    """Delete a folder and all in it; what is not there, or what another process deletes meanwhile, is deleted. Raises OSError."""
+
+    def missing(_: object, __: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(folder, onerror=missing)
+
+
 def own_folder(path: Path) -> tuple[int, Path]:
     """A new folder beside ``path``, and the descriptor that locks it."""
     while True:

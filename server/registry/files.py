@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unbind_core.files import remove_unfinished, write_text, write_whole
+from unbind_core.files import remove_tree, remove_unfinished, write_text, write_whole
 from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 
@@ -42,11 +42,14 @@ def has_forget(data_dir: Path, digest: str) -> bool:
 
 
 def purge(data_dir: Path, digest: str, job_ids: Sequence[str]) -> None:
-    """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it."""
+    """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it.
+
+    Raises OSError where it is not all gone.
+    """
     if digest:
         forget_file(data_dir, digest).unlink(missing_ok=True)
     for job_id in job_ids:
-        shutil.rmtree(data_dir / "jobs" / job_id, ignore_errors=True)
+        remove_tree(data_dir / "jobs" / job_id)
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:

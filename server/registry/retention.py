@@ -59,10 +59,20 @@ def purge(registry: Registry, settings: Settings, takedown_id: str, actor: Actor
 
 
 def purge_old(registry: Registry, settings: Settings) -> list[str]:
-    """The takedowns whose rows were older than ``forget_retention_days`` and are gone now."""
+    """The takedowns whose rows were older than ``forget_retention_days`` and are gone now.
+
+    One that cannot be purged keeps no other: what was raised for the first of them is raised at the end.
+    """
     if not settings.forget_retention_days:
         return []
     old = registry.takedowns.purgeable(time.time() - settings.forget_retention_days * DAY)
+    gone, failed = [], list[Exception]()
     for takedown_id in old:
-        purge(registry, settings, takedown_id, RETENTION)
-    return old
+        try:
+            purge(registry, settings, takedown_id, RETENTION)
+            gone.append(takedown_id)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return gone

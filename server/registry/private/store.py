@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from server.registry.objects import StoreUnreachable
 from unbind_core.errors import UnbindError
-from unbind_core.files import UNFINISHED, write_whole
+from unbind_core.files import UNFINISHED, remove_tree, write_whole
 
 _HEAD = b"unbind-sealed-1\n"
 _MARK, _NONCE = 8, 12  # bytes that name the key, and that are new for each file
@@ -115,7 +114,7 @@ class PrivateStore:
         if self._folder is not None:
             path = self._folder / under
             if path.is_dir():
-                shutil.rmtree(path, onerror=_gone)
+                remove_tree(path)
             else:
                 path.unlink(missing_ok=True)
             return
@@ -140,9 +139,3 @@ class PrivateStore:
             raise
         except Exception as error:  # each kind of store raises its own
             raise StoreUnreachable(f"private store {self.where}: {type(error).__name__}: {error}") from error
-
-
-def _gone(_: object, __: str, error: tuple[type[BaseException], BaseException, object]) -> None:
-    """For shutil.rmtree: what another process has deleted meanwhile is deleted."""
-    if not isinstance(error[1], FileNotFoundError):
-        raise error[1]

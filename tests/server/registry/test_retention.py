@@ -18,6 +18,7 @@ from server.api.admin.takedowns import Asked, _submit
 from server.guarding import guard_secret
 from server.registry import retention
 from server.registry.audit import Actor
+from server.registry.files import job_dir
 from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import NameTaken
@@ -113,6 +114,23 @@ def test_what_is_refused_at_the_last_leaves_no_rows(shop: Shop, monkeypatch: pyt
         shop.post("m")
     (accepted,) = takedowns.newest()
     assert shop.files.kept_forget() == {accepted["forget_digest"]}
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_and_is_not_called_purged(registry: Registry, tmp_path: Path) -> None:
+    shop = Shop(registry, Settings(data_dir=tmp_path / "data", forget_retention_days=1e-9))
+    posted = [shop.post(name, name) for name in ("a", "b", "c")]
+    for takedown in posted:
+        shop.cancel(takedown)
+    (job,) = registry.takedowns.get(posted[0])["jobs"]
+    folder = job_dir(shop.settings.data_dir, job)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")  # as what the system refuses to delete
+    with pytest.raises(OSError, match="symbolic link"):
+        retention.purge_old(registry, shop.settings)
+    assert [registry.takedowns.get(takedown)["purged_at"] is None for takedown in posted] == [True, False, False]
+    assert not shop.kept(posted[1]) and not shop.kept(posted[2])
+    folder.unlink()
+    assert retention.purge_old(registry, shop.settings) == [posted[0]] and not shop.kept(posted[0])
 
 
 def test_rows_of_a_post_that_died_go_at_the_second_look_that_finds_them(
