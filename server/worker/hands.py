@@ -47,11 +47,11 @@ class Child:
         return self._process.poll() is None
 
     def give(self, task: Task) -> None:
-        """Let it work. One that is dead already is noticed by its end, as one that dies later is."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asdict(task)) + "\n")
-            self._process.stdin.flush()
+        """Let it work. One that is dead already is noticed by its end, as one that dies later is.
+
+        Never waits: a task that tells of many modules is more than a pipe holds, and is read once the child has its imports.
+        """
+        threading.Thread(target=self._write, args=(json.dumps(asdict(task)) + "\n",), daemon=True).start()
 
     def kill(self) -> None:
         """End it and whatever it started, now."""
@@ -67,6 +67,12 @@ class Child:
                 with contextlib.suppress(OSError):
                     pipe.close()
         return status
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # dead, or closed while it was written
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
