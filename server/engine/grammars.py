@@ -1,16 +1,19 @@
 """What an answer must look like: a form as clients give it -> a compiled grammar -> which tokens may follow, one answer each.
 
-Compiling is bounded and done on a thread of its own, so that a hostile schema holds up nobody but others who bring new ones.
+Compiling is bounded and done on a thread of its own, so that a hostile schema holds up nobody but others who bring new ones. The
+library leaves much of the work to the first step of an answer, so that step belongs to compiling; its limits bound later ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +30,11 @@ LONGEST = 65_536  # characters of a form
 REMEMBERED = 64  # compiled grammars
 WAITING = 32  # forms that wait for their turn
 SECONDS = 1.0  # of a processor, for one form
+MOST_ITEMS = 50_000  # by which a form's arrays may be bounded, together: the library takes seconds to refuse more
+# Symbols of a grammar. A step looks at all that may stand at one place, which who writes rules can make nearly all of them.
+_WRITTEN, _OF_SCHEMAS = 10_000, 100_000
+_ITEMS = re.compile(r'(?:min|max)Items\\*"\s*:\s*([0-9.eE+]+)')
+_ESCAPED = re.compile(r"\\+u00([0-9a-fA-F]{2})")
 # On one line, with room for a blank where models like one: white space without end would never end an answer.
 _SPACING = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
@@ -41,11 +49,12 @@ class GrammarsBusy(Exception):
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must look like. ``text``: a JSON schema, a regular expression, a JSON list of texts, or a grammar as llama.cpp
-    (GBNF) or llguidance (Lark) write them. ``lenient``: leave out the keywords of a schema that a grammar cannot hold.
+    """What an answer must look like. ``text``: a JSON schema, a regular expression, a JSON list of texts, a grammar as llama.cpp
+    (GBNF) or llguidance (Lark) write them, or one that the server wrote around schemas for ``calls``. ``lenient``: leave out the
+    keywords of a schema that a grammar cannot hold.
     """
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Literal["json", "regex", "choice", "grammar", "calls"]
     text: str
     lenient: bool = False
 
@@ -57,6 +66,8 @@ class Form:
             match self.kind:
                 case "json":
                     return LLMatcher.grammar_from_json_schema(spaced(json.loads(self.text), self.lenient))
+                case "calls":
+                    return grammar_from("grammar", self.text)
                 case kind:
                     return grammar_from(kind, self.text)
         except (ValueError, TypeError, RecursionError) as error:
@@ -72,13 +83,15 @@ def spaced(schema: Any, lenient: bool) -> dict[str, Any]:
 class Constraint:
     """One answer under a grammar: which tokens may follow, and whether it is complete."""
 
-    def __init__(self, matcher: LLMatcher, width: int, ends: frozenset[int]) -> None:
-        self._matcher, self._width, self._ends = matcher, width, sorted(ends)
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, width: int, ends: frozenset[int]) -> None:
+        self._grammar, self._matcher, self._width, self._ends = grammar, matcher, width, sorted(ends)
         self.failed = ""  # why the grammar can say nothing more
 
     def allowed(self, *, or_end: bool = False) -> NDArray[np.bool_]:
         """By token, whether it may follow; ``or_end``: the model may end the answer whatever it lacks."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():  # it allows the end then, which the form may not
+            self._fails()
         found = np.unpackbits(bits, count=self._width, bitorder="little").astype(np.bool_)
         if or_end:
             found[self._ends] = True
@@ -87,7 +100,19 @@ class Constraint:
     def take(self, token: int) -> None:
         """Go on by ``token``."""
         if not self._matcher.consume_token(token):
-            self.failed = self._matcher.get_error()[:200] or "the answer left the grammar"
+            self._fails()
+
+    def tried(self) -> str:
+        """Why the form cannot even begin, as nothing fulfils it or its first step takes too much; empty where it can."""
+        allowed = self.allowed()
+        if not self.failed and not self.ended and allowed.any():
+            self.take(int(allowed.argmax()))
+        return "nothing fulfils it" if self.failed.startswith("NoExtension") else self.failed
+
+    def _fails(self) -> None:
+        reason = self._matcher.get_error().split("\n<")[0].strip()[:200]
+        self.failed = self.failed or reason or "the answer left the grammar"
+        self._grammar.spent = True
 
     @property
     def ended(self) -> bool:
@@ -107,15 +132,27 @@ def narrow(row: Tensor, allowed: NDArray[np.bool_]) -> None:
 
 
 class Grammar:
-    """A compiled grammar, for any number of answers. ``source`` compiles to it anywhere."""
+    """A compiled grammar, for any number of answers. ``source`` compiles to it anywhere. ``spent``: one of them has failed, and
+    with it what all of them share in the library.
+    """
 
     def __init__(self, source: str, matcher: LLMatcher, width: int, ends: frozenset[int]) -> None:
-        self.source = source
+        self.source, self.spent = source, False
         self._matcher, self._width, self._ends = matcher, width, ends
 
     def begin(self) -> Constraint:
         """A new answer."""
-        return Constraint(self._matcher.deep_copy(), self._width, self._ends)
+        return Constraint(self, self._matcher.deep_copy(), self._width, self._ends)
+
+
+def _items(source: str) -> float:
+    """The sum of all ``minItems`` and ``maxItems`` in a source, however they are written."""
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), source)
+    total = 0.0
+    for number in _ITEMS.findall(plain):
+        with suppress(ValueError):
+            total += float(number)
+    return total
 
 
 class Grammars:
@@ -136,17 +173,19 @@ class Grammars:
         """The form's grammar, compiled off the event loop. Raises GrammarError, GrammarsBusy."""
         if not self._room.acquire(blocking=False):
             raise GrammarsBusy("too many grammars wait to be compiled; try again")
-        done = self._pool.submit(lambda: self.of(form.source()))
+        size = _OF_SCHEMAS if form.kind in ("json", "calls") else _WRITTEN
+        done = self._pool.submit(lambda: self.of(form.source(), size))
         done.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(done)
 
-    def of(self, source: str) -> Grammar:
-        """The grammar of a source. Raises GrammarError where it does not compile within the limits."""
+    def of(self, source: str, size: int = _OF_SCHEMAS) -> Grammar:
+        """The grammar of a source, of at most ``size`` symbols. Raises GrammarError where it does not compile within the limits."""
         with self._lock:
-            if (known := self._known.get(source)) is not None:
+            if (known := self._known.get(source)) is not None and not known.spent:
                 self._known.move_to_end(source)
                 return known
-            made = self._known[source] = self._compile(source)
+            self._known.pop(source, None)
+            made = self._known[source] = self._compile(source, size)
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
             return made
@@ -160,16 +199,30 @@ class Grammars:
                 raise GrammarError(f"cannot be had with this model's tokenizer: {str(error)[:200]}") from None
         return self._tokens
 
-    def _compile(self, source: str) -> Grammar:
+    def _compile(self, source: str, size: int) -> Grammar:
         tokens, begun = self.load(), time.thread_time()
-        limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+        if (items := _items(source)) > MOST_ITEMS:
+            raise GrammarError(
+                f"bounds arrays by {items:g} items together, and {MOST_ITEMS} are the most; send lower bounds"
+            )
+        # Forms found to be the costliest take 0.5 s to compile and 0.1 s at a step, which is the thread's that runs the model.
+        limits = LLParserLimits(
+            max_grammar_size=size,
+            max_lexer_states=50_000,
+            initial_lexer_fuel=300_000,
+            step_lexer_fuel=200_000,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
         if matcher.is_error():
             reason = matcher.get_error().split("\n<backtrace>")[0].strip()
             raise GrammarError(f"does not compile: {reason[:300]}")
+        grammar = Grammar(source, matcher, self._width, self._ends)
+        if failed := grammar.begin().tried():
+            raise GrammarError(f"cannot be kept to: {failed}")
         if time.thread_time() - begun > SECONDS:
             raise GrammarError(f"takes over {SECONDS:g} s to compile; send a simpler one")
-        return Grammar(source, matcher, self._width, self._ends)
+        return grammar
 
     def close(self) -> None:
         """End the thread."""

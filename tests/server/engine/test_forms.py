@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,9 +147,14 @@ def test_log_probabilities_are_the_models_own(engine: EmbeddedEngine) -> None:
     assert bound.logprobs[0].rank > 1
 
 
+# 500 rules, each of which may follow any other: a row of the parser holds all of them
+ROWS = "start: START (" + " | ".join(f"r{i}" for i in range(500)) + ")\n"
+ROWS += "\n".join(f'r{i}: "a"* r{(i * 7 + 1) % 500} "b" | "c" | ("ab" | "a" | "b")*' for i in range(500))
 HOSTILE = {
     "too large": ("json", {"enum": ["x" * LONGEST]}, "the most"),
-    "too many": ("json", {"type": "array", "maxItems": 1_000_000, "items": {"type": "string"}}, "grammar"),
+    "too many": ("json", {"type": "array", "maxItems": 1_000_000, "items": {"type": "string"}}, "the most"),
+    "hidden": ("grammar", 'start: %json {"$ref": "#/x", "x": {"type": "array", "max\\u0049tems": 1e9}}', "the most"),
+    "long": ("json", {"type": "array", "maxItems": 49_999, "items": {"type": "string"}}, "grammar size"),
     "too deep": ("json", '{"items":' * 400 + "{}" + "}" * 400, "compile|understood|nest"),
     "unbalanced": ("regex", "(", "compile"),
     "unknown keyword": ("json", {"not": {"type": "string"}}, "Unimplemented"),
@@ -157,6 +163,9 @@ HOSTILE = {
     "no grammar": ("grammar", "root ::= (", "understood"),
     "nested": ("grammar", "root ::= " + "(" * 30_000, "understood"),
     "no JSON": ("json", "{", "understood"),
+    "costly at first": ("regex", "((a{100}){100}){100}", "kept to: lexer error"),
+    "costly rows": ("grammar", ROWS.replace("START", '"a"'), "kept to: Parser Error"),
+    "never ends": ("json", {"$ref": "#"}, "nothing fulfils it"),
 }
 
 
@@ -181,8 +190,47 @@ def test_what_cannot_be_compiled_is_refused_off_the_event_loop(engine: EmbeddedE
 
     with pytest.raises(GrammarError, match=reason):
         asyncio.run(tried())
-    assert ticks > 20 or name != "too many"
+    assert ticks > 20 or name != "costly at first"
     assert ask(engine, [request(grammar(engine, "choice", ["fine"]))])[0].text == "fine"
+
+
+@pytest.mark.parametrize("name", ["costly at first", "never ends"])
+def test_what_cannot_be_kept_to_is_refused_again(engine: EmbeddedEngine, name: str) -> None:
+    kind, text, _ = HOSTILE[name]
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="cannot be kept to"):
+            grammar(engine, kind, text)
+
+
+LATE = {
+    "lexer": ("regex", "[0-9]{3}((a{100}){100}){100}"),
+    "rows": ("grammar", ROWS.replace("START", "/[0-9]{3}/")),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_form_that_becomes_too_much_ends_its_answer_alone_and_soon(engine: EmbeddedEngine, name: str) -> None:
+    """Also where it is asked for again: what one answer has used up does not pass for an answer that is complete."""
+    for _ in range(2):
+        made = grammar(engine, *LATE[name])
+        started = time.thread_time()
+        constraint = made.begin()
+        while not constraint.failed:
+            constraint.take(int(constraint.allowed().argmax()))
+        assert time.thread_time() - started < 1
+        failed = ask(engine, [request(grammar(engine, *LATE[name]))])[0]
+        assert failed.finish_reason == "error" and "too much for it" in str(failed.error)
+        assert ask(engine, [request(grammar(engine, "choice", ["fine"]))])[0].text == "fine"
+        assert made.spent and grammar(engine, *LATE[name]) is not made
+
+
+def test_a_spent_grammar_allows_no_empty_answer(engine: EmbeddedEngine) -> None:
+    """Who has it from before it was spent is told so."""
+    made = grammar(engine, *LATE["lexer"])
+    first = made.begin()
+    while not first.failed:
+        first.take(int(first.allowed().argmax()))
+    assert ask(engine, [request(made)])[0].finish_reason == "error"
 
 
 def test_a_lenient_schema_leaves_out_what_no_grammar_holds(engine: EmbeddedEngine) -> None:

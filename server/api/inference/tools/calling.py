@@ -69,7 +69,7 @@ def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
     if wanted is not None and not body.demanded:
         or_answer = spaced(json.loads(wanted.form.text), wanted.form.lenient)
     text = lark(calling.form, functions, calling.special, several=body.parallel_tool_calls, or_answer=or_answer)
-    return Wanted(Form("grammar", text), "tools")
+    return Wanted(Form("calls", text), "tools")
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
