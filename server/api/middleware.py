@@ -24,6 +24,7 @@ from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
 REQUEST_ID = "x-request-id"
+LEFT = 499  # the status of what a client did not wait for
 ADMINISTRATION = "/admin/"  # where the paths of the administrator begin
 _ACCEPTABLE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -41,8 +42,14 @@ class RequestLog:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         request_id = given if _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
-        status, started = 500, time.perf_counter()
+        status, left, started = 0, False, time.perf_counter()
         self._trace(scope)
+
+        async def noticing() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or message["type"] == "http.disconnect"
+            return message
 
         async def with_id(message: Message) -> None:
             nonlocal status
@@ -55,7 +62,7 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, with_id)
+            await self._app(scope, noticing, with_id)
         except asyncio.CancelledError:
             if self._owner.state.service.ready:
                 raise
@@ -63,6 +70,7 @@ class RequestLog:
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             seconds = time.perf_counter() - started
+            status = status or (LEFT if left else 500)  # a stream that nobody waits for ends before it begins
             telemetry = self._owner.state.service.telemetry
             telemetry.requests.labels(route, str(status)).inc()
             telemetry.seconds.labels(route).observe(seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import logging
 import threading
 import time
@@ -73,6 +75,22 @@ def test_a_scrape_does_not_wait_for_the_step_that_runs(slow: Live) -> None:
         assert not held.done()
     finally:
         hold.set()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_before_the_first_token_is_no_error_of_the_server(slow: Live, stream: bool) -> None:
+    hold = threading.Event()
+    slow.service.engine.call(lambda: hold.wait(TIMEOUT))
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", slow.port, timeout=TIMEOUT)
+        body = json.dumps({"prompt": "def add(", **ENDLESS, "stream": stream})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        counted = slow.service.telemetry.requests
+        connection.close()
+        wait_until(lambda: counted.labels("/v1/completions", "499")._value.get() == 1)
+    finally:
+        hold.set()
+    assert 'unbind_requests_total{route="/v1/completions",status="500"}' not in slow.call("/metrics").raw.decode()
 
 
 def test_a_full_queue_sends_clients_away_for_as_long_as_it_takes(slow: Live) -> None:
