@@ -74,3 +74,8 @@ class ToolBody(LenientBody):
         if isinstance(self.tool_choice, NamedFunction):
             return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
         return self.tools if self.tool_choice == "required" else ()
+
+    @property
+    def several(self) -> bool:
+        """Whether an answer may have more than one call: a function that is named is called once."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedFunction)

@@ -54,7 +54,7 @@ def calling_of(served: Service, body: ToolBody) -> Calling | None:
             "unsupported_parameter",
         )
     names = tuple(tool.function.name for tool in body.offered)
-    return Calling(form, names, None if body.parallel_tool_calls else 1, shown_tokens(tokenizer, form))
+    return Calling(form, names, None if body.several else 1, shown_tokens(tokenizer, form))
 
 
 def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
@@ -68,7 +68,7 @@ def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
     or_answer = None
     if wanted is not None and not body.demanded:
         or_answer = spaced(json.loads(wanted.form.text), wanted.form.lenient)
-    text = lark(calling.form, functions, calling.special, several=body.parallel_tool_calls, or_answer=or_answer)
+    text = lark(calling.form, functions, calling.special, several=body.several, or_answer=or_answer)
     return Wanted(Form("calls", text), "tools")
 
 

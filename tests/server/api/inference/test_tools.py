@@ -169,6 +169,21 @@ def test_a_named_function_is_called_and_no_other(family: tuple[str, Live]) -> No
         assert [called for called, _ in calls_of(choice["message"])] == [name]
 
 
+def test_a_named_function_is_called_once(family: tuple[str, Live]) -> None:
+    """As OpenAI has it, though several calls may follow another choice."""
+    name, server = family
+    named = {"type": "function", "function": {"name": "stop_it"}}
+    bias = {
+        str(server.call("/tokenize", {"content": text}).body["tokens"][0]): 20 for text in (";", ",", "\n", "<", "[")
+    }
+    body = {**ASK, "tool_choice": named, "logit_bias": bias, "max_tokens": 150, "seed": 1}
+    (choice,) = server.call("/v1/chat/completions", body).body["choices"]
+    assert choice["finish_reason"] == "tool_calls" and calls_of(choice["message"]) == [("stop_it", {})]
+    free = {**body, "tools": TOOLS[2:], "tool_choice": "required"}
+    (choice,) = server.call("/v1/chat/completions", free).body["choices"]
+    assert len(choice["message"]["tool_calls"]) > 1 or name != "hermes"
+
+
 def test_several_calls_may_be_demanded(family: tuple[str, Live]) -> None:
     name, server = family
     body = {**ASK, "tools": TOOLS[2:], "tool_choice": "required", "seed": 1, "max_tokens": 150}
