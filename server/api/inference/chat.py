@@ -45,7 +45,7 @@ async def chat(body: ChatBody, call: Admitted) -> Response:
         choices = []
         for choice, result in zip(generation.choices, results, strict=True):
             speech = calling.speech() if calling else Speech()
-            speech.deltas(result.text, last=True)
+            speech.deltas(result.text, result.reason)
             choices.append(
                 {
                     "index": choice.index,
@@ -118,7 +118,7 @@ async def _events(
         if body.return_token_ids and delta.tokens:
             more["token_ids"] = list(delta.tokens)
         speech = speeches[choice.index]
-        said = speech.deltas(delta.text, last=delta.finish_reason is not None)
+        said = speech.deltas(delta.text, delta.finish_reason)
         if more or delta.activations or said:
             more |= Report.part(choice.report, delta, last=False)
             yield event(choice.index, said[0] if said else {"content": ""}, **more)

@@ -64,7 +64,7 @@ class _Answering:
     def whole(self, results: list[Result]) -> Event:
         """The message at once: what a stream would say in its parts."""
         (result,) = results
-        for _ in (*self._taken(result.text, last=True), *self._closed()):
+        for _ in (*self._taken(result.text, result.reason), *self._closed()):
             pass
         ended = self._reason(result.reason, result.stop_reason)
         return {**self._message(self._blocks), **ended, **self._generation.reported(self._choice)}
@@ -77,7 +77,7 @@ class _Answering:
                 started = True
                 yield {"type": "message_start", "message": self._message([])}
                 yield {"type": "ping"}
-            for event in self._taken(delta.text, last=delta.finish_reason is not None):
+            for event in self._taken(delta.text, delta.finish_reason):
                 yield event
             if delta.finish_reason:
                 for event in self._closed():
@@ -86,9 +86,9 @@ class _Answering:
                 yield {"type": "message_delta", **ended, **self._generation.reported(self._choice)}
                 yield {"type": "message_stop"}
 
-    def _taken(self, text: str, *, last: bool) -> Iterator[Event]:
+    def _taken(self, text: str, reason: str | None) -> Iterator[Event]:
         """What the next part of the answer says, in text and in calls; of an answer that says nothing, an empty text."""
-        for part in self._speech.deltas(text, last=last):
+        for part in self._speech.deltas(text, reason):
             if "content" in part:
                 if self._open != "text":
                     yield from self._opened({"type": "text", "text": ""})
@@ -99,7 +99,7 @@ class _Answering:
                     yield from self._opened(block)
                 if more := call["function"]["arguments"]:
                     yield self._delta({"type": "input_json_delta", "partial_json": more}, more)
-        if last and not self._blocks:
+        if reason and not self._blocks:
             yield from self._opened({"type": "text", "text": ""})
 
     def _opened(self, block: Event) -> Iterator[Event]:

@@ -72,7 +72,7 @@ class _Answering:
     def whole(self, results: list[Result]) -> Event:
         """The response at once: what the last event of a stream would say."""
         (result,) = results
-        *_, last = (*self._taken(result.text, result.logprobs, last=True), *self._ended(result.reason))
+        *_, last = (*self._taken(result.text, result.logprobs, result.reason), *self._ended(result.reason))
         return dict(last["response"])
 
     async def events(self) -> AsyncIterator[Event]:
@@ -84,7 +84,7 @@ class _Answering:
                     started = True
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=self._response("in_progress"))
-                for event in self._taken(delta.text, delta.logprobs, last=delta.finish_reason is not None):
+                for event in self._taken(delta.text, delta.logprobs, delta.finish_reason):
                     yield event
                 if delta.finish_reason:
                     for event in self._ended(delta.finish_reason):
@@ -94,10 +94,10 @@ class _Answering:
                 raise
             yield self._event("response.failed", response=self._response("failed", error=error))
 
-    def _taken(self, text: str, logprobs: Sequence[TokenLogprob | None], *, last: bool) -> Iterator[Event]:
+    def _taken(self, text: str, logprobs: Sequence[TokenLogprob | None], reason: str | None) -> Iterator[Event]:
         """What the next part of the answer says, in text and in calls."""
         self._unsaid += logprobs
-        for part in self._speech.deltas(text, last=last):
+        for part in self._speech.deltas(text, reason):
             if "content" in part:
                 yield from self._said(part["content"])
             for call in part.get("tool_calls", ()):

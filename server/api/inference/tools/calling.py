@@ -87,13 +87,13 @@ class Speech:
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def deltas(self, text: str, *, last: bool = False) -> list[dict[str, Any]]:
-        """What the next piece of the answer's text says, as the deltas of a stream; ``last``: none follows."""
+    def deltas(self, text: str, reason: str | None = None) -> list[dict[str, Any]]:
+        """What the next piece of the answer's text says, as the deltas of a stream; ``reason``: why none follows."""
         if self.reader is None:
             self.content += text
             return [{"content": text}] if text else []
         events = self.reader.push(text) if text else []
-        events += self.reader.flush() if last else []
+        events += self.reader.flush(cut=reason != "stop") if reason else []
         return [self._delta(event) for event in events]
 
     def _delta(self, event: Event) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """An answer's text -> what it says and the calls it makes, piece by piece as it streams, however it is cut.
 
-What looks like a call and turns out to be none stays text: nothing that a model writes is lost.
+What looks like a call and turns out to be none stays text: nothing that a model writes is lost, but half of a marker behind a call.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Reader:
         self._call = Called()
         self._open = False  # the call was begun
         self._first = True  # nothing was said yet
+        self._behind = False  # a call has begun, and nothing was said since
         self.calls = 0
 
     def push(self, text: str) -> list[Event]:
@@ -71,10 +72,12 @@ class Reader:
             self._state = step
         return list(_joined(found))
 
-    def flush(self) -> list[Event]:
-        """What is left at the end of the answer."""
+    def flush(self, *, cut: bool = False) -> list[Event]:
+        """What is left at the end of the answer. Right behind a call, of an answer that is ``cut``, that is half of what closes it
+        or of another call.
+        """
         found: list[Event] = []
-        if self._state is not _State.CALL or not self._open:
+        if not (self._state is _State.CALL and self._open) and not (cut and self._behind):
             self._say(self._raw + self._left, found)
         if self._blank and not self.calls:
             found.append(Said(self._blank))
@@ -164,7 +167,7 @@ class Reader:
         return _State.CLOSED if call.ended else None
 
     def _tell(self, event: Begun | Argued, found: list[Event]) -> None:
-        self._blank, self._first = "", False
+        self._blank, self._first, self._behind = "", False, True
         if self._most is None or event.index < self._most:
             found.append(event)
 
@@ -193,7 +196,7 @@ class Reader:
         kept = len(text.rstrip())
         self._blank = text[kept:]
         if kept:
-            self._first = False
+            self._first = self._behind = False
             found.append(Said(text[:kept]))
 
 

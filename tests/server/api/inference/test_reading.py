@@ -71,12 +71,14 @@ TEXTS: dict[str, list[tuple[str, str, Calls]]] = {
 CASES = [(name, *case) for name, cases in TEXTS.items() for case in cases]
 
 
-def said(name: str, parts: list[str], most: int | None = None) -> tuple[str, Calls, list[list[str]]]:
+def said(
+    name: str, parts: list[str], most: int | None = None, reason: str = "stop"
+) -> tuple[str, Calls, list[list[str]]]:
     """Content, calls, and by call the arguments' pieces as deltas brought them; the whole message is that of the deltas."""
     speech = Speech(Reader(FORMATS[name], {"f", "g"}, most))
     content, calls, pieces = "", list[str](), list[list[str]]()
     for place, part in enumerate(parts):
-        for delta in speech.deltas(part, last=place == len(parts) - 1):
+        for delta in speech.deltas(part, reason if place == len(parts) - 1 else None):
             content += delta.get("content", "")
             for call in delta.get("tool_calls", []):
                 if call["index"] == len(pieces):
@@ -103,6 +105,23 @@ def test_calls_are_found_wherever_a_stream_is_cut(name: str, text: str, content:
         assert said(name, parts)[:2] == (content, calls), parts
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_behind_a_call_an_answer_that_is_cut_says_no_half_of_a_marker(name: str) -> None:
+    for text, content, calls in [case for case in TEXTS[name] if len(case[2]) == 2]:
+        ends = [end for end in range(len(text) + 1) if said(name, [text[:end]])[1][:1] == calls[:1]]
+        assert len(ends) > 20
+        for end in ends:
+            for parts in ([text[:end]], [text[:end], ""], list(text[:end])):
+                assert said(name, parts, reason="length")[0] == content, parts
+
+
+def test_what_looks_like_half_of_a_marker_is_text_where_it_may_be() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for text, reason in [(" a <tool", "length"), (call + " a </tool", "length"), (call + "\n<tool", "stop")]:
+        for parts in ([text], list(text)):
+            assert said("hermes", parts, reason=reason)[0] == text.removeprefix(call)
+
+
 def test_arguments_stream_as_they_come() -> None:
     _, _, pieces = said("hermes", list('<tool_call>{"name": "f", "arguments": {"a": 12}}</tool_call>'))
     assert pieces == [list('{"a": 12}')]
@@ -116,7 +135,7 @@ def test_calls_beyond_the_first_are_left_out_where_there_may_be_one() -> None:
 
 def test_mistral_gets_the_ids_that_its_templates_take() -> None:
     speech = Speech(Reader(FORMATS["mistral"], {"f"}), FORMATS["mistral"].id_length)
-    speech.deltas('[TOOL_CALLS][{"name": "f", "arguments": {}}]', last=True)
+    speech.deltas('[TOOL_CALLS][{"name": "f", "arguments": {}}]', "stop")
     (call,) = speech.calls
     assert len(call["id"]) == 9 and call["id"].isalnum()
 
@@ -124,7 +143,7 @@ def test_mistral_gets_the_ids_that_its_templates_take() -> None:
 def test_a_call_ends_an_answer_as_one_where_the_model_ended_it() -> None:
     speech = Speech(Reader(FORMATS["llama"], {"f"}))
     assert speech.reason("stop") == "stop"
-    speech.deltas('{"name": "f", "parameters": {}}', last=True)
+    speech.deltas('{"name": "f", "parameters": {}}', "stop")
     assert [speech.reason(reason) for reason in ("stop", "length", "content_filter")] == [
         "tool_calls",
         "length",
