@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from server.api.profiles import PROFILE_KEY, profile_rules
 from server.base_service import BaseService, service_of
 from server.errors import ApiError
 from server.exposure import on_loopback
@@ -180,8 +181,13 @@ def identified_administrator(request: Request) -> Caller:
 
 
 async def inference(request: Request) -> Caller:
-    """The dependency of routes that infer. Raises ApiError 401, 403, 429."""
-    return admit(request)
+    """The dependency of routes that infer. Raises ApiError 401, 403, 429, and 404 where the path names a profile that is not there:
+    who tries an address with a route that applies no modules must not take it for right.
+    """
+    caller = admit(request)
+    if (profile := request.scope.get(PROFILE_KEY)) is not None:
+        profile_rules(service_of(request), profile, asked=True)
+    return caller
 
 
 async def administrator(request: Request) -> Caller:

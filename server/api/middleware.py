@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.inference.answers import broken
-from server.api.inference.call import PROFILE_KEY
+from server.api.profiles import PROFILE_KEY
 from server.errors import REFUSED_KEY, ApiError, is_anthropic, response
 from server.exporting.requests import TRACE_KEY, RequestTrace
 from server.settings import Settings

@@ -8,6 +8,7 @@ from server.registry.access import SERVER_SCOPE
 from server.rules import Rules
 
 PREFIX = "profile:"
+PROFILE_KEY = "unbind.profile"  # where the middleware leaves the profile of the path
 
 
 def profile_names(served: BaseService) -> list[str]:

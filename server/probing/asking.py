@@ -15,9 +15,9 @@ from starlette.types import Message
 
 from server.api.caller import Caller
 from server.api.inference.bodies.completions import CompletionBody
-from server.api.inference.call import PROFILE_KEY, Call
+from server.api.inference.call import Call
 from server.api.inference.completions import complete
-from server.api.profiles import PREFIX
+from server.api.profiles import PREFIX, PROFILE_KEY
 from server.policy import OFF
 from server.registry.store import StoredModule
 from server.service import Service

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from server.api.caller import Caller, charge_answers, charge_tokens, inference
-from server.api.inference.call import PROFILE_KEY, refuse_report, rules_of
+from server.api.inference.call import refuse_report, rules_of
 from server.api.models import SEPARATOR
-from server.api.profiles import profile_names
+from server.api.profiles import PROFILE_KEY, profile_names
 from server.policy import HEADER, Assigned, assign, heading, requested, resolve, standing
 from server.proxy.asked import Asked
 from server.proxy.channel import Channel

@@ -18,7 +18,7 @@ from server.api.inference.bodies.generation import GenerationBody, UnbindOptions
 from server.api.inference.generation import Asked, Generation
 from server.api.inference.prompts import Prompt
 from server.api.models import check_model
-from server.api.profiles import PREFIX, profile_rules
+from server.api.profiles import PREFIX, PROFILE_KEY, profile_rules
 from server.base_service import BaseService
 from server.engine.grammars import Grammar, GrammarError, GrammarsBusy
 from server.errors import ApiError, invalid
@@ -27,8 +27,6 @@ from server.policy import HEADER, Assigned, assign, requested, resolve, standing
 from server.registry.access import SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
 from server.service import Service, service
-
-PROFILE_KEY = "unbind.profile"  # where the middleware leaves the profile of the path
 
 
 class Call:

@@ -11,13 +11,14 @@ from server.api.caller import inference
 from server.api.health import show_version
 from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.completions import PromptBody
-from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
+from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, Name
 from server.api.inference.bodies.messages import Messages
 from server.api.inference.bodies.tools import ToolBody
 from server.api.inference.call import Admitted
 from server.api.inference.infill import NativeBody, native_answer
 from server.api.inference.prompts import chat_prompt, completion_prompts, size_of
 from server.api.inference.tools.calling import calling_of
+from server.api.models import check_model
 from server.service import Service, service
 
 router = APIRouter(tags=["completions"])
@@ -31,6 +32,7 @@ class NativeCompletionBody(NativeBody, PromptBody):
 class TemplateBody(TemplateOptions, ToolBody):
     """``POST /apply-template``."""
 
+    model: Name | None = None
     messages: Messages
 
 
@@ -46,6 +48,7 @@ async def complete(body: NativeCompletionBody, call: Admitted) -> Response:
 @router.post("/apply-template", dependencies=[Depends(inference)])
 async def apply_template(body: TemplateBody, served: Served) -> dict[str, str]:
     """The text that a chat's prompt is made of, with what it tells of ``tools``."""
+    check_model(served, body.model)
     calling_of(served, body)
     size = size_of([message.text for message in body.messages])
     prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, tools=body.offered)

@@ -10,10 +10,11 @@ from starlette.responses import JSONResponse
 
 from server.api.caller import inference
 from server.api.inference.bodies.chat import TemplateOptions
-from server.api.inference.bodies.fields import Text
+from server.api.inference.bodies.fields import Name, Text
 from server.api.inference.bodies.messages import Messages
 from server.api.inference.logprobs import token_bytes
 from server.api.inference.prompts import chat_prompt, check_ids, size_of
+from server.api.models import check_model
 from server.errors import field_error
 from server.service import Service, service
 from unbind_core.encoding import beginning
@@ -26,6 +27,7 @@ Served = Annotated[Service, Depends(service)]
 class TokenizeBody(TemplateOptions):
     """``content``, a text alone; ``prompt``, as a request has it; or ``messages``, as the chat template writes them."""
 
+    model: Name | None = None
     content: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
@@ -48,12 +50,14 @@ class TokenizeBody(TemplateOptions):
 class DetokenizeBody(BaseModel):
     """Token ids."""
 
+    model: Name | None = None
     tokens: Annotated[list[StrictInt], Field(max_length=1_000_000, fail_fast=True)]
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, served: Served) -> JSONResponse:
     """Text -> token ids. A text may be longer than a request may, so that clients can ask by how much."""
+    check_model(served, body.model)
     size = size_of(body.content or "", body.prompt or "", *(message.text for message in body.messages or ()))
     return await served.encoder.run(size, _tokenized, served, body)
 
@@ -81,6 +85,7 @@ def _tokenized(served: Service, body: TokenizeBody) -> JSONResponse:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, served: Served) -> dict[str, str]:
     """Token ids -> text, under both names that clients read."""
+    check_model(served, body.model)
     served.encoder.check(body.tokens, "tokens", most_tokens(served))
     check_ids(served, body.tokens, "tokens")
     decode = served.loaded.tokenizer.decode

@@ -66,6 +66,19 @@ def test_what_does_not_exist_is_named(server: Live) -> None:
     assert "did you mean one" in unknown.error["message"]
     profile = server.complete(path="/p/nobody/v1/completions")
     assert (profile.status, profile.error["code"]) == (404, "profile_not_found")
+    routes = server.call("/openapi.json").body["paths"]
+    asked = 0
+    for path, methods in routes.items():
+        if not path.startswith(("/admin", "/console", "/health", "/ready", "/metrics", "/version")) and path != "/":
+            refused = server.call(f"/p/nobody{path}", {} if "post" in methods else None)
+            assert (refused.status, refused.error["code"]) == (404, "profile_not_found"), path
+            asked += 1
+    assert asked >= 14
+    for path, body in (("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert server.call(f"/p/safe{path}", {**body, "model": "tiny~safe"}).status == 200
+        assert server.call(path, {**body, "model": "other"}).error["code"] == "model_not_found"
+    said = {"messages": [{"role": "user", "content": "a"}], "model": "other"}
+    assert server.call("/apply-template", said).error["code"] == "model_not_found"
     alias = server.complete(model="tiny~nobody")
     assert (alias.status, alias.error["code"]) == (404, "model_not_found") and "tiny~safe" in alias.error["message"]
     assert server.call("/p/safe/admin/v1/keys").status == 404
