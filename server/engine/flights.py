@@ -38,7 +38,7 @@ def flight_of(
         )
     return Flight(
         request,
-        TextStream(tokenizer, sampling.stop, sampling.min_tokens, request.shown),
+        TextStream(tokenizer, sampling.stop, sampling.min_tokens, request.shown, request.prompt),
         deliver,
         uniform_source(sampling.seed),
         ends=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else ends),

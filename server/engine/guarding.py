@@ -57,7 +57,7 @@ class Guarding:
         self._escape, self._before = "", ""  # what has come of an escape that is not whole, and what had before
         # what is withheld breaks this text up, so that nothing in it counts as the client's own
         self._likeliest = Follower(guards, str) if shows else None
-        self._spelt = TextStream(tokenizer, ())
+        self._spelt = TextStream(tokenizer, (), prompt=prompt)
         self._withholds, self._cuts = guards.withholds, cuts
         # Where nobody needs to know how long runs are, text that cannot end one is read with what comes after it: between two
         # tokens the model's weights pass through the processor's caches, and looking costs four times what it costs at once.

@@ -21,7 +21,8 @@ class Pieces:
         self.by_text = {token.content: index for index, token in added.items()}
         self.byte_level = _is_byte_level(tokenizer)
         self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {index: b"" for index, token in added.items() if token.special}
+        self.special = frozenset(index for index, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = dict.fromkeys(self.special, b"")
 
     def spell(self, token: int) -> bytes:
         """The token's bytes, none for a special token; for byte-level vocabularies only."""

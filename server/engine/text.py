@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Collection, Sequence
+from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,8 @@ class TextStream:
     """Turns one request's tokens into text, a piece at a time.
 
     A piece is held back while it ends in half a character or in what may become a stop string. ``min_tokens``: what the first
-    so many tokens complete stops nothing. ``shown``: special tokens that the text spells.
+    so many tokens complete stops nothing. ``shown``: special tokens that the text spells. ``prompt``: what the text goes on
+    from. Many tokenizers strip the blank that a text begins with, which an answer's first one is not.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class TextStream:
         stop: Sequence[str],
         min_tokens: int = 0,
         shown: Collection[int] = (),
+        prompt: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces_of(tokenizer)
@@ -38,9 +41,9 @@ class TextStream:
         self._stop_ids = {self._pieces.by_text[text]: text for text in stop if text in self._pieces.by_text}
         self._shown = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in shown}
         self._unstopped = min_tokens  # tokens that are still to come before anything stops
-        self._ids: list[int] = []
+        self._ids = [] if self._pieces.byte_level else self._before(prompt)
         self._from = 0  # decoding starts here: the tokenizer may need what stands before to place a space
-        self._done = 0  # tokens before this index are in the text already
+        self._done = len(self._ids)  # tokens before this index are in the text already
         self._held = ""
 
     def push(self, token: int) -> tuple[str, str]:
@@ -52,6 +55,8 @@ class TextStream:
             return self._release(self._late() + self._shown[token])
         if self._utf8 is not None:
             return self._release(self._utf8.decode(self._pieces.spell(token)))
+        if token in self._pieces.special:
+            return "", ""  # and what stood before it is what the next one goes on from
         self._ids.append(token)
         before = self._decode(self._ids[self._from : self._done])
         now = self._decode(self._ids[self._from :])
@@ -71,6 +76,8 @@ class TextStream:
             text = self._utf8.decode(spelt)
             self._utf8.setstate(state)
             return text
+        if token in self._pieces.special:
+            return ""
         ids = [*self._ids[self._from :], token]
         before, now = self._decode(ids[: self._done - self._from]), self._decode(ids)
         return "" if now.endswith(REPLACEMENT) else now[len(before) :]
@@ -89,8 +96,18 @@ class TextStream:
         if self._done < len(self._ids):
             before = self._decode(self._ids[self._from : self._done])
             late = self._decode(self._ids[self._from :])[len(before) :]
-        self._ids, self._from, self._done = [], 0, 0
+        self._ids, self._from = self._ids[self._from : self._done], 0
+        self._done = len(self._ids)
         return late
+
+    def _before(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt that are whole characters, if any: half a one would take what follows it along."""
+        last = list(islice((token for token in reversed(prompt) if token not in self._pieces.special), 8))[::-1]
+        for end in range(len(last), max(len(last) - 4, 0), -1):
+            for start in range(end - 1, max(end - 5, -1), -1):
+                if REPLACEMENT not in self._decode(last[start:end]):
+                    return last[start:end]
+        return []
 
     def _decode(self, ids: list[int]) -> str:
         return (

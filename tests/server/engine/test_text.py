@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from server.engine.lines import Lines
 from server.engine.stops import StopAutomaton
@@ -51,6 +51,76 @@ def test_vocabularies_of_other_kinds_are_decoded_by_the_tokenizer(ids: list[int]
     stream = TextStream(other, ())
     text = "".join(stream.push(token)[0] for token in ids) + stream.flush()
     assert text.replace("\ufffd", "") == _run(ids, ())[0].replace("\ufffd", "")
+
+
+def _sentencepiece(decoder: Any) -> PreTrainedTokenizerBase:
+    """As Llama 2, CodeLlama, Mistral and Phi-3 have it: ``▁`` for a blank, bytes for what has no piece of its own."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁▁▁▁",
+        "▁return",
+        "▁x",
+        "x",
+        "=",
+        "(",
+        "é",
+    ]
+    backend = Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+LLAMA = _sentencepiece(
+    decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]  # type: ignore[no-untyped-call]
+    )
+)
+METASPACE = _sentencepiece(decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()]))  # type: ignore[no-untyped-call]
+WHOLE = (["▁"], ["▁▁▁▁"], ["▁return"], ["▁x"], ["x"], ["é"], ["<0x0A>"], ["</s>"], ["<0xE2>", "<0x82>", "<0xAC>"])
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA, METASPACE])
+@given(prompt=st.lists(st.sampled_from(WHOLE), max_size=12), answer=st.lists(st.sampled_from(WHOLE), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_an_answer_is_what_its_tokens_add_to_the_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[list[str]], answer: list[list[str]]
+) -> None:
+    before, after = (
+        [tokenizer.convert_tokens_to_ids(piece) for part in parts for piece in part] for parts in (prompt, answer)
+    )
+    stream, text = TextStream(tokenizer, (), prompt=(1, *before)), ""
+    for token in after:
+        foreseen = stream.peek(token)
+        text += (piece := stream.push(token)[0])
+        assert foreseen == piece
+    lead, whole = (tokenizer.decode([1, *ids], skip_special_tokens=True) for ids in (before, before + after))
+    assert text + stream.flush() == whole[len(lead) :]
+
+
+def test_half_a_character_at_the_end_of_a_prompt_takes_nothing_along() -> None:
+    def ids(*pieces: str) -> list[int]:
+        return [LLAMA.convert_tokens_to_ids(piece) for piece in pieces]
+
+    for prompt in (
+        ids("x", "<0xE2>", "<0x82>"),
+        ids(*["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] * 3),
+        ids(*["<0x82>"] * 9),
+    ):
+        stream = TextStream(LLAMA, (), prompt=prompt)
+        assert [stream.push(token)[0] for token in ids("<0x0A>", "▁▁▁▁", "x")] == ["\n", "    ", "x"]
+
+
+def test_a_stop_string_may_begin_with_the_blank_that_an_answer_begins_with() -> None:
+    first, shown = LLAMA.convert_tokens_to_ids("▁return"), LLAMA.convert_tokens_to_ids("</s>")
+    stream = TextStream(LLAMA, (" return",), shown=(shown,), prompt=(1, LLAMA.convert_tokens_to_ids("=")))
+    assert stream.peek(first) == " return"
+    assert stream.push(shown) == ("</s>", "") and stream.push(first) == ("", " return")
 
 
 @given(st.text(alphabet="abé\n", max_size=30), st.lists(st.text(alphabet="abé\n", min_size=1, max_size=4), max_size=3))
