@@ -48,13 +48,20 @@ class MemoryPlan:
 def plan_memory(model: Any, slots: int = 0, length: int = 0, free: int | None = None) -> MemoryPlan:
     """The slots to allocate; 0 leaves a number to what the model can use and the device has free.
 
-    Raises DoesNotFit where the numbers given, or a single slot, need more than there is.
+    Raises DoesNotFit where the numbers given, or a single slot, need more than there is, or the model has fewer positions.
     """
     device = next(model.parameters()).device
     free = free_bytes(device) if free is None else free
     budget = int(free * SHARE.get(device.type, 0.5))
     position = position_bytes(model)
-    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    config = model.config.get_text_config()
+    trained = getattr(config, "max_position_embeddings", None) or LONGEST
+    if (short := _short_positions(config)) and length > short:
+        raise DoesNotFit(
+            f"max_model_len {length}: the model's rope (longrope) computes every row of a pass otherwise as soon as one is longer "
+            f"than {short} positions; lower --max-model-len to that"
+        )
+    trained = min(trained, short or trained)
     if length > trained:
         raise DoesNotFit(f"max_model_len {length}: the model has {trained} positions; lower --max-model-len to that")
     fits = budget // (position * max(slots, 1)) - 1  # positions of each slot
@@ -70,6 +77,21 @@ def plan_memory(model: Any, slots: int = 0, length: int = 0, free: int | None = 
             f"{plan} on {device}; lower --max-slots or --max-model-len: {max(budget // position, 0)} positions fit in all"
         )
     return plan
+
+
+def _short_positions(config: Any) -> int | None:
+    """Positions up to which a ``longrope`` model has one set of frequencies, None for other models. The library takes the other
+    set for a whole pass by its furthest position: keys that were kept, and the rows beside a long one, would be of another model.
+    ``dynamic`` begins to change at ``max_position_embeddings``, which no slot exceeds.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    # some models have one for each kind of layer
+    each = [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
+    own = getattr(config, "original_max_position_embeddings", None)
+    found = [
+        rope.get("original_max_position_embeddings") or own for rope in each if rope.get("rope_type") == "longrope"
+    ]
+    return min((positions for positions in found if positions), default=None)
 
 
 @torch.inference_mode()
