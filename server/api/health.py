@@ -37,7 +37,9 @@ async def ready(served: Served, request: Request) -> dict[str, Any]:
     if not served.ready:
         raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers={"Retry-After": "2"})
     if not served.computes:
-        raise ApiError(503, "the engine is being started again", code="not_ready", headers={"Retry-After": "10"})
+        raise ApiError(
+            503, "the engine has ended, or is being started again", code="not_ready", headers={"Retry-After": "10"}
+        )
     if (lost := served.data_lost) is not None:
         raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
     if missing := served.offer.missing_enforced:

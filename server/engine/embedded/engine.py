@@ -117,6 +117,11 @@ class EmbeddedEngine(Engine):
         return self._draining or self._stopping
 
     @property
+    def healthy(self) -> bool:
+        """See :meth:`Engine.healthy`: false once the thread has ended."""
+        return self._thread.ident is None or self._thread.is_alive()
+
+    @property
     def slots(self) -> int:
         """Requests that can run at the same time."""
         return len(self.scheduler.slots)
@@ -173,10 +178,14 @@ class EmbeddedEngine(Engine):
         future: Future[T] = Future()
 
         def errand() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 future.set_result(work())
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
                 future.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 - a panic in a library's Rust, which hardly anybody would catch
+                future.set_exception(RuntimeError(repr(error)))
 
         with self._wake:
             if self._stopping:
@@ -212,6 +221,22 @@ class EmbeddedEngine(Engine):
     # The engine's thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            log.critical("the engine ended; nothing is answered until the server is started again", exc_info=True)
+        with self._wake:
+            ended = "the server is shutting down" if self._stopping else "the engine ended; the request was dropped"
+            self._stopping = True  # nobody is let in from here on
+            self.scheduler.waiting.extend(self._arrived)
+            self._arrived.clear()
+            self._wake.notify_all()
+        self.stepper.end_all(ended)
+        self._post()
+        for errand in self._errands:
+            errand()
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 if self._idle:
@@ -219,7 +244,7 @@ class EmbeddedEngine(Engine):
                 while self._idle and not (self._stopping or self._errands):
                     self._wake.wait()
                 if self._stopping:
-                    break
+                    return
                 arrived, errands = list(self._arrived), list(self._errands)
                 self._arrived.clear()
                 self._errands.clear()
@@ -228,16 +253,10 @@ class EmbeddedEngine(Engine):
                 errand()
             try:
                 self.stepper.step(self._post)
-            except Exception:  # the thread must outlive any error: without it every client would hang
+            except BaseException:  # else the thread would end, by a panic in Rust too, and every client hang
                 log.exception("the engine met an error outside a forward pass")
                 self.stepper.end_all("the engine met an error; the request was dropped")
             self._post(soon=True)
-        self.scheduler.waiting.extend(self._arrived)
-        self._arrived.clear()
-        self.stepper.end_all("the server is shutting down")
-        self._post()
-        for errand in self._errands:
-            errand()
 
     @property
     def _idle(self) -> bool:

@@ -81,7 +81,7 @@ class Stepper:
             tokens, finite = choose(logits, ready) if ready else ([], [])
             found = dict(zip(ready, zip(tokens, finite, strict=True), strict=True))
             return _Computed(found, self._logprobs(logits, ready, tokens))
-        except Exception as error:
+        except BaseException as error:  # panics of Rust are no Exception, and would end the engine's thread
             log.exception("a pass of %d requests failed", len(plan.flights))
             return _Computed(failure=_reason(error))
 
@@ -175,7 +175,7 @@ class Stepper:
             self._finish(flight, Delta("", (), "error", reason), keep=False)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Why a forward pass failed, for those whose requests it drops."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return (

@@ -300,3 +300,24 @@ def test_the_list_of_modules_is_given_in_pages(server: Live) -> None:
     for wrong, field in (("limit=0", "limit"), ("limit=1001", "limit"), ("after=nobody", "after")):
         refused = server.admin(f"/modules?{wrong}")
         assert (refused.status, refused.error["param"]) == (400, field)
+
+
+def test_a_server_whose_engine_has_ended_is_not_ready(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live(checkpoint, tmp_path) as running:
+        engine = running.service.engine
+        assert running.call("/ready").status == 200
+
+        post = engine._post
+
+        def broken(soon: bool = False) -> None:
+            monkeypatch.setattr(engine, "_post", post)
+            raise MemoryError("not even to send what there is")
+
+        monkeypatch.setattr(engine, "_post", broken)
+        engine.gates().result(20)  # so that it turns once
+        until(lambda: not engine.healthy)
+        refused = running.call("/ready")
+        assert refused.status == 503 and "the engine has ended" in refused.error["message"]
+        assert running.complete().status == 503 and running.call("/health").status == 200

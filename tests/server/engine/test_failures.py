@@ -1,0 +1,78 @@
+"""What fails in the engine fails those whose it is, and the engine serves on, or says that it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.engine import EngineStopped
+from server.engine.request import Delta, GenerationRequest, Sampling
+
+ASKED = GenerationRequest((9, 10, 11), Sampling(max_tokens=8, ignore_eos=True))
+
+
+class Panic(BaseException):
+    """As PyO3 raises one: no Exception."""
+
+
+def _ask(engine: EmbeddedEngine, request: GenerationRequest = ASKED) -> Delta:
+    async def last() -> Delta:
+        return [delta async for delta in engine.generate(request)][-1]
+
+    return asyncio.run(asyncio.wait_for(last(), 20))
+
+
+def _broken(*_: Any, **__: Any) -> Any:
+    raise Panic("out of bounds")
+
+
+def test_who_no_longer_waits_for_an_errand_ends_nothing(engine: EmbeddedEngine) -> None:
+    begun, over, done = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        begun.set()
+        over.wait(20)
+
+    held = engine.call(hold)
+    assert begun.wait(20)
+    left, other = engine.call(lambda: done.append("left")), engine.call(lambda: done.append("other"))
+    assert left.cancel()
+    over.set()
+    held.result(20), other.result(20)
+    assert done == ["other"] and _ask(engine).finish_reason == "length" and engine.healthy
+
+
+def test_a_panic_ends_its_requests_and_errands_alone(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"Panic.*out of bounds"):
+        engine.call(_broken).result(20)
+    for owner, name in ((engine.runner, "decode"), (engine.scheduler, "schedule")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, _broken)
+            last = _ask(engine)
+        assert last.finish_reason == "error" and last.error
+        assert _ask(engine).finish_reason == "length" and engine.healthy
+
+
+def test_an_engine_whose_thread_has_ended_says_so(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    post, calls = engine._post, []
+
+    def once(soon: bool = False) -> None:
+        calls.append(soon)
+        if len(calls) == 2:
+            _broken()
+        post(soon)
+
+    monkeypatch.setattr(engine, "_post", once)
+    assert engine.healthy
+    last = _ask(engine)
+    assert last.finish_reason == "error" and last.error == "the engine ended; the request was dropped"
+    engine._thread.join(20)
+    assert not engine.healthy
+    with pytest.raises(EngineStopped):
+        _ask(engine)
+    with pytest.raises(EngineStopped):
+        engine.gates()
