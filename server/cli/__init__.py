@@ -12,6 +12,7 @@ GROUPS = (
     "guard",
     "worker",
     "fit",
+    "verify",
     "bench",
     "bench.cpu",
     "bench.gate",

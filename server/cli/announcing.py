@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from rich.panel import Panel
 from rich.syntax import Syntax
+from rich.text import Text
 
 from server.base_service import BaseService
 from server.cli.console import notes, screen, write_json
@@ -101,18 +102,21 @@ def show(
     kept = f"kept in {settings.data_dir / 'admin.key'}"
     # What is no terminal is often a log. Asked of stdout itself: a variable may tell rich that anything is one.
     shown = f"{service.admin_key}   ({kept})" if sys.stdout.isatty() else kept
-    screen.print(Panel(f"[bold]{title}[/] at [bold]{url}[/]", border_style="green", expand=False), highlight=False)
+    screen.print(
+        Panel(Text.assemble((title, "bold"), " at ", (url, "bold")), border_style="green", expand=False),
+        highlight=False,
+    )
     known = {
         **facts,
         "metrics": f"{url}/metrics" if metrics is None else f"port {metrics}",
         "admin key": "as set" if settings.admin_key else shown,
     }
     for what, value in known.items():
-        screen.print(f"  {what:10} {value}", highlight=False, soft_wrap=True, markup=False)
+        screen.print(f"  {what:10} {value}", highlight=False, soft_wrap=True)
     for file, reason in {**service.offer.scan.problems, **service.offer.guards.problems}.items():
-        notes.print(f"[yellow]module file skipped:[/] {file}: {reason}", highlight=False, soft_wrap=True)
+        notes.print(Text("module file skipped:", style="yellow"), f"{file}: {reason}", highlight=False, soft_wrap=True)
     for what, command in commands:
-        screen.print(f"\n[bold]{what}[/]")
+        screen.print(Text(f"\n{what}", style="bold"))
         if screen.is_terminal:
             screen.print(Syntax(command, "bash", background_color="default"), soft_wrap=True)
         else:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.text import Text
 
 from server import demo
 from unbind_core import ForgetRow, LoadedModel, RetainRow, UnbindError, load_model, parse_forget, parse_retain
@@ -23,8 +24,9 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LINE_SECONDS = 20.0
-screen = Console()
-notes = Console(stderr=True)  # progress and remarks, so that --json output can be piped
+# No markup: names, files and reasons are printed as they are, brackets included. What has a style is a ``Text``.
+screen = Console(markup=False, emoji=False)
+notes = Console(stderr=True, markup=False, emoji=False)  # progress and remarks, so that --json output can be piped
 
 
 @contextmanager
@@ -33,8 +35,13 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except (UnbindError, OSError) as error:
-        notes.print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        show_error(error)
         raise typer.Exit(1) from error
+
+
+def show_error(error: Exception) -> None:
+    """One line on stderr that says what is wrong, as it is written."""
+    notes.print(Text("error:", style="bold red"), str(error), soft_wrap=True, highlight=False)
 
 
 @contextmanager
@@ -44,9 +51,9 @@ def progress_bars(quiet: bool) -> Iterator[Callable[[Progress], None]]:
         yield silent if quiet else Lines(time.monotonic)
         return
     columns = (
-        TextColumn("{task.description:32}"),
+        TextColumn("{task.description:32}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} {task.fields[note]}"),
+        TextColumn("{task.completed}/{task.total} {task.fields[note]}", markup=False),
     )
     tasks: dict[str, TaskID] = {}
     with Bars(*columns, TimeElapsedColumn(), console=notes, transient=True) as bars:
@@ -72,7 +79,7 @@ class Lines:
         if self._clock() - self._spoke >= LINE_SECONDS:
             self._spoke = self._clock()
             told = (f"{one.stage} {one.done}/{one.total} {one.message}".rstrip() for one in self._under_way.values())
-            notes.print("; ".join(told), highlight=False, markup=False, soft_wrap=True)
+            notes.print("; ".join(told), highlight=False, soft_wrap=True)
         if progress.done >= progress.total:
             del self._under_way[progress.stage]
 

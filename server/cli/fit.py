@@ -1,14 +1,14 @@
-"""``unbind fit``, ``unbind show`` and ``unbind verify``: make a module, look at it, measure what it does."""
+"""``unbind fit``: make a module."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from server import demo
 from server.cli.console import (
@@ -16,7 +16,6 @@ from server.cli.console import (
     clear_errors,
     forget_rows,
     load,
-    notes,
     numbers,
     progress_bars,
     retain_rows,
@@ -26,7 +25,6 @@ from server.cli.console import (
 from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
 from unbind_core import fit as fit_module
 from unbind_core.evaluation.bounds import told
-from unbind_core.evaluation.verify import measure, verify
 from unbind_core.files import write_text
 from unbind_core.fitting.calibration import QUANTILES, Budgets
 from unbind_core.fitting.options import BUDGETS
@@ -166,7 +164,7 @@ def _tokens(count: int | None) -> str:
     return "all it has" if count is None else f"{count} tokens"
 
 
-def _summary(module: UnbindModule, result: FitReport) -> list[str]:
+def _summary(module: UnbindModule, result: FitReport) -> list[str | Text]:
     """What was chosen and what it was measured to do, in a few lines."""
     chosen = result.selected or {}
     correction = f"a correction of rank {module.rank}" if module.rank else "a push"
@@ -174,7 +172,10 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
     certificate = [f"certificate: {told(result.certificate)}"] if result.certificate else []
     if module.detector == "fisher":
         return [
-            f"[bold green]{result.outcome}[/] {where}, the paper's gate at quantile {module.quantile} ({chosen['grid']} grid)",
+            Text.assemble(
+                (result.outcome, "bold green"),
+                f" {where}, the paper's gate at quantile {module.quantile} ({chosen['grid']} grid)",
+            ),
             f"forget NLL +{chosen['forget_gain']:.3f}, retain KL {chosen['retain_kl']:.4f}, retain NLL "
             f"{chosen['retain_nll_increase']:+.4f}, retain BLEU {-chosen['retain_bleu_drop']:+.4f}, "
             f"gates open on {100 * chosen['retain_open_rate']:.2f} % of retain positions and "
@@ -185,8 +186,11 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
     left = ", ".join(f"{form} {value:.3f}" for form, value in forgot["f_bleu"].items())
     opens = chosen["opens"]
     lines = [
-        f"[bold green]{result.outcome}[/] {where}, a network of {len(module.network[0])} with {len(module.network[2])} heads "
-        f"over {module.window} positions",
+        Text.assemble(
+            (result.outcome, "bold green"),
+            f" {where}, a network of {len(module.network[0])} with {len(module.network[2])} heads "
+            f"over {module.window} positions",
+        ),
         f"F-BLEU left: {left}; rows with 50 exact tokens {forgot['spans']}, mean recovery {100 * forgot['recovery']:.1f} %, "
         f"empty answers {100 * forgot['empty']:.0f} %; towards {chosen['correction']['reference']['kind']}",
         f"before its gate opens a row has given {_tokens(opens['median'])} (median), 95 % of them {_tokens(opens['p95'])}; "
@@ -198,94 +202,21 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str]:
     ]
     if left_out := len(result.retain_rows_left_out):
         lines.append(
-            f"[yellow]{left_out} retain rows repeat 50 tokens or more of a forget row and were left out:[/] "
-            "they cannot be kept and forgotten too; --report FILE numbers them"
+            Text.assemble(
+                (f"{left_out} retain rows repeat 50 tokens or more of a forget row and were left out:", "yellow"),
+                " they cannot be kept and forgotten too; --report FILE numbers them",
+            )
         )
     if result.outcome == "short":
         lines.append(
-            "[yellow]It stays within the budgets but forgets less than aimed at; --report FILE shows what was tried.[/]"
+            Text(
+                "It stays within the budgets but forgets less than aimed at; --report FILE shows what was tried.",
+                "yellow",
+            )
         )
     return lines
 
 
-def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: AsJson = False) -> None:
-    """Show what a module file holds; a damaged or edited file is refused with the reason."""
-    with clear_errors():
-        module = UnbindModule.load(path)
-    described = module.describe()
-    if as_json:
-        write_json(described)
-        return
-    table = Table(show_header=False, box=None)
-    for key, value in described.items():
-        shown = value
-        if isinstance(value, dict):
-            shown = ", ".join(f"{k} {len(v) if isinstance(v, list | tuple) else v}" for k, v in value.items())
-        table.add_row(f"[bold]{key}[/]", str(shown))
-    screen.print(table)
-
-
-def verify_command(
-    path: Annotated[Path, typer.Argument(help="Module file.")],
-    model: Model = None,
-    adapter: Adapter = None,
-    forget: Annotated[Path | None, typer.Option(help="Forget rows; the demo's set A where none is given.")] = None,
-    retain: Annotated[
-        Path | None, typer.Option(help="Retain rows; the demo's held-out test rows where none is given.")
-    ] = None,
-    reference: Annotated[
-        Path | None, typer.Option(help="Adapter trained without the forget rows, as a third column.")
-    ] = None,
-    attempts: Annotated[
-        int, typer.Option(help="Completions a row and access condition: 1 greedy; 5 is the paper's.")
-    ] = 1,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    as_json: AsJson = False,
-) -> None:
-    """Measure reproduction of the forget rows and quality on retain rows, before and after the module."""
-    with clear_errors():
-        if attempts < 1:
-            raise UnbindError("--attempts: at least 1")
-        if model is not None and (forget is None or retain is None):
-            raise UnbindError("--forget and --retain are needed with --model")
-        loaded = load(model, adapter, dtype, device)
-        module = UnbindModule.load(path, loaded.identity)
-        forget_set = forget_rows(forget or demo.ROWS / "forget_a.jsonl")
-        retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
-        with progress_bars(as_json) as progress:
-            table = verify(
-                loaded.model, loaded.tokenizer, module, forget_set, retain_set, attempts=attempts, progress=progress
-            )
-            if reference is not None:
-                other = load(model, reference, dtype, device)
-                table["reference"] = measure(
-                    other.model, other.tokenizer, forget_set, retain_set, attempts=attempts, progress=progress
-                )
-    if as_json:
-        write_json(table)
-        return
-    screen.print(_before_after(module.name, table))
-    if "fitted" not in table["before"]:
-        notes.print("These are not the rows that the module was fitted on, so they are not reported apart by role.")
-
-
-def _before_after(name: str, columns: dict[str, Any]) -> Table:
-    table = Table("rows", "measure", *columns, title=f"module {name}")
-    for group, measures in columns["before"].items():
-        for key, before in measures.items():
-            cells = [columns[column].get(group, {}).get(key) for column in columns]
-            table.add_row(
-                group,
-                key,
-                *("" if cell is None else f"{cell:.4g}" if isinstance(before, float) else str(cell) for cell in cells),
-            )
-        table.add_section()
-    return table
-
-
 def register(app: typer.Typer) -> None:
-    """Add the commands of this file to ``unbind``."""
+    """Add the command to ``unbind``."""
     app.command()(fit)
-    app.command()(show)
-    app.command("verify")(verify_command)

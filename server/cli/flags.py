@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from server.cli.console import notes
+from server.cli.console import show_error
 from server.settings import FROM_FILES, Settings
 from server.sources import SettingsError, load_settings
 
@@ -65,5 +65,5 @@ def settings_from(config: Path | None, **flags: Any) -> Settings:
     try:
         return load_settings(flags, os.environ, config)
     except SettingsError as error:
-        notes.print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        show_error(error)
         raise typer.Exit(2) from None

@@ -86,7 +86,7 @@ def create(
     if as_json:
         write_json({**_view(key), "key": text})
         return
-    screen.print(f"{text}   ({key.id}; it is not shown again)", highlight=False, soft_wrap=True, markup=False)
+    screen.print(f"{text}   ({key.id}; it is not shown again)", highlight=False, soft_wrap=True)
 
 
 @commands.command("list")
@@ -128,7 +128,7 @@ def revoke(
             key = _access(config, data_dir).revoke_key(key_id, OPERATOR, time.time())
         except NoSuchKey as error:
             raise UnbindError(f"{error}; unbind key list shows them") from None
-    screen.print(f"revoked {key.id} ({key.name})", highlight=False, markup=False)
+    screen.print(f"revoked {key.id} ({key.name})", highlight=False)
 
 
 def _view(key: Key) -> dict[str, Any]:

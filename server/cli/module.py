@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, screen, write_json
@@ -54,7 +55,9 @@ def list_modules(
         table.add_row(*(str(told[column]) for column in _SHOWN))
     screen.print(table)
     for problem in answer["problems"]:
-        screen.print(f"[yellow]refused:[/] {problem['file']}: {problem['reason']}", soft_wrap=True, highlight=False)
+        screen.print(
+            Text("refused:", style="yellow"), f"{problem['file']}: {problem['reason']}", soft_wrap=True, highlight=False
+        )
 
 
 def show(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
@@ -110,11 +113,11 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
     table = Table(show_header=False, box=None)
     for field, value in answer.items():
         if field == "calibrated":
-            table.add_row("[bold]calibrated[/]", ", ".join(str(part) for part in value.values() if part))
+            table.add_row(Text("calibrated", style="bold"), ", ".join(str(part) for part in value.values() if part))
         elif field == "canary":
-            table.add_row("[bold]canary[/]", value["told"])
+            table.add_row(Text("canary", style="bold"), value["told"])
         elif not isinstance(value, dict):
-            table.add_row(f"[bold]{field}[/]", str(value))
+            table.add_row(Text(field, style="bold"), str(value))
     screen.print(table)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, notes, screen, write_json
@@ -22,7 +22,7 @@ from unbind_core.files import told
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
-Text = Annotated[str | None, typer.Option()]
+Field = Annotated[str | None, typer.Option()]
 ENDED = ("succeeded", "failed", "cancelled")
 NO_SCOPE = "none"
 NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is for those who said nothing
@@ -31,10 +31,10 @@ NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is f
 def submit(
     file: Annotated[Path, typer.Argument(help="JSONL of rows, or .zip or .tar.gz of source files.", exists=True)],
     name: Annotated[str, typer.Option(help="Name of the module.")],
-    claimant: Text = None,
-    work: Text = None,
-    reference: Text = None,
-    received_at: Text = None,
+    claimant: Field = None,
+    work: Field = None,
+    reference: Field = None,
+    received_at: Field = None,
     include: Annotated[str | None, typer.Option(help="Glob of files in an archive; * matches / too.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Glob of files to leave out.")] = None,
     activation: Annotated[str, typer.Option(help="auto, manual or shadow.")] = "auto",
@@ -61,7 +61,7 @@ def submit(
     guard_fold: Annotated[bool, typer.Option(help="Runs with other names are the same run.")] = False,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions, memory, disk and time.")] = False,
-    idempotency_key: Text = None,
+    idempotency_key: Field = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
     url: Url = LOCAL,
     key: Key = None,
@@ -200,13 +200,12 @@ def _ask_scope() -> str:
         "  profile:NAME   every request under a profile\n"
         "  key:ID         every request with a key",
         highlight=False,
-        markup=False,
     )
     while True:
         scope = str(typer.prompt("scope", default=NO_SCOPE)).strip()
         if scope == NO_SCOPE or re.fullmatch(SCOPE, scope):
             return scope
-        screen.print(f"'{scope}' is none of these", highlight=False, markup=False)
+        screen.print(f"'{scope}' is none of these", highlight=False)
 
 
 def _print(answer: Mapping[str, Any]) -> None:
@@ -214,7 +213,7 @@ def _print(answer: Mapping[str, Any]) -> None:
         if field != "warnings":
             shown = {"guard": _guard, "plan": _plan}.get(field)
             said = shown(value) if shown is not None and value is not None else value
-            screen.print(f"{field:18} {said}", highlight=False, soft_wrap=True, markup=False)
+            screen.print(f"{field:18} {said}", highlight=False, soft_wrap=True)
 
 
 def _plan(plan: Mapping[str, Any]) -> str:
@@ -234,7 +233,7 @@ def _guard(guard: Mapping[str, Any]) -> str:
 
 def _warn(answer: Mapping[str, Any]) -> None:
     for warning in answer["warnings"]:
-        notes.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+        notes.print(Text("warning:", style="yellow"), warning, highlight=False, soft_wrap=True)
 
 
 def _given(values: dict[str, Any]) -> str:
@@ -243,9 +242,9 @@ def _given(values: dict[str, Any]) -> str:
 
 def _watch(client: Client, job_id: str, as_json: bool) -> None:
     columns = (
-        TextColumn("{task.description:10}"),
+        TextColumn("{task.description:10}", markup=False),
         BarColumn(),
-        TextColumn("{task.percentage:3.0f} % {task.fields[note]}"),
+        TextColumn("{task.percentage:3.0f} % {task.fields[note]}", markup=False),
     )
     job: dict[str, Any] = {}
     with Progress(

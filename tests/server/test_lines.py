@@ -1,10 +1,16 @@
-"""Where long work is, in a log that is no terminal."""
+"""What the commands print: where long work is, in a log that is no terminal, and errors and names as they are written."""
 
 from __future__ import annotations
 
 import pytest
+import typer
+from rich.table import Table
+from rich.text import Text
+from typer.testing import CliRunner
 
-from server.cli.console import LINE_SECONDS, Lines, progress_bars
+from server.cli import build
+from server.cli.console import LINE_SECONDS, Lines, clear_errors, progress_bars, screen
+from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress, counted
 
 
@@ -31,3 +37,21 @@ def test_short_work_says_nothing(quiet: bool, capsys: pytest.CaptureFixture[str]
         for _ in counted(range(50), 50, "rows", progress):
             pass
     assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for told in ("pip install 'unbind-server[vllm]'", "[/a].safetensors: it is gone", ":key: of rows[0]"):
+        with pytest.raises(typer.Exit), clear_errors():
+            raise UnbindError(told)
+        assert capsys.readouterr().err == f"error: {told}\n"
+        table = Table(told, title=told, width=60)
+        table.add_row(told)
+        screen.print(told, Text(told, style="bold"), soft_wrap=True)
+        screen.print(table)
+        assert capsys.readouterr().out.count(told) == 5
+
+
+@pytest.mark.parametrize("command", [["show", "[/a].safetensors"], ["takedown", "status", "--url", "[/red]http://x"]])
+def test_a_command_that_fails_names_what_it_was_given(command: list[str]) -> None:
+    found = CliRunner().invoke(build(), command)
+    assert found.exit_code == 1 and command[-1] in found.stderr and isinstance(found.exception, SystemExit)

@@ -38,7 +38,7 @@ def fuzz(
             if key != "failures":
                 screen.print(f"{key:22} {value}", highlight=False)
         for failure in figures["failures"]:
-            screen.print(f"{failure['what']}: {failure['request']} in {failure['file']}", highlight=False, markup=False)
+            screen.print(f"{failure['what']}: {failure['request']} in {failure['file']}", highlight=False)
     if not figures["sound"]:
         raise typer.Exit(1)
 

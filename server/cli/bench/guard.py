@@ -55,7 +55,7 @@ def guard(
         shown = {key: value for key, value in figures.items() if key != "parts"} | figures["parts"]
         for key, value in shown.items():
             for name, one in value.items() if isinstance(value, dict) else [("", value)]:
-                screen.print(f"{key:22} {name:24} {one}", highlight=False, markup=False, soft_wrap=True)
+                screen.print(f"{key:22} {name:24} {one}", highlight=False, soft_wrap=True)
     if figures.get("violations") or figures.get("false_bars"):
         raise typer.Exit(1)
 

@@ -1,0 +1,98 @@
+"""``unbind show`` and ``unbind verify``: look at a module file, measure what the module does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from server import demo
+from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
+from server.cli.fit import Adapter, AsJson, Device, Dtype, Model
+from unbind_core import UnbindError, UnbindModule
+from unbind_core.evaluation.verify import measure, verify
+
+
+def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: AsJson = False) -> None:
+    """Show what a module file holds; a damaged or edited file is refused with the reason."""
+    with clear_errors():
+        module = UnbindModule.load(path)
+    described = module.describe()
+    if as_json:
+        write_json(described)
+        return
+    table = Table(show_header=False, box=None)
+    for key, value in described.items():
+        shown = value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{k} {len(v) if isinstance(v, list | tuple) else v}" for k, v in value.items())
+        table.add_row(Text(key, style="bold"), str(shown))
+    screen.print(table)
+
+
+def verify_command(
+    path: Annotated[Path, typer.Argument(help="Module file.")],
+    model: Model = None,
+    adapter: Adapter = None,
+    forget: Annotated[Path | None, typer.Option(help="Forget rows; the demo's set A where none is given.")] = None,
+    retain: Annotated[
+        Path | None, typer.Option(help="Retain rows; the demo's held-out test rows where none is given.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Adapter trained without the forget rows, as a third column.")
+    ] = None,
+    attempts: Annotated[
+        int, typer.Option(help="Completions a row and access condition: 1 greedy; 5 is the paper's.")
+    ] = 1,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure reproduction of the forget rows and quality on retain rows, before and after the module."""
+    with clear_errors():
+        if attempts < 1:
+            raise UnbindError("--attempts: at least 1")
+        if model is not None and (forget is None or retain is None):
+            raise UnbindError("--forget and --retain are needed with --model")
+        loaded = load(model, adapter, dtype, device)
+        module = UnbindModule.load(path, loaded.identity)
+        forget_set = forget_rows(forget or demo.ROWS / "forget_a.jsonl")
+        retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
+        with progress_bars(as_json) as progress:
+            table = verify(
+                loaded.model, loaded.tokenizer, module, forget_set, retain_set, attempts=attempts, progress=progress
+            )
+            if reference is not None:
+                other = load(model, reference, dtype, device)
+                table["reference"] = measure(
+                    other.model, other.tokenizer, forget_set, retain_set, attempts=attempts, progress=progress
+                )
+    if as_json:
+        write_json(table)
+        return
+    screen.print(_before_after(module.name, table))
+    if "fitted" not in table["before"]:
+        notes.print("These are not the rows that the module was fitted on, so they are not reported apart by role.")
+
+
+def _before_after(name: str, columns: dict[str, Any]) -> Table:
+    table = Table("rows", "measure", *columns, title=f"module {name}")
+    for group, measures in columns["before"].items():
+        for key, before in measures.items():
+            cells = [columns[column].get(group, {}).get(key) for column in columns]
+            table.add_row(
+                group,
+                key,
+                *("" if cell is None else f"{cell:.4g}" if isinstance(before, float) else str(cell) for cell in cells),
+            )
+        table.add_section()
+    return table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to ``unbind``."""
+    app.command()(show)
+    app.command("verify")(verify_command)
