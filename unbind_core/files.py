@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -25,11 +25,9 @@ def write_whole(path: Path, write: Callable[[Path], object], *, new: bool = Fals
     """Let ``write(temporary)`` make a file beside ``path``, then put it in place atomically.
 
     The file is its owner's alone unless ``write`` says otherwise. A failure leaves what was there before; OSError (disk full, no
-    permission) goes through to the caller, FileExistsError where it must be ``new`` and there is one.
+    permission) goes through to the caller and names ``path``, FileExistsError where it must be ``new`` and there is one.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock, folder = own_folder(path)
-    try:
+    with _folder_beside(path) as folder:
         temporary = folder / path.name
         temporary.touch(0o600)
         write(temporary)
@@ -38,10 +36,18 @@ def write_whole(path: Path, write: Callable[[Path], object], *, new: bool = Fals
             path.hardlink_to(temporary)
         else:
             temporary.replace(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
     _sync(path.parent)
+
+
+def require_writable(path: Path) -> None:
+    """Make sure that :func:`write_whole` can put a file there, before work that would be lost otherwise. Makes its folder.
+
+    Raises OSError naming ``path``.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with _folder_beside(path):
+        pass
 
 
 def write_text(path: Path, text: str, *, new: bool = False) -> None:
@@ -119,6 +125,23 @@ def own_folder(path: Path) -> tuple[int, Path]:
             if folder.exists():
                 return lock, folder
             os.close(lock)
+
+
+@contextlib.contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A folder of our own while a file is made in it. An OSError that names it names ``path`` instead, which people know."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock, folder = own_folder(path)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+    except OSError as error:
+        if UNFINISHED not in str(error.filename):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _sync(path: Path) -> None:

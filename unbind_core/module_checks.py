@@ -28,11 +28,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
 
+def name_problem(name: str) -> str | None:
+    """What is wrong with a module's name; None where nothing is. Asked before a fit, too, which would be lost to it."""
+    if _NAME.fullmatch(name):
+        return None
+    return "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+
+
 def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
     """Every (field, what is wrong with it), first things first: later checks may rest on earlier ones."""
     size, count = module.model.hidden_size, module.model.num_layers
-    if not _NAME.fullmatch(str(module.name)):
-        yield "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+    if problem := name_problem(str(module.name)):
+        yield "name", problem
     if type(module.layer) is not int or not 0 <= module.layer < count:
         yield "layer", f"is {module.layer!r}; the model has layers 0 to {count - 1}"
     for field, kinds in (("detector", DETECTORS), ("correction", CORRECTIONS)):

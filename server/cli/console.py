@@ -18,6 +18,7 @@ from rich.text import Text
 
 from server import demo
 from unbind_core import ForgetRow, LoadedModel, RetainRow, UnbindError, load_model, parse_forget, parse_retain
+from unbind_core.files import require_writable
 from unbind_core.progress import Progress, silent
 
 T = TypeVar("T")
@@ -124,6 +125,14 @@ def forget_rows(path: Path) -> list[ForgetRow]:
 def retain_rows(path: Path) -> list[RetainRow]:
     """Retain rows of a JSONL file."""
     return parse_retain(_lines(path), str(path))
+
+
+def require_target(option: str, path: Path) -> None:
+    """Make sure that the file of an option can be written, before the work that goes into it. Raises UnbindError."""
+    try:
+        require_writable(path)
+    except OSError as error:
+        raise UnbindError(f"{option}: {path} cannot be written ({error.strerror}); name another file") from error
 
 
 def write_json(value: Any) -> None:

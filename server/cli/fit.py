@@ -18,6 +18,7 @@ from server.cli.console import (
     load,
     numbers,
     progress_bars,
+    require_target,
     retain_rows,
     screen,
     write_json,
@@ -29,6 +30,7 @@ from unbind_core.files import write_text
 from unbind_core.fitting.calibration import QUANTILES, Budgets
 from unbind_core.fitting.options import BUDGETS
 from unbind_core.fitting.reference import Reference, load_reference
+from unbind_core.module_checks import name_problem
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
@@ -111,6 +113,12 @@ def fit(
     with clear_errors():
         if retain is None and model is not None:
             raise UnbindError("--retain is needed with --model: rows of code that must stay as they are (JSONL)")
+        called = name or out.name.removesuffix(".safetensors")
+        if problem := name_problem(called):
+            raise UnbindError(f"--name: '{called}' {problem}")
+        require_target("--out", out)
+        if report is not None:
+            require_target("--report", report)
         if retain is None:
             retain, retain_calibration = demo.RETAIN_TRAIN, retain_calibration or demo.RETAIN_CALIBRATION
         loaded = load(model, adapter, dtype, device)
@@ -131,21 +139,24 @@ def fit(
                 forget_rows(forget),
                 retain_rows(retain),
                 retain_calibration=retain_rows(retain_calibration) if retain_calibration else (),
-                name=name or out.name.removesuffix(".safetensors"),
+                name=called,
                 identity=loaded.identity,
                 options=options,
                 progress=progress,
                 cache=cache,
                 reference=_reference(model, adapter, reference, dtype, device) if gate == "auto" else None,
             )
+        effective = result.outcome != "ineffective"
+        digest = (
+            module.save(out) if effective else ""
+        )  # before the report: nothing may come between a fit and its module
         if report is not None:
             write_text(report, json.dumps(result.to_json(), indent=1))
-        if result.outcome == "ineffective":
+        if not effective:
             raise UnbindError(
                 "ineffective: nothing forgot anything within the retain budgets, so no module was written; "
                 "--report FILE shows what each candidate reached"
             )
-        digest = module.save(out)
         if as_json:
             write_json({"path": str(out), "digest": digest, **result.to_json()})
             return

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unbind_core.files import locked, remove_unfinished, write_text, write_whole
+from unbind_core.files import locked, remove_unfinished, require_writable, write_text, write_whole
 
 WRITER = """
 import sys, time
@@ -63,6 +63,36 @@ def test_a_failure_leaves_what_was_there_before(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space"):
         write_whole(tmp_path / "a", write)
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "whole"
+
+
+def test_errors_name_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    def elsewhere(_: Path) -> None:
+        (tmp_path / "missing" / "other").read_bytes()
+
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_text(tmp_path / "folder", "a file")
+    assert caught.value.filename == str(tmp_path / "folder") and caught.value.filename2 is None
+    long = tmp_path / ("n" * 250)  # the folder beside it has a longer name
+    for fails in (write_text, lambda path, _: require_writable(path)):
+        with pytest.raises(OSError, match="too long") as error:
+            fails(long, "a file")
+        assert error.value.filename == str(long)
+    with pytest.raises(FileNotFoundError) as missing:
+        write_whole(tmp_path / "a", elsewhere)
+    assert missing.value.filename == str(tmp_path / "missing" / "other")
+
+
+def test_whether_a_file_can_be_written_is_asked_without_writing_it(tmp_path: Path) -> None:
+    write_text(tmp_path / "kept", "what it says")
+    for path in (tmp_path / "kept", tmp_path / "new" / "folder" / "file"):
+        require_writable(path)
+    assert names(tmp_path) == ["kept", "new"] and not names(tmp_path / "new" / "folder")
+    assert (tmp_path / "kept").read_text() == "what it says"
+    for path in (tmp_path / "new", tmp_path / "kept" / "below"):
+        with pytest.raises(OSError, match=r"directory|exists") as error:
+            require_writable(path)
+        assert str(tmp_path) in str(error.value.filename)
 
 
 def test_a_folder_that_is_not_there_has_nothing_unfinished(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import retained
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
+from unbind_core.module_checks import name_problem
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
@@ -93,6 +94,8 @@ def fit(
     "paper-strict" takes its 600 retain rows, all of ``retain``, as 480 and 120 without a certificate;
     ``gate="auto"`` fits all of them and needs no more than one.
     """
+    if problem := name_problem(name):
+        raise DataError(f"name: '{name}' {problem}")
     if before is not None and len(before) != len(forget):
         raise DataError(
             f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
