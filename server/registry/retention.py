@@ -13,7 +13,7 @@ from server.settings import Settings
 
 log = logging.getLogger("unbind.service")
 DAY = 86_400.0
-SWEEP_SECONDS = 3600.0  # between looks for rows without a takedown; they go at the second look that finds them so
+SWEEP_SECONDS = 3600.0  # between looks for rows without a takedown, which go once they have been found so for a day
 RETENTION = Actor("retention", "registry")
 
 
@@ -22,7 +22,7 @@ class Retention:
 
     def __init__(self, registry: Registry, settings: Settings) -> None:
         self._registry, self._settings = registry, settings
-        self._unrecorded: set[str] = set()
+        self._unrecorded: dict[str, float] = {}  # since when, by the monotonic clock
         self._next = 0.0
 
     def go_on(self) -> None:
@@ -34,20 +34,25 @@ class Retention:
                 self.sweep()
                 self._next = time.monotonic() + SWEEP_SECONDS
 
-    def sweep(self) -> list[str]:
-        """Delete the rows that no takedown had at the last look either; which these were.
+    def sweep(self, now: float | None = None) -> list[str]:
+        """Delete the rows that no takedown has had for a day, by the monotonic clock; which these were.
 
-        A POST that died before its takedown was recorded leaves such rows. The time between two looks is for whoever opened
-        another registry than the one that these rows are recorded in.
+        A POST that died before its takedown was recorded leaves such rows. The day is for whoever opened another registry than
+        the one that these rows are recorded in, or went back to a copy of it.
         """
+        now = time.monotonic() if now is None else now
         kept, takedowns = TakedownFiles(self._settings), self._registry.takedowns
-        found = set(takedowns.unrecorded(kept.kept_forget()))
-        gone = takedowns.drop_unrecorded(found & self._unrecorded, kept.purge) if found & self._unrecorded else []
-        for digest in sorted(found - self._unrecorded):
-            log.warning("forget rows %.12s belong to no takedown of this registry; they are deleted in an hour", digest)
+        found = takedowns.unrecorded(kept.kept_forget())
+        for digest in found:
+            if digest not in self._unrecorded:
+                log.warning(
+                    "forget rows %.12s belong to no takedown of this registry; they are deleted in a day", digest
+                )
+        self._unrecorded = {digest: self._unrecorded.get(digest, now) for digest in found}
+        old = {digest for digest, since in self._unrecorded.items() if now - since >= DAY}
+        gone = takedowns.drop_unrecorded(old, kept.purge) if old else []
         for digest in gone:
             log.info("forget rows %.12s, which belonged to no takedown, are deleted", digest)
-        self._unrecorded = found - set(gone)
         return gone
 
 

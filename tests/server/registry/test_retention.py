@@ -23,7 +23,7 @@ from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import NameTaken
 from server.registry.registry import Registry
-from server.registry.retention import Retention
+from server.registry.retention import DAY, Retention
 from server.settings import Settings
 
 ADMIN = Actor("admin", "test")
@@ -133,7 +133,7 @@ def test_what_cannot_be_deleted_keeps_nothing_else_and_is_not_called_purged(regi
     assert retention.purge_old(registry, shop.settings) == [posted[0]] and not shop.kept(posted[0])
 
 
-def test_rows_of_a_post_that_died_go_at_the_second_look_that_finds_them(
+def test_rows_of_a_post_that_died_go_once_they_were_found_without_a_takedown_for_a_day(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted, sweeper = shop.post("m"), Retention(shop.registry, shop.settings)
@@ -146,12 +146,13 @@ def test_rows_of_a_post_that_died_go_at_the_second_look_that_finds_them(
         with pytest.raises(KeyboardInterrupt):
             shop.post("died", "other")
     (left,) = shop.files.kept_forget() - {shop.registry.takedowns.get(accepted)["forget_digest"]}
-    assert sweeper.sweep() == [] and shop.files.has_forget(left)
+    assert sweeper.sweep(0) == [] and shop.files.has_forget(left)
     again = shop.post("again", "other")
-    assert sweeper.sweep() == [] and shop.kept(again)  # it has a takedown by now
+    assert sweeper.sweep(2 * DAY) == [] and shop.kept(again)  # it has a takedown by now
     shop.cancel(again)
     shop.registry.takedowns.purge(again, lambda *_: None, ADMIN, time.time())  # as a store that lost the deletion
-    assert sweeper.sweep() == [] and sweeper.sweep() == [left]
+    assert sweeper.sweep(3 * DAY) == [] and sweeper.sweep(4 * DAY - 1) == []
+    assert sweeper.sweep(4 * DAY) == [left]
     assert not shop.files.has_forget(left) and shop.kept(accepted)
 
 
