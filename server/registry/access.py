@@ -219,6 +219,10 @@ def kept_admin_key(settings: Settings) -> str:
     path = settings.data_dir / "admin.key"
     if path.is_file() and (kept := path.read_text(encoding="utf-8").strip()):
         return kept
-    key = f"ubk_{secrets.token_urlsafe(24)}"
-    write_text(path, key + "\n")
-    return key
+    key = f"ubk_{secrets.token_urlsafe(24)}\n"
+    try:
+        write_text(path, key, new=True)
+    except FileExistsError:  # another server made it at the same moment, or it is empty
+        if not path.read_text(encoding="utf-8").strip():
+            write_text(path, key)
+    return path.read_text(encoding="utf-8").strip()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from server.exposure import Exposed, check_exposure, on_loopback
 from server.ratelimit import RateLimiter
-from server.registry.access import Access, key_digest
+from server.registry.access import Access, kept_admin_key, key_digest
 from server.registry.audit import Actor
 from server.registry.registry import open_registry
 from server.settings import Settings
@@ -259,3 +261,18 @@ def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path)
     Access(registry.transactions).create_key("one", Actor("test"), time.time())
     registry.close()
     check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path))
+
+
+def test_servers_that_start_at_once_on_one_data_folder_hold_one_admin_key(tmp_path: Path) -> None:
+    settings, all_at_once = Settings(data_dir=tmp_path / "data"), Barrier(8)
+
+    def start(_: int) -> str:
+        all_at_once.wait()
+        return kept_admin_key(settings)
+
+    with ThreadPoolExecutor(8) as pool:
+        (held,) = set(pool.map(start, range(8)))
+    file = tmp_path / "data" / "admin.key"
+    assert file.read_text() == held + "\n" and file.stat().st_mode & 0o777 == 0o600
+    file.write_text("\n")  # damaged: a new one is made
+    assert kept_admin_key(settings) not in (held, "") and kept_admin_key(settings) == file.read_text().strip()
