@@ -70,6 +70,10 @@ def create(
             rules = Rules.model_validate({"enforced": enforce or [], "allowed": allow, "when_open": when_open})
         except ValueError as error:
             raise UnbindError(f"--enforce, --allow: not the name of a module ({error})") from None
+        if days == 0.0:
+            raise UnbindError("--days: the key would have expired already; give more, or leave it out")
+        if burst is not None and per_minute is None:
+            raise UnbindError("--burst: goes with --per-minute; give that too, or no burst")
         now = time.time()
         key, text = _access(config, data_dir).create_key(
             name,

@@ -52,6 +52,19 @@ def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
     now = time.time()
     if body.expires_at is not None and body.expires_in is not None:
         raise ApiError(400, "expires_in: goes without expires_at", param="expires_in", code="invalid_value")
+    if (
+        body.expires_at is not None and body.expires_at <= now
+    ):  # useless, and from then on every request would need a key
+        raise ApiError(
+            400,
+            "expires_at: lies in the past; give a later one, or expires_in",
+            param="expires_at",
+            code="invalid_value",
+        )
+    if body.burst is not None and body.requests_per_minute is None:
+        raise ApiError(
+            400, "burst: goes with requests_per_minute; give that too, or no burst", param="burst", code="invalid_value"
+        )
     if body.profile is not None:
         _known_profile(served, body.profile)
     rules = Rules.model_validate(body.model_dump(include=set(KEY_RULES)))

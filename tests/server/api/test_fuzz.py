@@ -113,7 +113,14 @@ VALID: dict[str, dict[str, Any]] = {
     "/apply-template": {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False},
     "/tokenize": {"content": "a", "add_special": True, "with_pieces": True},
     "/detokenize": {"tokens": [5, 6]},
-    "/admin/v1/keys": {"name": "a", "scopes": ["report"], "enforced": {"one": 1}, "allowed": ["one"], "burst": 1},
+    "/admin/v1/keys": {
+        "name": "a",
+        "scopes": ["report"],
+        "enforced": {"one": 1},
+        "allowed": ["one"],
+        "burst": 1,
+        "requests_per_minute": 9,
+    },
     "/admin/v1/policies/global": {"modules": [], "enforced": [], "shadow": ["one"], "allowed": None},
 }
 

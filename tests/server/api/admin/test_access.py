@@ -163,6 +163,9 @@ def test_a_bucket_refills_with_time() -> None:
         ({"name": "a", "enforced": {"one": -1}}, "enforced.one", 400),
         ({"name": "a", "profile": "nobody"}, "profile", 404),
         ({"name": "a", "expires_in": 1, "expires_at": 5e9}, "expires_in", 400),
+        ({"name": "a", "expires_at": 5}, "expires_at", 400),
+        ({"name": "a", "burst": 2}, "burst", 400),
+        ({"name": "a", "burst": 2, "tokens_per_minute": 60}, "burst", 400),
         ({"name": "a", "key": "mine"}, "key", 400),
     ],
 )
@@ -245,7 +248,8 @@ def test_the_command_line_makes_lists_and_revokes(guarded: Live) -> None:
     assert "revoked" in run("revoke", made["id"])
     guarded.service.access.refresh()
     assert guarded.complete(key=made["key"]).status == 401
-    assert CliRunner().invoke(build(), ["key", "create", "x", "--scope", "root", "--data-dir", folder]).exit_code == 1
+    for wrong in (["--scope", "root"], ["--days", "0"], ["--burst", "2"]):
+        assert CliRunner().invoke(build(), ["key", "create", "x", *wrong, "--data-dir", folder]).exit_code == 1
 
 
 def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path) -> None:
