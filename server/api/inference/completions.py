@@ -68,7 +68,7 @@ def _logprobs(
         return None
     echoed = _echoed(body, result.prompt_logprobs)
     return LegacyLogprobs(generation.served.loaded.tokenizer).of(
-        [*echoed, *result.logprobs], choice.prompt.ids if echoed else ()
+        [*echoed, *result.logprobs], choice.prompt.ids if echoed else (), choice.prompt.spelt
     )
 
 
@@ -103,7 +103,7 @@ async def _events(generation: Generation, body: CompletionBody, frame: dict[str,
             continue
         begun.add(choice.index)
         prompt = choice.prompt.ids if delta.prompt_logprobs else ()
-        logprobs = written[choice.index].of(entries, prompt) if entries else None
+        logprobs = written[choice.index].of(entries, prompt, choice.prompt.spelt) if entries else None
         shaped = _choice(choice, delta.text, logprobs, delta.finish_reason)
         stopped = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
         shaped |= stopped | ids | Report.part(choice.report, delta)

@@ -69,10 +69,14 @@ class LegacyLogprobs:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, entries: Sequence[TokenLogprob | None], prompt: Sequence[int] = ()) -> dict[str, list[Any]]:
+    def of(
+        self, entries: Sequence[TokenLogprob | None], prompt: Sequence[int] = (), spelt: range | None = None
+    ) -> dict[str, list[Any]]:
         """Parallel lists. The first entries are those of the echoed ``prompt``; nothing predicts its first token, which has null
-        for its scores, as a token has whose scores are withheld.
+        for its scores, as a token has whose scores are withheld. ``spelt``: the places of the prompt whose tokens its text spells,
+        where others were added to it.
         """
+        spelt = range(len(prompt)) if spelt is None else spelt
         shaped: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for index, entry in enumerate(entries):
             token = entry.token if entry is not None else prompt[0]
@@ -81,14 +85,10 @@ class LegacyLogprobs:
             scored = None if entry is None or entry.logprob is None else entry
             shaped["token_logprobs"].append(None if scored is None else _finite(scored.logprob))
             shaped["top_logprobs"].append(None if scored is None else self._top(scored))
-            shaped["text_offset"].append(self._place(raw if self._shown(token, index < len(prompt)) else b""))
+            # special tokens are in the text only where the prompt spelt them
+            shown = index in spelt if index < len(prompt) else not _added(self._tokenizer).get(token, False)
+            shaped["text_offset"].append(self._place(raw if shown else b""))
         return shaped
-
-    def _shown(self, token: int, prompted: bool) -> bool:
-        """Special tokens are in the text only where the prompt spelt them, which it does not with the beginning's."""
-        if prompted:
-            return bool(token != self._tokenizer.bos_token_id)
-        return not _added(self._tokenizer).get(token, False)
 
     def _place(self, raw: bytes) -> int:
         """Where a token begins in the text; what was half a character before it and stays so stands in front."""

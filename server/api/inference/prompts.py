@@ -23,11 +23,14 @@ SNIPPET = "\n\n--- {name} ---\n\n"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the text to give back where an echo is asked for."""
+    """Token ids to continue, and the text to give back where an echo is asked for, which the ids at the places ``spelt`` spell; all
+    do where it is None.
+    """
 
     ids: Sequence[int]
     text: str = ""
     truncated: bool = False
+    spelt: range | None = None
 
 
 def completion_prompts(
@@ -38,7 +41,9 @@ def completion_prompts(
     if isinstance(prompt, str):
         if suffix is not None:
             before, behind = encoder.ids(prompt, "prompt"), encoder.ids(suffix, "suffix")
-            return [Prompt(gap(served, before, behind, "suffix"), prompt)]
+            ids = gap(served, before, behind, "suffix")
+            start = gap_start(served, behind)
+            return [Prompt(ids, prompt, spelt=range(start, start + len(before)))]
         return [_of_text(served, prompt, "prompt", beginning(tokenizer), kept)]
     prompts = []
     items: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
@@ -64,11 +69,12 @@ def _of_text(
     kept is too long, or the whole where all is.
     """
     if kept is None or kept > served.encoder.length:
-        return Prompt(lead + served.encoder.ids(text, field, most), text)
+        ids = lead + served.encoder.ids(text, field, most)
+        return Prompt(ids, text, spelt=range(len(lead), len(ids)))
     found, whole = served.encoder.last(text, kept)
     ids = lead + found
     if whole and len(ids) <= kept:
-        return Prompt(ids, text)
+        return Prompt(ids, text, spelt=range(len(lead), len(ids)))
     return Prompt(ids[-kept:], str(served.loaded.tokenizer.decode(ids[-kept:])), truncated=True)
 
 
@@ -88,6 +94,14 @@ def gap(served: Service, prefix: list[int], suffix: list[int], field: str) -> li
             "no_fill_in_the_middle",
         )
     return fim_ids(served.loaded.tokenizer, served.fim, prefix, suffix)
+
+
+def gap_start(served: Service, suffix: list[int]) -> int:
+    """Where the prefix begins in the prompt of a gap before ``suffix``."""
+    assert served.fim is not None
+    before = served.fim[: served.fim.index("{prefix}")]
+    lengths = (len(suffix) if part == "{suffix}" else 1 for part in before)
+    return len(beginning(served.loaded.tokenizer)) + sum(lengths)
 
 
 def chat_prompt(

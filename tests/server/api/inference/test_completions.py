@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from server.api.inference.logprobs import LegacyLogprobs, token_bytes, token_tex
 from server.api.inference.prompts import infill_prompt
 from server.engine.request import TokenLogprob
 from server.errors import ApiError
-from tests.core.conftest import build_tokenizer
-from tests.support.live import Live
+from tests.core.conftest import build_tokenizer, save_checkpoint
+from tests.support.live import Live, live
 from unbind_core.encoding import encode, fim_prompt, parse_fim_template
 from unbind_core.errors import DataError
 
@@ -218,6 +219,35 @@ def test_log_probabilities_come_in_the_shape_of_their_route(server: Live) -> Non
     assert 0 < len(content) <= 4 and all(len(token["top_logprobs"]) == 2 for token in content)
     assert all(token["logprob"] <= 0 and isinstance(token["bytes"], list) for token in content)
     assert server.call("/v1/chat/completions", {**body, "logprobs": False}).error["message"].startswith("top_logprobs")
+
+
+@pytest.mark.parametrize("template", ["", "<|fim_suffix|>{suffix}<|fim_prefix|>{prefix}<|fim_middle|>"])
+def test_what_an_echo_spells_has_its_place_and_what_was_added_has_none(tmp_path: Path, template: str) -> None:
+    checkpoint = save_checkpoint("llama", tmp_path / "tiny")
+    with live(checkpoint, tmp_path, (), fim_template=template) as server:
+        bos = server.service.loaded.tokenizer.bos_token
+        ids = server.call("/tokenize", {"content": f"a{bos}b<|pad|>"}).body["tokens"]
+        gap = {"prompt": "def add(", "suffix": "\n    return"}
+        added = server.complete(**gap, max_tokens=0, logprobs=0, echo=True).body["choices"][0]["logprobs"]["tokens"]
+        first = added.index("<|fim_prefix|>") + 1
+        spelt = range(first, first + len(server.call("/tokenize", {"content": "def add("}).body["tokens"]))
+        for body, shown in (
+            ({"prompt": f"a{bos}b<|pad|>c"}, range(1, 99)),
+            ({"prompt": f"{bos}a"}, range(1, 99)),
+            ({"prompt": ids}, range(99)),
+            ({"prompt": f"a{bos}b", "truncate_prompt_tokens": 2}, range(99)),
+            (gap, spelt),
+        ):
+            asked = {**body, "max_tokens": 3, "ignore_eos": True, "logprobs": 0, "echo": True}
+            (choice,) = server.complete(**asked).body["choices"]
+            scored, place = choice["logprobs"], 0
+            for index, (token, offset) in enumerate(zip(scored["tokens"][:-3], scored["text_offset"], strict=False)):
+                assert offset == place, (body, index)
+                assert index not in shown or choice["text"][offset:].startswith(token)
+                place += len(token) if index in shown else 0
+            assert scored["text_offset"][-3] == place
+            parts = [event["choices"][0]["logprobs"] for event in server.complete(**asked, stream=True).events[:-1]]
+            assert [at for part in parts if part for at in part["text_offset"]] == scored["text_offset"]
 
 
 def test_sampling_parameters_reach_the_sampler(server: Live) -> None:
