@@ -76,6 +76,12 @@ class GateMemory:
         for table in self._tables.values():
             table[slot].zero_()
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Have the first ``count`` positions of one slot in another as well."""
+        for table in self._tables.values():
+            table[target, : count + 1] = table[source, : count + 1]
+
     def bytes_allocated(self) -> int:
         """Bytes of all tables."""
         return sum(table.numel() * table.element_size() for table in self._tables.values())

@@ -230,6 +230,11 @@ class Runner:
         self.cache.clear(slot)
         self.gate_memory.clear(slot)
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Have the first ``count`` positions of one slot in another as well: keys, values and what gates remember."""
+        self.cache.copy(source, target, count)
+        self.gate_memory.copy(source, target, count)
+
     def recover(self) -> None:
         """After a failed pass: give the device its unused memory back, so that the next one finds some."""
         if self.device.type == "cuda":

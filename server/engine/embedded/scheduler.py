@@ -1,16 +1,17 @@
 """Who computes what in the next step, and where. Deques and integers only: no tensor, so it is tested in milliseconds.
 
-A request waits, gets the slot that already knows most of its prompt, prefills the rest in chunks, then joins the decode
-batch until it is finished.
+A request waits, gets a slot with what any free one already knows of its prompt, prefills the rest in chunks, then joins the
+decode batch until it is finished.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.engine.engine import QueueFull, check_fits
 from server.engine.request import Flight, Status
@@ -42,10 +43,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: the prompt chunks to prefill and the running requests, each one token further."""
+    """One step: the prompt chunks to prefill and the running requests, each one token further. ``copies``: before that, in this
+    order, requests whose ``cached_tokens`` are to be copied into their slot, and the slot that holds them.
+    """
 
     prefill: tuple[Chunk, ...]
     decode: tuple[Flight, ...]
+    copies: tuple[tuple[Flight, int], ...] = ()
 
     @property
     def flights(self) -> tuple[Flight, ...]:
@@ -78,19 +82,25 @@ class Kept:
     ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: array[int] = field(default_factory=lambda: array("q"))
     modules: tuple[tuple[str, float], ...] = ()
     since: int = -1  # on the scheduler's own clock; lower is older
     watched: bool = False
     opened: int | None = None
 
-    def common(self, flight: Flight) -> int:
-        """How many positions ``flight`` can take over; never its whole prompt, whose last state is still needed."""
+    def common(self, flight: Flight, beyond: int = 0) -> int:
+        """How many positions ``flight`` can take over, 0 where they are no more than ``beyond``; never its whole prompt, whose last
+        state is still needed.
+        """
+        prompt, most = flight.request.packed, len(flight.prompt) - 1
+        if min(len(self.tokens), most) <= beyond or self.tokens[beyond] != prompt[beyond]:
+            return 0  # asked first, as it costs nothing
         if self.modules != flight.request.modules.identity or flight.request.sampling.prompt_logprobs is not None:
             return 0
         if flight.request.watches and not self.watched:
             return 0
-        return min(common_prefix(self.tokens, flight.prompt), len(flight.prompt) - 1)
+        found = min(common_prefix(self.tokens, prompt), most)
+        return found if found > beyond else 0
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -153,11 +163,14 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Give free slots to waiting requests and share out this step's prompt tokens, oldest request first."""
+        copies: list[tuple[Flight, int]] = []
         while self.waiting and None in self.slots:
             flight = self.waiting.popleft()
-            flight.slot, common = self._choose_slot(flight)
+            flight.slot, source, common = self._choose_slot(flight)
             flight.computed = flight.cached_tokens = common
-            opened = self.kept[flight.slot].opened
+            opened = self.kept[source].opened
+            if source != flight.slot:
+                copies.append((flight, source))
             if flight.request.watches and opened is not None and opened < common:
                 flight.opens(opened)
             flight.status = Status.PREFILLING
@@ -178,19 +191,26 @@ class Scheduler:
                 count = min(left, own, max(share, spare + own))
                 chunks.append(Chunk(flight, flight.computed, count))
                 left -= count
-        return Plan(tuple(chunks), tuple(running))
+        return Plan(tuple(chunks), tuple(running), tuple(copies))
 
-    def _choose_slot(self, flight: Flight) -> tuple[int, int]:
-        """The free slot with the longest common prefix under the same modules, and its length.
+    def _choose_slot(self, flight: Flight) -> tuple[int, int, int]:
+        """A free slot, the one whose beginning is taken over, which may be another, and how long that is.
 
-        Without one worth having: the lowest empty slot, else the one unused for longest.
+        Of slots with the longest common prefix under the same modules the one that would forget the least. It is taken itself
+        where it would forget less than half. Else, and without a prefix worth having, the lowest empty slot is, or the one unused
+        for longest: conversations that begin alike would put each other out.
         """
         free = [slot for slot, holder in enumerate(self.slots) if holder is None]
-        common = {slot: self.kept[slot].common(flight) for slot in free}
-        best = max(free, key=lambda slot: common[slot])
-        if common[best] < LEAST_PREFIX:
-            best = min(free, key=lambda slot: self.kept[slot].since)
-        return best, common[best]
+        oldest = min(free, key=lambda slot: self.kept[slot].since)
+        best, common = oldest, 0
+        for slot in sorted(free, key=lambda slot: len(self.kept[slot].tokens)):
+            if longer := self.kept[slot].common(flight, common):
+                best, common = slot, longer
+        if common < LEAST_PREFIX:
+            return oldest, oldest, self.kept[oldest].common(flight)
+        if 2 * common >= len(self.kept[best].tokens):
+            return best, best, common
+        return oldest, oldest if self.kept[oldest].common(flight, common - 1) else best, common
 
     def computed(self, plan: Plan) -> None:
         """The plan's keys and values are in their slots; prompts that are complete join the decode batch."""
@@ -206,9 +226,9 @@ class Scheduler:
         flight.status = Status.FINISHED
         if flight.slot >= 0:
             if keep:
-                known = (*flight.prompt, *flight.output)[: flight.computed]
+                known = flight.request.packed + array("q", flight.output)
                 self.kept[flight.slot] = Kept(
-                    known,
+                    known[: flight.computed],
                     flight.request.modules.identity,
                     next(self._clock),
                     flight.request.watches,

@@ -161,6 +161,14 @@ class SlotCache(Cache):
                 layer.keys[slot].zero_()
                 layer.values[slot].zero_()
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Have the first ``count`` positions of one slot in another as well."""
+        for layer in self.slot_layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys[target, :, :count] = layer.keys[source, :, :count]
+                layer.values[target, :, :count] = layer.values[source, :, :count]
+
     def bytes_allocated(self) -> int:
         """Bytes of all keys and values; 0 before the first forward pass."""
         held = [t for layer in self.slot_layers for t in (layer.keys, layer.values) if t is not None]

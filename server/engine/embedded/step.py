@@ -55,6 +55,8 @@ class Stepper:
         self._drop_cancelled()
         self._end_late_prompts()
         plan = self.scheduler.schedule()
+        for flight, source in plan.copies:
+            self.runner.copy(source, flight.slot, flight.cached_tokens)
         for chunk in plan.prefill:
             chunk.flight.begun_at = chunk.flight.begun_at or time.monotonic()
         self.pace.look(bool(self.scheduler.waiting), time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.scheduler import NOTHING_KEPT
 from server.engine.request import GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.core.conftest import lowrank
@@ -161,3 +163,27 @@ def test_a_failed_step_leaves_nothing_in_the_slot(engine: EmbeddedEngine, expect
     handle.remove()
     assert all(not table.any() for table in engine.runner.gate_memory._tables.values())
     assert _run(engine, [1, 2, 3, 5]) == [expected[i] for i in (1, 2, 3, 5)]
+
+
+def test_a_prefix_that_is_copied_brings_its_gates_along(engine: EmbeddedEngine) -> None:
+    pinned, opened = engine.modules.pin(["m", "n"]), 0
+
+    async def ask(prompt: tuple[int, ...]) -> tuple[int, list[int], list[Any]]:
+        asked = GenerationRequest(prompt, Sampling(max_tokens=4, ignore_eos=True), pinned, report=True)
+        flight, queue = engine.submit(asked)
+        deltas = [await queue.get()]
+        while deltas[-1].finish_reason is None:
+            deltas.append(await queue.get())
+        return flight.cached_tokens, _tokens(deltas), [gates for delta in deltas for gates in delta.activations]
+
+    for seed in range(8):
+        one = tuple(random.Random(seed).choices(range(6, 300), k=100))
+        engine.scheduler.kept = [NOTHING_KEPT] * 4
+        cached, *whole = asyncio.run(ask((*one[:40], 6)))
+        engine.scheduler.kept = [NOTHING_KEPT] * 4
+        asyncio.run(ask(one))
+        copied, *again = asyncio.run(ask((*one[:40], 6)))
+        assert (cached, copied) == (0, 40) and again == whole
+        assert [len(kept.tokens) for kept in engine.scheduler.kept] == [103, 44, 0, 0]
+        opened += any(any(gates.values()) for gates in whole[1])
+    assert opened

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
+import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.embedded.scheduler import Scheduler, common_prefix
+from server.engine.embedded.scheduler import Kept, Scheduler, common_prefix
 from server.engine.request import Flight, GenerationRequest, Sampling
 from server.engine.text import TextStream
 from tests.server.conftest import MakeModule
@@ -138,6 +141,62 @@ def test_the_longest_common_prefix_wins_then_empty_slots_then_the_oldest() -> No
     assert serve((*a[:4], 98)) == (1, 0)  # four common tokens decide nothing: the oldest slot again
 
 
+def test_conversations_that_begin_alike_keep_their_slots() -> None:
+    scheduler = Scheduler(slots=4, max_length=500, queue_limit=3, chunk_tokens=500)
+    system = tuple(range(20))
+
+    def serve(tokens: Sequence[int]) -> tuple[int, int, tuple[tuple[Flight, int], ...]]:
+        flight = make_flight(tokens)
+        scheduler.waiting.append(flight)
+        scheduler.computed(plan := scheduler.schedule())
+        chosen = flight.slot
+        scheduler.finish(flight)
+        return chosen, flight.cached_tokens, tuple((one.cached_tokens, slot) for one, slot in plan.copies)
+
+    a, b, c = ((*system, *range(first, first + 100)) for first in (1000, 2000, 3000))
+    assert serve(a) == (0, 0, ())
+    assert serve(b) == (1, 20, ((20, 0),))  # what both have is copied, and neither loses anything
+    for _ in range(3):
+        a, b = (*a, 7), (*b, 8)
+        assert serve(a) == (0, len(a) - 1, ()) and serve(b) == (1, len(b) - 1, ())
+    assert serve((*system, 9)) == (2, 20, ((20, 0),))  # the shorter of two that hold as much
+    assert serve((*system, 10)) == (2, 20, ())  # nothing but the beginning stood there
+    assert serve(c) == (2, 20, ()) and serve((5, 5, 5)) == (3, 0, ())
+    assert serve((*system, 11)) == (0, 20, ())  # all are taken: the one unused for longest, which knows it too
+    assert serve((*b, 12)) == (1, len(b), ()) and serve((*c, 13)) == (2, len(c), ())
+    assert serve((*b[:30], 14)) == (3, 30, ((30, 1),))  # unused for longest
+
+
+def test_the_longest_prefix_is_found_whatever_else_slots_hold() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        scheduler = Scheduler(slots=6, max_length=100, queue_limit=3, chunk_tokens=100)
+        stem = [draw.randrange(3) for _ in range(40)]
+
+        def varied(stem: Sequence[int] = stem) -> list[int]:
+            return [*stem[: draw.randrange(40)], *(draw.randrange(3) for _ in range(draw.randrange(1, 30)))]
+
+        scheduler.kept = [Kept(array("q", varied()), since=slot) for slot in range(6)]
+        prompt = varied()
+        common = [min(common_prefix(kept.tokens, array("q", prompt)), len(prompt) - 1) for kept in scheduler.kept]
+        slot, source, found = scheduler._choose_slot(make_flight(prompt))
+        assert found == common[source] and (found == max(common) if max(common) >= 8 else slot == source == 0)
+        assert slot in (source, 0)
+
+
+def test_a_slot_is_chosen_at_once_among_many_long_ones() -> None:
+    scheduler, length = Scheduler(slots=128, max_length=9000, queue_limit=3, chunk_tokens=9000), 8000
+    same = list(range(length))
+    for slot in range(128):  # each has a little more in common than the one before
+        known = [*same[: length - 128 + slot], *range(10**6, 10**6 + 128)]
+        scheduler.kept[slot] = Kept(array("q", known), since=slot)
+    flight = make_flight([*same, 1])
+    begun = time.thread_time()
+    chosen = scheduler._choose_slot(flight)
+    assert time.thread_time() - begun < 0.02  # 50 ms when tuples were compared
+    assert chosen == (127, 127, length - 1)
+
+
 def test_a_failed_request_leaves_nothing_to_reuse() -> None:
     scheduler = Scheduler(slots=1, max_length=100, queue_limit=3, chunk_tokens=100)
     for _ in range(2):
@@ -158,6 +217,19 @@ def test_a_prompt_cut_short_is_known_as_far_as_it_was_computed() -> None:
     scheduler.waiting.append(again)
     scheduler.schedule()
     assert again.cached_tokens == 20
+
+
+@pytest.mark.parametrize("names", [(), ("one", "two")])
+def test_a_prefix_that_is_copied_gives_what_computing_it_gives(cold_engine: MakeEngine, names: Sequence[str]) -> None:
+    other = (*PROMPT[:20], *range(120, 150))
+    cold, expected = _run(cold_engine(), other, names)
+    engine = cold_engine()
+    _run(engine, PROMPT, names)
+    copied, logits = _run(engine, other, names)
+    assert copied.cached_tokens == 20 and [len(kept.tokens) for kept in engine.scheduler.kept] == [75, 55]
+    assert copied.output == cold.output
+    torch.testing.assert_close(torch.stack(logits), torch.stack(expected), atol=1e-4, rtol=0)
+    assert _run(engine, PROMPT, names)[0].cached_tokens == len(PROMPT) - 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 65])
