@@ -165,7 +165,7 @@ class Scheduler:
         """Give free slots to waiting requests and share out this step's prompt tokens, oldest request first."""
         copies: list[tuple[Flight, int]] = []
         while self.waiting and None in self.slots:
-            flight = self.waiting.popleft()
+            flight = self.waiting[0]  # and it waits until it has its slot: other threads ask whether all has ended
             flight.slot, source, common = self._choose_slot(flight)
             flight.computed = flight.cached_tokens = common
             opened = self.kept[source].opened
@@ -177,6 +177,7 @@ class Scheduler:
             flight.admitted = next(self._clock)
             self.slots[flight.slot] = flight
             self.kept[flight.slot] = NOTHING_KEPT
+            self.waiting.popleft()
         running: list[Flight] = []
         prefilling: list[Flight] = []
         for flight in self.admitted:

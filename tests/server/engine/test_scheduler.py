@@ -113,3 +113,17 @@ def test_what_does_not_fit_is_told_by_how_many_tokens() -> None:
     _scheduler().check_fits(60, 40)
     with pytest.raises(PromptTooLong, match="by 1;"):
         _scheduler().check_fits(60, 41)
+
+
+def test_a_request_that_gets_its_slot_is_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, seen = _scheduler(), []
+    choose = scheduler._choose_slot
+
+    def watched(flight: Flight) -> Any:
+        seen.append(scheduler.idle)  # as a thread that drains may ask meanwhile
+        return choose(flight)
+
+    monkeypatch.setattr(scheduler, "_choose_slot", watched)
+    scheduler.waiting.append(_flight(4))
+    scheduler.schedule()
+    assert seen == [False] and not scheduler.waiting and not scheduler.idle
