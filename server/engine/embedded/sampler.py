@@ -7,7 +7,7 @@ seed gives the same answer whatever else is in the batch. Greedy rows without pe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -91,9 +91,10 @@ def _reshape(row: Tensor, flight: Flight) -> None:
         seen = torch.tensor(list(counts), device=row.device)
         often = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
         row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * often
-    if isinstance(sampling.logit_bias, Mapping):
-        at = torch.tensor(list(sampling.logit_bias), device=row.device)
-        row[at] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype, device=row.device)
+    if bias := dict(sampling.logit_bias):
+        row[torch.tensor(list(bias), device=row.device)] += torch.tensor(
+            list(bias.values()), dtype=row.dtype, device=row.device
+        )
     if len(output) < sampling.min_tokens and flight.ends:
         row[torch.tensor(sorted(flight.ends), device=row.device)] = -torch.inf
 

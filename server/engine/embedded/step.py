@@ -95,10 +95,14 @@ class Stepper:
             return
         self.scheduler.computed(plan)
         for flight, (token, sound) in computed.tokens.items():
-            if sound:
-                self._publish(flight, token, computed.logprobs.get(flight, ()))
-            else:
+            if not sound:
                 self._fail([flight], "the model produced logits that are not finite; the request was dropped")
+                continue
+            try:
+                self._publish(flight, token, computed.logprobs.get(flight, ()))
+            except BaseException as error:  # of this answer's text, grammar or guard, and no other's
+                log.exception("a token could not be published")
+                self._fail([flight], _dropped(error))
 
     def _prefill(self, plan: Plan) -> Tensor:
         """Logits [B,V] of each chunk's last position; those of every position are turned into log-probabilities."""
@@ -145,7 +149,11 @@ class Stepper:
         if flight.slot >= 0:
             self.pace.left(time.monotonic())
         self.scheduler.finish(flight, keep)
-        hand_over(flight, delta)
+        try:
+            hand_over(flight, delta)
+        except BaseException as error:  # its guard cannot say what may be sent: nothing, and nobody else ends by it
+            log.exception("the end of an answer could not be handed over")
+            flight.deliver(Delta("", (), "error", delta.error or _dropped(error)))
 
     def _drop_cancelled(self) -> None:
         for flight in [*self.scheduler.admitted, *self.scheduler.waiting]:
@@ -175,6 +183,11 @@ class Stepper:
                 self.runner.clear(flight.slot)
             self.failures += 1
             self._finish(flight, Delta("", (), "error", reason), keep=False)
+
+
+def _dropped(error: BaseException) -> str:
+    """Why one answer ended, for whoever waits for it."""
+    return f"the answer could not go on ({type(error).__name__}); the request was dropped"
 
 
 def _reason(error: BaseException) -> str:

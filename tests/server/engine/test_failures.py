@@ -76,3 +76,41 @@ def test_an_engine_whose_thread_has_ended_says_so(engine: EmbeddedEngine, monkey
         _ask(engine)
     with pytest.raises(EngineStopped):
         engine.gates()
+
+
+class Guard:
+    """Lets everything pass, and fails at the end."""
+
+    blocked, barred = None, ()
+
+    def lets(self, *_: Any) -> bool:
+        return True
+
+    def passed(self, delta: Delta) -> Delta:
+        return delta
+
+    def last(self, delta: Delta) -> Delta:
+        raise Panic(f"cannot end {delta.finish_reason}")
+
+
+@pytest.mark.parametrize("part", ["text", "guard"])
+def test_what_fails_for_one_answer_ends_no_other(engine: EmbeddedEngine, part: str) -> None:
+    async def run() -> list[list[Delta]]:
+        sent = [engine.submit(ASKED) for _ in range(3)]
+        if part == "text":
+            sent[1][0].text.push = _broken  # type: ignore[method-assign]
+        else:
+            sent[1][0].guarding = Guard()  # type: ignore[assignment]
+        return await asyncio.gather(*(_all(deltas) for _, deltas in sent))
+
+    async def _all(queue: asyncio.Queue[Delta]) -> list[Delta]:
+        deltas = [await asyncio.wait_for(queue.get(), 20)]
+        while deltas[-1].finish_reason is None:
+            deltas.append(await asyncio.wait_for(queue.get(), 20))
+        return deltas
+
+    answers = asyncio.run(run())
+    assert [deltas[-1].finish_reason for deltas in answers] == ["length", "error", "length"]
+    assert answers[1][-1].error == "the answer could not go on (Panic); the request was dropped"
+    assert [sum(len(delta.tokens) for delta in answers[i]) for i in (0, 2)] == [8, 8]
+    assert engine.stats().running == 0 and _ask(engine).finish_reason == "length"

@@ -153,3 +153,9 @@ def test_logprobs_of_some_do_not_change_the_answers_of_others(engine: EmbeddedEn
 
     answers = [[token for delta in deltas for token in delta.tokens] for deltas in asyncio.run(run())]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_no_bias_is_none_however_it_is_written() -> None:
+    expected = _choose(Sampling(presence_penalty=1.5), output=(0,))
+    assert _choose(Sampling(presence_penalty=1.5, logit_bias={}), output=(0,)) == expected == 1
+    assert _choose(Sampling(presence_penalty=1.5, logit_bias={2: 5.0}), output=(0,)) == 2
