@@ -201,11 +201,20 @@ class Runner:
         ``flight`` is a probe that holds slot 0. Raises UnsupportedArchitecture naming the model's class.
         """
         probe, split = flight.prompt, len(flight.prompt) // 2
-        self.prefill([Chunk(flight, 0, split)])
-        prefilled = self.prefill([Chunk(flight, split, len(probe) - split)])
-        flight.computed = len(probe)
-        flight.output = [int(prefilled[0].argmax())]
-        decoded = self.decode([flight])
+        try:
+            self.prefill([Chunk(flight, 0, split)])
+            prefilled = self.prefill([Chunk(flight, split, len(probe) - split)])
+            flight.computed = len(probe)
+            flight.output = [int(prefilled[0].argmax())]
+            decoded = self.decode([flight])
+        except (torch.OutOfMemoryError, UnsupportedArchitecture):
+            raise
+        except Exception as error:
+            raise UnsupportedArchitecture(
+                f"{type(self.model).__name__} does not run on the slot cache ({type(error).__name__}: {error}), as models whose "
+                "positions are in the attention itself (ALiBi: Bloom, Falcon with alibi) do not; serve a model with rotary or "
+                "learned positions, or use unbind_core.attach"
+            ) from error
         with torch.inference_mode():
             ids = torch.tensor([[*probe, *flight.output]], device=self.device)
             plain = self.model(input_ids=ids, use_cache=False).logits[0, -2:].float()

@@ -7,10 +7,12 @@ import threading
 from typing import Any
 
 import pytest
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerBase
 
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.engine import EngineStopped
 from server.engine.request import Delta, GenerationRequest, Sampling
+from unbind_core.errors import UnsupportedArchitecture
 
 ASKED = GenerationRequest((9, 10, 11), Sampling(max_tokens=8, ignore_eos=True))
 
@@ -114,3 +116,11 @@ def test_what_fails_for_one_answer_ends_no_other(engine: EmbeddedEngine, part: s
     assert answers[1][-1].error == "the answer could not go on (Panic); the request was dropped"
     assert [sum(len(delta.tokens) for delta in answers[i]) for i in (0, 2)] == [8, 8]
     assert engine.stats().running == 0 and _ask(engine).finish_reason == "length"
+
+
+def test_a_model_that_cannot_run_on_slots_is_refused_with_the_remedy(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=400, hidden_size=32, n_layer=2, n_head=2)).eval()  # ALiBi
+    engine = EmbeddedEngine(model, tokenizer, max_slots=1, max_length=64)
+    with pytest.raises(UnsupportedArchitecture, match=r"BloomForCausalLM .*ALiBi.*serve a model with rotary"):
+        engine.start()
+    engine.close()
