@@ -23,12 +23,14 @@ from server.settings import Settings
 class Registry:
     """The records, without locks of their own; any thread may use them."""
 
-    def __init__(self, engine: Engine, audit_head: Path | None = None, model: str = "") -> None:
-        """``model``: fingerprint of the model whose module a name means, where there are several of it."""
+    def __init__(self, engine: Engine, audit_head: Path | None = None, model: str | None = None) -> None:
+        """``model``: fingerprint of the model that runs here, "" without one; None where that is not known. Of several modules of
+        a name, the name means the one for it, and others bind nothing here.
+        """
         self.transactions = Transactions(engine, audit_head)
-        self.takedowns = Takedowns(self.transactions)
-        self.jobs = Jobs(self.transactions, model)
-        self.modules = Modules(self.transactions, model)
+        self.takedowns = Takedowns(self.transactions, model)
+        self.jobs = Jobs(self.transactions, model or "")
+        self.modules = Modules(self.transactions, model or "")
 
     @property
     def engine(self) -> Engine:
@@ -79,7 +81,7 @@ class Registry:
         return detail
 
 
-def open_registry(settings: Settings, model: str = "") -> Registry:
+def open_registry(settings: Settings, model: str | None = None) -> Registry:
     """The registry that the settings name; ``model`` as for ``Registry``. Raises DatabaseRefused."""
     engine = open_database(settings.database_address, settings.data_dir / "backups")
     return Registry(engine, settings.audit_head_file, model)

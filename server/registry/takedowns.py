@@ -26,8 +26,9 @@ GUARDED = "guarded"  # the outcome of a job that had a guard to make and no modu
 class Takedowns:
     """The records, for any thread."""
 
-    def __init__(self, transactions: Transactions) -> None:
-        self._transactions = transactions
+    def __init__(self, transactions: Transactions, model: str | None = None) -> None:
+        """``model``: fingerprint of the model that runs here, the modules of others binding nothing; None: it is not known."""
+        self._transactions, self._model = transactions, model
 
     def known(
         self, name: str, fingerprint: str, replace: bool, idempotency_key: str | None, request_digest: str, now: float
@@ -122,7 +123,7 @@ class Takedowns:
             takedown = _find(session, takedown_id)
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id).order_by(Job.created_at)).all()
             made_of_it = select(ModuleRow).where(ModuleRow.takedown_id == takedown_id)
-            views = [module_view(row) for row in session.scalars(made_of_it)]
+            views = [self._view(row) for row in session.scalars(made_of_it)]
             return {
                 **takedown_view(takedown),
                 **_binding(takedown, jobs, views),
@@ -140,7 +141,7 @@ class Takedowns:
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):
                 jobs[str(job.takedown_id)].append(job)
             for row in session.scalars(select(ModuleRow).where(ModuleRow.takedown_id.in_(ids))):
-                views[str(row.takedown_id)].append(module_view(row))
+                views[str(row.takedown_id)].append(self._view(row))
             return [
                 {
                     **takedown_view(takedown),
@@ -149,6 +150,15 @@ class Takedowns:
                 }
                 for takedown in found
             ]
+
+    def _view(self, row: ModuleRow) -> dict[str, Any]:
+        if self._model is None or row.kind == Kind.GUARD or row.fingerprint == self._model:
+            return module_view(row)
+        return {
+            **module_view(row),
+            "in_force": InForce.NONE,
+            "binds": "nothing here: it is for a model that does not run here",
+        }
 
     def purge(
         self, takedown_id: str, delete: Callable[[str, list[str]], None], actor: Actor, now: float

@@ -156,6 +156,23 @@ def test_the_signed_page_of_a_module_out_of_use_says_that_nothing_is_done(regist
     assert "keeps from giving" not in html
 
 
+def test_a_module_of_another_model_binds_nothing_and_the_signed_page_says_so(
+    registry: Registry, tmp_path: Path
+) -> None:
+    takedown, module_id = took_down(registry, scope="global")
+    says = "nothing here: it is for a model that does not run here"
+    for running in ("another", ""):  # a server of another model, and one without a model
+        here = Registry(registry.engine, model=running)
+        (listed,) = here.takedowns.newest()
+        for told in (listed, here.takedowns.get(takedown), here.takedowns.get(takedown)["modules"][0]):
+            assert (told["in_force"], told["binds"]) == ("none", says)
+        html = page_of(here, takedown, Settings(data_dir=tmp_path))[1]
+        assert f"the service does nothing about these rows: the takedown binds {says}" in html
+        assert "enforced" not in html and "active" in html
+    there = Registry(registry.engine, model="model").takedowns.get(takedown)
+    assert (there["in_force"], there["modules"][0]["id"]) == ("enforced", module_id)
+
+
 def test_evidence_names_the_rules_that_demand_the_module(registry: Registry, tmp_path: Path) -> None:
     takedown, _ = took_down(registry)
     settings = Settings(
