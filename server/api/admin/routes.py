@@ -43,12 +43,21 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
 
 def admin_router() -> APIRouter:
     """A router whose every route needs a key with the admin scope, and a data folder that keeps what is done."""
-    return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=[Depends(administrator), Depends(_kept)])
+    needed = [Depends(administrator), Depends(_kept), Depends(_without_nul)]
+    return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=needed)
 
 
 async def _kept(served: Served) -> None:
     if (lost := served.data_lost) is not None:
         raise ApiError(503, lost, code="data_lost", headers={"Retry-After": "60"})
+
+
+async def _without_nul(request: Request) -> None:
+    # No name has one, and PostgreSQL takes no text with it, not even to look for.
+    if "\0" in request.url.path:
+        raise ApiError(400, "the path holds a NUL character, which no name has", code="invalid_value")
+    if field := next((name for name, value in request.query_params.multi_items() if "\0" in value), None):
+        raise ApiError(400, f"{field}: holds a NUL character, which no name has", param=field, code="invalid_value")
 
 
 def acting(request: Request, caller: Annotated[Caller, Depends(administrator)]) -> Actor:

@@ -89,3 +89,21 @@ def test_the_trail_is_read_from_either_end_and_by_what_was_done(checkpoint: Path
         }
         for asked, actions in told.items():
             assert {row["action"] for row in running.admin(f"/audit?{asked}").body["data"]} == actions
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "told"),
+    [
+        ("/jobs/a%00b", "GET", "the path"),
+        ("/modules/a%00b", "GET", "the path"),
+        ("/modules/a%00b/suspend", "POST", "the path"),
+        ("/keys/a%00b", "DELETE", "the path"),
+        ("/audit?actor=%00", "GET", "actor: holds a NUL"),
+        ("/modules?state=all&name=a%00", "GET", "name: holds a NUL"),
+    ],
+)
+def test_what_no_database_can_look_for_is_refused_before_it_is_asked(
+    server: Live, path: str, method: str, told: str
+) -> None:
+    refused = server.admin(path, method=method)
+    assert refused.status == 400 and refused.error["message"].startswith(told), refused.raw
