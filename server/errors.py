@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -151,12 +151,13 @@ def translate(error: Exception) -> ApiError:
 
 def _validation(error: RequestValidationError) -> ApiError:
     """The first thing wrong with a body, its field named by path; the offending value is not repeated."""
-    # a union reports an error for each of its branches, with the branch's name in the path: the deepest says most
-    first = max(error.errors(), key=lambda found: len(found["loc"]))
-    path = [str(part) for part in first["loc"][1:]]
+    # a union reports an error for each of its branches, with the branch's name in the path: the deepest says most, and of those one
+    # of the branch that was meant, whose kind is right
+    first = max(error.errors(), key=lambda found: (len(found["loc"]), not found["type"].endswith("_type")))
+    path = list(_fields(first["loc"][1:], error.body))
     if named := first.get("ctx", {}).get("param"):
         path.append(named)
-    field = ".".join(part for part in path if part not in _BRANCHES and "[" not in part) or None
+    field = ".".join(path) or None
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     if field is None and first["type"] in _NO_OBJECT:
@@ -168,6 +169,17 @@ def _validation(error: RequestValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     code = first["type"] if first["type"] == "unsupported_parameter" else "invalid_value"
     return ApiError(400, f"{field}: {message}" if field else message, param=field, code=code)
+
+
+def _fields(path: Sequence[str | int], body: Any) -> Iterator[str]:
+    """A path without the names of branches: those of kinds and of classes, where the body itself has nothing by that name."""
+    for part in path:
+        in_list = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if in_list or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif isinstance(part, str) and (part in _BRANCHES or "[" in part or part.lstrip("_")[:1].isupper()):
+            continue
+        yield str(part)
 
 
 class _Refusal(JSONResponse):

@@ -168,3 +168,26 @@ def test_a_field_that_may_name_modules_and_is_not_read_is_refused(server: Live, 
 def test_what_names_no_module_passes(server: Live, given: dict[str, Any]) -> None:
     for path, body in BODIES.items():
         assert server.call(path, {**body, **given}).status == 200
+
+
+SAY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+NAMED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/chat/completions", {**SAY, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", ""),
+    ("/v1/responses", {"input": "a", "tool_choice": {"type": "web_search"}}, "tool_choice.type", ""),
+    ("/v1/completions", {"prompt": "a", "stop": ["x"] * 1025}, "stop", "1024"),
+    ("/v1/completions", {"prompt": "a", "stop": ["x", 5]}, "stop.1", "string"),
+    ("/v1/completions", {"prompt": "a", "stop": 5}, "stop", "string"),
+    ("/v1/completions", {"prompt": "a", "unbind": {"modules": {"Str": "x"}}}, "unbind.modules.Str", "number"),
+    ("/v1/completions", {"prompt": "a", "unbind": {"modules": {"str": "x"}}}, "unbind.modules.str", "number"),
+    ("/v1/messages", {**SAY, "max_tokens": 1, "tool_choice": {"type": "tool"}}, "tool_choice.name", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "reason"), NAMED)
+def test_a_field_is_named_as_the_client_wrote_it(
+    server: Live, path: str, body: dict[str, Any], param: str, reason: str
+) -> None:
+    """No class or kind of ours is part of its name, however many kinds it takes, and the reason is that of the kind meant."""
+    refused = server.call(path, body)
+    assert (refused.status, refused.error["param"]) == (400, param), refused.raw
+    assert refused.error["message"].startswith(f"{param}: ") and reason in refused.error["message"]
