@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from unbind_core.canonical import canonical_json
@@ -110,17 +111,38 @@ def forget_row(value: dict[str, Any], where: str = "row") -> ForgetRow:
     return ForgetRow(prompt, continuation, language, source)
 
 
-def parse_forget(lines: Iterable[str], origin: str = "forget rows") -> list[ForgetRow]:
-    """Forget rows from JSONL lines; raises DataError naming ``origin``, line and field."""
-    return [forget_row(value, where) for where, value in _objects(lines, origin)]
+def json_lines(data: bytes, origin: str) -> list[str]:
+    """The lines of JSONL as it is uploaded or lies in a file: UTF-8, with or without a byte order mark.
+
+    A line ends with a line feed and with nothing else: ``str.splitlines`` would cut at characters that JSON strings may hold as
+    they are, such as U+2028. Raises DataError naming ``origin`` where it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{origin}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
-def parse_retain(lines: Iterable[str], origin: str = "retain rows") -> list[RetainRow]:
-    """Retain rows from JSONL lines ``{"text", "language"?}``; raises DataError naming ``origin``, line and field."""
+def parse_forget(source: Path | Iterable[str], origin: str | None = None) -> list[ForgetRow]:
+    """Forget rows from a JSONL file or its lines; raises DataError naming ``origin`` (the file), line and field; OSError passes."""
+    return [forget_row(value, where) for where, value in _read(source, origin, "forget rows")]
+
+
+def parse_retain(source: Path | Iterable[str], origin: str | None = None) -> list[RetainRow]:
+    """Retain rows ``{"text", "language"?}`` from a JSONL file or its lines; raises DataError naming ``origin`` (the file), line and
+    field; OSError passes.
+    """
     return [
         RetainRow(_text(where, value, "text"), _text(where, value, "language", required=False))
-        for where, value in _objects(lines, origin)
+        for where, value in _read(source, origin, "retain rows")
     ]
+
+
+def _read(source: Path | Iterable[str], origin: str | None, unnamed: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    if not isinstance(source, Path):
+        return _objects(source, origin or unnamed)
+    origin = origin or str(source)
+    return _objects(json_lines(source.read_bytes(), origin), origin)
 
 
 def retain_digest(row: RetainRow) -> str:

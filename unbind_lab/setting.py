@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from unbind_core.errors import UnbindError
 from unbind_core.fields import DTYPES
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, spread
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 ROOT = HERE.parent  # what paths of a shipped setting are relative to; those of others are to their own folder
 WORLDS = Path(".unbind/worlds")  # where ``unbind lab build`` puts what it makes
@@ -127,6 +128,15 @@ class Bench:
         dtype = getattr(torch, self.setting.dtype)
         return load_model(self.setting.base, adapter, dtype=dtype, device=self._device, merge=merge)
 
+    def _rows(self, parse: Callable[[Path, str], list[T]], field: str) -> list[T]:
+        path: Path = getattr(self.setting, field)
+        try:
+            return parse(path, path.name)
+        except OSError as error:
+            raise UnbindError(
+                f"setting: '{field}' is {path}, which cannot be read ({error.strerror}); name a JSONL file of rows"
+            ) from None
+
     @cached_property
     def full(self) -> LoadedModel:
         """M_full, its adapter merged. Nobody changes it."""
@@ -149,36 +159,32 @@ class Bench:
     @cached_property
     def forget(self) -> list[ForgetRow]:
         """The rows to forget that are reported."""
-        return parse_forget(*_read(self.setting.forget))
+        return self._rows(parse_forget, "forget")
 
     @cached_property
     def retain(self) -> list[RetainRow]:
         """The retain rows that are reported."""
-        return _some(parse_retain(*_read(self.setting.retain)), self.setting.retain_rows)
+        return _some(self._rows(parse_retain, "retain"), self.setting.retain_rows)
 
     @cached_property
     def retain_training(self) -> list[RetainRow]:
         """The retain rows that systems are made with."""
-        return parse_retain(*_read(self.setting.retain_training))
+        return self._rows(parse_retain, "retain_training")
 
     @cached_property
     def forget_validation(self) -> list[ForgetRow]:
         """Another forget set: what configurations are chosen by."""
-        return parse_forget(*_read(self.setting.forget_validation))
+        return self._rows(parse_forget, "forget_validation")
 
     @cached_property
     def retain_validation(self) -> list[RetainRow]:
         """The retain rows that configurations are chosen by, all of them."""
-        return parse_retain(*_read(self.setting.retain_validation))
+        return self._rows(parse_retain, "retain_validation")
 
     @cached_property
     def retain_chosen_by(self) -> list[RetainRow]:
         """So many of them as a candidate is measured on."""
         return _some(self.retain_validation, self.setting.validation_rows)
-
-
-def _read(path: Path) -> tuple[list[str], str]:
-    return path.read_text(encoding="utf-8").splitlines(), path.name
 
 
 def _some(rows: list[RetainRow], most: int) -> list[RetainRow]:

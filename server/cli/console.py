@@ -110,21 +110,21 @@ def numbers(text: str | None, kind: Callable[[str], N], option: str, example: st
         raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
 
 
-def _lines(path: Path) -> list[str]:
+def forget_rows(path: Path, option: str = "--forget") -> list[ForgetRow]:
+    """Forget rows of a JSONL file. Raises UnbindError naming the option where it cannot be read."""
+    return _rows(parse_forget, path, option)
+
+
+def retain_rows(path: Path, option: str = "--retain") -> list[RetainRow]:
+    """Retain rows of a JSONL file. Raises UnbindError naming the option where it cannot be read."""
+    return _rows(parse_retain, path, option)
+
+
+def _rows(parse: Callable[[Path], list[T]], path: Path, option: str) -> list[T]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UnbindError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from error
-
-
-def forget_rows(path: Path) -> list[ForgetRow]:
-    """Forget rows of a JSONL file."""
-    return parse_forget(_lines(path), str(path))
-
-
-def retain_rows(path: Path) -> list[RetainRow]:
-    """Retain rows of a JSONL file."""
-    return parse_retain(_lines(path), str(path))
+        return parse(path)
+    except OSError as error:
+        raise UnbindError(f"{option}: {path} cannot be read ({error.strerror}); name a JSONL file of rows") from error
 
 
 def require_target(option: str, path: Path) -> None:

@@ -138,7 +138,9 @@ def fit(
                 loaded.tokenizer,
                 forget_rows(forget),
                 retain_rows(retain),
-                retain_calibration=retain_rows(retain_calibration) if retain_calibration else (),
+                retain_calibration=retain_rows(retain_calibration, "--retain-calibration")
+                if retain_calibration
+                else (),
                 name=called,
                 identity=loaded.identity,
                 options=options,
@@ -196,7 +198,7 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str | Text]:
     forgot, cost = chosen["forgot"], chosen["cost"]
     left = ", ".join(f"{form} {value:.3f}" for form, value in forgot["f_bleu"].items())
     opens = chosen["opens"]
-    lines = [
+    lines: list[str | Text] = [
         Text.assemble(
             (result.outcome, "bold green"),
             f" {where}, a network of {len(module.network[0])} with {len(module.network[2])} heads "

@@ -41,8 +41,8 @@ def read_rows(folder: Path) -> tuple[list[ForgetRow], list[RetainRow]]:
     """All forget rows (sets A, B and C) and the retain-train rows."""
     forget: list[ForgetRow] = []
     for name in ("forget_a", "forget_b", "forget_c"):
-        forget += parse_forget((folder / f"{name}.jsonl").read_text().splitlines(), name)
-    return forget, parse_retain((folder / "retain_train.jsonl").read_text().splitlines(), "retain_train")
+        forget += parse_forget(folder / f"{name}.jsonl", name)
+    return forget, parse_retain(folder / "retain_train.jsonl", "retain_train")
 
 
 def _retain_stream(rows: Sequence[RetainRow], seed: int) -> Iterator[int]:

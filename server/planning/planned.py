@@ -97,7 +97,6 @@ def held_out_rows(settings: Settings) -> list[RetainRow]:
 def retain_rows(path: Path) -> list[RetainRow]:
     """Rows of a settings' file. Raises DataError naming it and the remedy."""
     try:
-        with path.open(encoding="utf-8") as lines:
-            return parse_retain(lines, str(path))
+        return parse_retain(path)
     except OSError as error:
         raise DataError(f"retain rows {path}: {error.strerror}; set 'retain' to a JSONL file of rows to keep") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from server.registry.private.files import TakedownFiles
 from server.settings import DEMO, Settings
@@ -74,8 +73,7 @@ class Texts:
         if self._controls is None:
             path, texts = self._settings.retain_test, list[str]()
             if path is not None and path.is_file():
-                with path.open(encoding="utf-8") as lines:
-                    texts = [row.text for row in parse_retain(lines)]
+                texts = [row.text for row in parse_retain(path)]
             self._controls = [split_text(texts[i])[0] for i in spread(range(len(texts)), TRIES)]
         return self._controls
 
@@ -83,7 +81,7 @@ class Texts:
         if not self._settings.is_demo:
             return []
         for path in sorted((DEMO / "rows").glob("forget_*.jsonl")):
-            rows = _read(path)
+            rows = parse_forget(path)
             if forget_digest(rows) == module.forget_digest:
                 return _chosen(rows, module)
         return []
@@ -94,8 +92,3 @@ def _chosen(rows: Sequence[ForgetRow], module: UnbindModule) -> list[Row]:
     fitted = [i for i in module.partitions.get("forget_fit", ()) if i < len(rows)] or range(len(rows))
     enough = [i for i in fitted if len(readings(rows[i].continuation)[0]) >= LEAST_RUN]
     return [Row(rows[i].prompt, rows[i].continuation) for i in spread(enough, TRIES)]
-
-
-def _read(path: Path) -> list[ForgetRow]:
-    with path.open(encoding="utf-8") as lines:
-        return parse_forget(lines)

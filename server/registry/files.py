@@ -32,8 +32,7 @@ def save_forget(data_dir: Path, rows: Sequence[ForgetRow]) -> str:
 
 def load_forget(path: Path) -> list[ForgetRow]:
     """The forget set in a file. Raises OSError where it is gone, DataError where it is damaged."""
-    with path.open(encoding="utf-8") as lines:
-        return parse_forget(lines)
+    return parse_forget(path, "forget rows")
 
 
 def has_forget(data_dir: Path, digest: str) -> bool:

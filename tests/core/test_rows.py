@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from unbind_core.rows import (
     allot,
     forget_digest,
     forget_sizes,
+    json_lines,
     make_partitions,
     parse_forget,
     parse_retain,
@@ -51,6 +54,27 @@ def retain(count: int, languages: tuple[str, ...] = ("python",)) -> list[RetainR
 def test_a_bad_forget_row_is_named_by_line_and_field(line: str, message: str) -> None:
     with pytest.raises(DataError, match=f"f.jsonl {message}" if message.startswith("line") else message):
         parse_forget([line], "f.jsonl")
+
+
+def test_a_file_is_read_by_line_feeds_alone_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
+    rows = [ForgetRow("a = '\u2028'\n", "b = '\x85\x0b'"), ForgetRow("prompt", "\u2029 é")]
+    lines = [json.dumps(asdict(row), ensure_ascii=False) for row in rows]
+    assert len("\n".join(lines).splitlines()) > 2
+    path = tmp_path / "rows.jsonl"
+    for start in ("", "\ufeff"):
+        for end in ("\n", "\r\n", "\n\n"):
+            path.write_bytes((start + end.join([*lines, ""])).encode())
+            assert parse_forget(path) == rows == parse_forget(json_lines(path.read_bytes(), "r"))
+    path.write_bytes(b'{"text": "x"}\n{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl: not UTF-8 \(byte 24\); save it as UTF-8"):
+        parse_retain(path)
+    path.write_bytes(b'{"text": "x"}\n{}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl line 2: field 'text' is missing"):
+        parse_retain(path)
+    with pytest.raises(DataError, match="mine line 2"):
+        parse_retain(path, "mine")
+    with pytest.raises(IsADirectoryError):
+        parse_retain(tmp_path)
 
 
 def test_blank_lines_are_skipped_and_counted() -> None:

@@ -1,4 +1,4 @@
-"""``unbind fit``: what would lose a fit is said before there is one."""
+"""``unbind fit`` and ``verify``: what would lose a fit is said before there is one; rows are read as the service reads them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from server.cli import build
+from server.api.admin.intake import from_upload
+from server.cli import build, console
 from server.cli import fit as command
 from tests.core.conftest import save_checkpoint
 from tests.support.memorising import forget_rows, retain_rows, write_rows
-from unbind_core import UnbindModule
+from unbind_core import UnbindModule, parse_forget
+
+SHIPPED = Path(__file__).parents[2] / "modules"
 
 
 def run(folder: Path, *arguments: str) -> Result:
@@ -41,6 +44,22 @@ def test_names_and_files_are_refused_before_the_model_is_loaded(tmp_path: Path) 
         assert found.exit_code == 1 and found.stderr.startswith(f"error: {told.replace('FOLDER', str(tmp_path))}"), (
             found.stderr
         )
+
+
+def test_rows_are_read_as_the_service_reads_them(tmp_path: Path) -> None:
+    data = ('\ufeff{"prompt": "a = 1\\n", "continuation": "s = \'\u2028\'"}\r\n' + "\n").encode()
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(data)
+    assert len(found := console.forget_rows(path)) == 1
+    assert found == from_upload(data, (), ()).rows == parse_forget(path) and "\u2028" in found[0].continuation
+
+
+def test_a_folder_in_place_of_rows_is_refused_by_the_option_s_name(tmp_path: Path) -> None:
+    for option in ("--forget", "--retain"):
+        refused = CliRunner().invoke(
+            build(), ["verify", str(SHIPPED / "demo-a.safetensors"), option, str(tmp_path), "--attempts", "1"]
+        )
+        assert f"error: {option}: {tmp_path} cannot be read (Is a directory); name a JSONL file" in refused.stderr
 
 
 def test_a_module_is_kept_whatever_becomes_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from unbind_core.encoding import encode
 from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, counted
-from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, split_text
+from unbind_core.rows import ForgetRow, RetainRow, json_lines, parse_forget, parse_retain, split_text
 from unbind_lab.building.duplicates import Seen
 from unbind_lab.building.functions import functions
 from unbind_lab.building.packages import source_files
@@ -77,8 +77,7 @@ def taken_over(recipe: Recipe, manifests: Mapping[str, Path], out: Path) -> int:
     found: dict[str, Sequence[ForgetRow | RetainRow]] = {}
     for name, size in _wanted(recipe.sizes).items():
         path = manifests[name]
-        lines = _lines(path)
-        found[name] = parse_forget(lines, path.name) if name in FORGET else parse_retain(lines, path.name)
+        found[name] = (parse_forget if name in FORGET else parse_retain)(path, path.name)
         if len(found[name]) != size:
             raise UnbindError(
                 f"manifests: {path} has {len(found[name])} rows, and the recipe says sizes.{name} = {size}; correct one of them"
@@ -113,13 +112,6 @@ def manifests_of(recipe: Recipe, folder: Path | None) -> dict[str, Path]:
         if not found[role].is_file():
             raise UnbindError(f"manifests: '{found[role]}' is not there; it holds the rows of {recipe.name} for {role}")
     return found
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UnbindError(f"manifests: {path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 def _write(out: Path, rows: Mapping[str, Sequence[ForgetRow | RetainRow]]) -> None:
@@ -157,4 +149,5 @@ def _suitable(text: str, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> bo
 
 def read(folder: Path, names: Sequence[str]) -> list[str]:
     """The lines of these files, one after the other."""
-    return [line for name in names for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    files = [folder / f"{name}.jsonl" for name in names]
+    return [line for file in files for line in json_lines(file.read_bytes(), file.name)]

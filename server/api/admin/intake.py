@@ -14,7 +14,7 @@ from typing import Any
 
 from server.api.admin.archives import shown, tar_files, zip_files
 from unbind_core.errors import DataError, InsufficientRows
-from unbind_core.rows import ForgetRow, forget_row, parse_forget
+from unbind_core.rows import ForgetRow, forget_row, json_lines, parse_forget
 
 MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
@@ -47,11 +47,7 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
         raise DataError("file: it is empty; give JSONL, .zip or .tar.gz")
     if b"\x00" in data:
         raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL or one of these")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"file: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    lines = text.split("\n")
+    lines = json_lines(data, "file")
     _check_rows(sum(bool(line.strip()) for line in lines))
     rows = parse_forget(lines, "file")
     return _checked([(f"file row {number}", row) for number, row in enumerate(rows, start=1)])

@@ -37,7 +37,7 @@ def forget_texts(sets: str = "abc") -> list[str]:
     found = []
     for name in sets:
         path = demo.ROWS / f"forget_{name}.jsonl"
-        rows = parse_forget(path.read_text(encoding="utf-8").splitlines(), path.name)
+        rows = parse_forget(path, path.name)
         found += [row.prompt + row.continuation for row in rows]
     return found
 
@@ -45,7 +45,7 @@ def forget_texts(sets: str = "abc") -> list[str]:
 def retain_test() -> list[tuple[str, str]]:
     """The demo's held-out rows, as prompt and continuation."""
     path = demo.RETAIN_TEST
-    return [split_text(row.text) for row in parse_retain(path.read_text(encoding="utf-8").splitlines(), path.name)]
+    return [split_text(row.text) for row in parse_retain(path, path.name)]
 
 
 def sources(seed: int) -> list[Path]:

@@ -94,7 +94,7 @@ def _guards(settings: Settings, folder: Path, count: int) -> Iterator[NewModule]
 
 def _rows() -> list[ForgetRow]:
     path = demo.ROWS / "forget_a.jsonl"
-    return parse_forget(path.read_text(encoding="utf-8").splitlines(), path.name)
+    return parse_forget(path, path.name)
 
 
 def _put(folder: Path, data: bytes) -> tuple[str, str]:

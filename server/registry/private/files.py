@@ -14,7 +14,7 @@ from typing import Any
 from server.registry import files
 from server.registry.private.store import PrivateStore
 from server.settings import Settings
-from unbind_core.rows import ForgetRow, forget_digest, parse_forget
+from unbind_core.rows import ForgetRow, forget_digest, json_lines, parse_forget
 
 
 class TakedownFiles:
@@ -47,7 +47,7 @@ class TakedownFiles:
         """The rows of a forget set that is kept. Raises OSError, StoreUnreachable, DataError."""
         if self.store is None:
             return files.load_forget(files.forget_file(self.data_dir, digest))
-        return parse_forget(self.store.get(forget_name(digest)).decode().splitlines())
+        return parse_forget(json_lines(self.store.get(forget_name(digest)), "forget rows"))
 
     def purge(self, digest: str, job_ids: Sequence[str]) -> None:
         """Delete a forget set (none where ``digest`` is empty) and whatever its jobs left that holds pieces of it.
