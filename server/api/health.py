@@ -82,7 +82,8 @@ async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metr
 @router.get("/openapi.json", include_in_schema=False, dependencies=[Depends(holder("inference", "metrics"))])
 async def describe(request: Request) -> dict[str, Any]:
     """The machine's description of the API."""
-    found: dict[str, Any] = request.app.openapi()
+    # in a thread: it is built when first asked for, which takes a second
+    found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from server.api.inference.bodies.unsupported import UNSUPPORTED
 from tests.support.live import Live
@@ -142,11 +143,19 @@ def test_fields_that_do_not_go_together_are_named(server: Live, body: dict[str, 
     assert refused.error["message"].startswith(f"{param}: ")
 
 
-def test_an_unknown_route_names_what_there_is(server: Live) -> None:
+def test_an_unknown_route_names_what_there_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = server.call("/openapi.json").body["paths"]
+
+    def unwanted(app: FastAPI) -> None:
+        raise AssertionError("the whole description takes a second, in which nobody else is answered")
+
+    monkeypatch.setattr(FastAPI, "openapi", unwanted)
     for path in ("/v1/rerank", "/v1/embeddings", "/v1/messages/batches", "/p/safe/v1/audio"):
         answer = server.call(path, {"input": "x"})
         assert (answer.status, answer.error["code"]) == (404, "unknown_route")
         assert "/v1/chat/completions" in answer.error["message"] and "/v1/completions" in answer.error["message"]
+        named = answer.error["message"].split("there are: ")[1].split(", ")
+        assert named == [path for path in sorted(described) if not path.startswith("/admin/")]
         assert "admin" not in answer.error["message"] and answer.headers["x-should-retry"] == "false"
 
 
