@@ -18,8 +18,8 @@ def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) 
     """
     sampling, first, guarding = flight.request.sampling, not flight.output, flight.guarding
     if guarding is not None and guarding.blocked is not None:
-        return Delta("", (), "content_filter")
-    prompt = (None, *flight.prompt_logprobs) if first and sampling.prompt_logprobs is not None else ()
+        return filtered(flight)
+    prompt = _of_prompt(flight)
     if sampling.max_tokens == 0:
         return Delta("", (), "length", prompt_logprobs=prompt)
     if (constraint := flight.constraint) is not None:
@@ -36,6 +36,17 @@ def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) 
     text, reason, stopped_by = _read(flight, token)
     gates = (flight.activations,) if flight.request.report else ()
     return Delta(text, (token,), reason, None, scored, prompt, gates, stopped_by)
+
+
+def filtered(flight: Flight) -> Delta:
+    """The end of an answer that its guard does not let go on."""
+    return Delta("", (), "content_filter", prompt_logprobs=_of_prompt(flight))
+
+
+def _of_prompt(flight: Flight) -> tuple[TokenLogprob | None, ...]:
+    """What the first part of the answer tells of the prompt."""
+    wanted = flight.request.sampling.prompt_logprobs is not None and not flight.output
+    return (None, *flight.prompt_logprobs) if wanted else ()
 
 
 def hand_over(flight: Flight, delta: Delta) -> None:

@@ -145,13 +145,15 @@ class Guarding:
         return whole if self.held is None else None
 
     def last(self, delta: Delta) -> Delta:
-        """The end of the answer: what is withheld goes with it, unless it is the end of a run."""
+        """The end of the answer: what is withheld goes with it, unless it is the end of a run. What is told of the prompt goes with
+        either.
+        """
+        whole = delta if self.held is None else self.held.then(delta)
         if delta.finish_reason in ("stop", "length"):
             self.blocked = next(iter(self._now), None)
-            if self.blocked is not None:
-                delta = Delta("", (), "content_filter")
-            elif self.held is not None:
-                delta = self.held.then(delta)
+            delta = whole if self.blocked is None else Delta("", (), "content_filter")
+        if delta.finish_reason == "content_filter":
+            delta = dataclasses.replace(delta, prompt_logprobs=whole.prompt_logprobs)
         return dataclasses.replace(delta, guarded=self.outcome)
 
     def shown(self, entries: Iterable[TokenLogprob]) -> list[TokenLogprob]:

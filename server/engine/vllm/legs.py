@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
-from server.engine.answering import advanced, hand_over, told
+from server.engine.answering import advanced, filtered, hand_over, told
 from server.engine.request import Delta, Flight, TokenLogprob, withheld_logprob
 from server.engine.vllm.asking import entry, parameters
 from server.engine.vllm.gates import GateReports
@@ -37,7 +37,7 @@ class Leg:
         """Whether the answer has ended; else what follows is to be asked for anew. Raises EngineDeadError, RuntimeError."""
         flight, came = self._flight, False
         if self._stuck():
-            hand_over(flight, Delta("", (), "content_filter"))
+            hand_over(flight, filtered(flight))
             return True
         if self._watched:
             self._reports.watch(self._name)

@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 
 from server import demo
+from server.engine.answering import advanced, hand_over
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.flights import flight_of
 from server.engine.grammars import Form, Grammar
-from server.engine.request import Delta, GenerationRequest, Sampling
+from server.engine.request import Delta, GenerationRequest, Sampling, TokenLogprob
 from tests.support.slow_matcher import longest_run
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardBook, GuardSet
@@ -155,6 +157,31 @@ def test_nothing_changes_where_no_run_is_met(engine: EmbeddedEngine, requests: l
             for part in ("logprobs", "prompt_logprobs"):
                 told = [[v and v.top for d in deltas for v in getattr(d, part)] for deltas in (one, other)]
                 assert [[t for t, _ in v or ()] for v in told[0]] == [[t for t, _ in v or ()] for v in told[1]]
+
+
+@pytest.mark.parametrize("ends", ["at its first token", "while its beginning is withheld"])
+def test_what_is_told_of_a_prompt_is_told_when_the_answer_is_filtered(
+    engine: EmbeddedEngine, protected: list[str], ends: str
+) -> None:
+    asked = GenerationRequest((7, 8, 9), Sampling(prompt_logprobs=0), guards=guards_of(protected, "stop"))
+    heard: list[Delta] = []
+    flight = flight_of(asked, engine.tokenizer, frozenset(), heard.append)
+    guarding, told = flight.guarding, [TokenLogprob(8, -1.0), TokenLogprob(9, -2.0)]
+    assert guarding is not None
+    flight.prompt_logprobs = told
+    words = protected[0].split(" ")
+    if ends == "at its first token":  # which has the run in it
+        guarding.lets(5, protected[0], False)
+        hand_over(flight, advanced(flight, 5))
+    else:  # tokens of a few lexemes each
+        while not guarding.long:
+            assert guarding.lets(5, words.pop(0) + " ", False)
+        hand_over(flight, advanced(flight, 5))
+        while guarding.blocked is None:
+            guarding.lets(5, words.pop(0) + " ", False)
+            hand_over(flight, advanced(flight, 5))
+    assert [delta.finish_reason for delta in heard] == ["content_filter"]
+    assert heard[0].prompt_logprobs == (None, *told) and heard[0].text == ""
 
 
 def test_what_only_counts_changes_nothing_and_is_counted(
