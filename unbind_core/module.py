@@ -203,9 +203,9 @@ class UnbindModule:
         """
         if not self.in_numerics(running):
             own, other = (_numerics_told(one) for one in (self.calibrated, running))
-            remedy = f"serve with --dtype {self.calibrated['dtype']}"
+            remedy = f"run the model with --dtype {self.calibrated['dtype']}"
             if self.calibrated["dtype"] == running["dtype"]:
-                remedy = "serve the model that it was fitted on"
+                remedy = "take the model that it was fitted on"
             raise ModelMismatch(
                 f"module '{self.name}' was calibrated in {own}, and the model runs in {other}; {remedy}, or {_REMEDY}"
             )

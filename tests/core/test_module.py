@@ -125,11 +125,11 @@ def test_a_correction_that_cannot_be_applied_is_refused_by_the_fields_name(chang
     [
         (
             {"dtype": "float32", "quantisation": None},
-            "calibrated in bfloat16, and the model runs in float32; serve with --dtype bfloat16",
+            "calibrated in bfloat16, and the model runs in float32; run the model with --dtype bfloat16",
         ),
         (
             {"dtype": "bfloat16", "quantisation": "gptq"},
-            "runs in bfloat16 with gptq weights; serve the model that it was fitted on",
+            "runs in bfloat16 with gptq weights; take the model that it was fitted on",
         ),
     ],
 )

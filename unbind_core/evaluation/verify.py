@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import edit_of
+from unbind_core.architecture import numerics
 from unbind_core.encoding import available_forms
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
@@ -93,8 +94,10 @@ def verify(
     ``calibration``, ``validation``) where ``forget`` is the very set it was fitted on. ``attempts`` a condition, six
     conditions; the paper makes 5. With 0 each row is asked once, plainly, and a dozen of them in the ways that only reports look
     at. ``before``: the scores of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts;
-    ``cache``: a folder for what depends on the retain rows alone, which a fit may share.
+    ``cache``: a folder for what depends on the retain rows alone, which a fit may share. Raises ModelMismatch where the model runs in
+    other numerics than the module was calibrated in: those are not the module's figures.
     """
+    module.require_numerics(numerics(model))
     groups: dict[str, Sequence[int]] = {}
     if forget_digest(forget) == module.forget_digest:
         groups = {

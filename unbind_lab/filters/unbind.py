@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.architecture import numerics
 from unbind_core.errors import UnbindError
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions, possible_layers
@@ -34,6 +35,7 @@ def _shipped(name: str, options: FitOptions) -> Filter:
         if module.forget_digest != forget_digest(rows):
             raise UnbindError(f"setting: 'modules.{name}' was fitted on other rows than 'forget'; fit one on those")
         module.require(bench.full.identity)
+        module.require_numerics(numerics(bench.full.model))
         made = replace(served(bench, module), apart=partial(_apart, bench, folder, options))
         if options.gate != PAPER_GATE:
             return made

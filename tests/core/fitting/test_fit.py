@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.core.conftest import TinyCheckpoint, make_module
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
-from unbind_core.errors import Cancelled, DataError, InsufficientRows
+from unbind_core.errors import Cancelled, DataError, InsufficientRows, ModelMismatch
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.scores import RowScore, extractable
 from unbind_core.evaluation.verify import verify
@@ -216,6 +217,9 @@ def test_verify_reports_rows_apart_by_what_the_fit_did_with_them(loaded: LoadedM
         assert {"f_bleu", "f_bleu_fim", "spans_50", "spans_100", "mean_recovery"} <= set(groups["all"])
     assert table["before"]["retain"]["gate_rate"] == 0.0
     assert 0.0 <= table["after"]["retain"]["gate_rate"] <= 1.0
+    coarse = replace(module, calibrated={"dtype": "bfloat16", "quantisation": None})
+    with pytest.raises(ModelMismatch, match=r"the model runs in float32; run the model with --dtype bfloat16"):
+        verify(loaded.model, loaded.tokenizer, coarse, FORGET[:3], [])
     others = verify(loaded.model, loaded.tokenizer, module, FORGET[:3], [])
     assert set(others["before"]) == {"all", "chosen_by", "reported_by"}
 

@@ -124,7 +124,7 @@ def test_a_module_calibrated_in_other_numerics_is_not_loaded(
 ) -> None:
     other = make_module("other", calibrated={"dtype": "bfloat16", "quantisation": None})
     with pytest.raises(
-        ModelMismatch, match="calibrated in bfloat16, and the model runs in float32; serve with --dtype"
+        ModelMismatch, match="calibrated in bfloat16, and the model runs in float32; run the model with --dtype"
     ):
         engine.sync_modules([(module, module.digest) for module in (*modules, other)]).result(10)
     assert sorted(engine.modules.current) == ["m", "n"]
