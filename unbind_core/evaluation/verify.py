@@ -94,8 +94,8 @@ def verify(
     ``calibration``, ``validation``) where ``forget`` is the very set it was fitted on. ``attempts`` a condition, six
     conditions; the paper makes 5. With 0 each row is asked once, plainly, and a dozen of them in the ways that only reports look
     at. ``before``: the scores of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts;
-    ``cache``: a folder for what depends on the retain rows alone, which a fit may share. Raises ModelMismatch where the model runs in
-    other numerics than the module was calibrated in: those are not the module's figures.
+    ``cache``: a folder for what depends on the retain rows alone, which a fit may share. Raises ModelMismatch where the model runs
+    in other numerics than the module was calibrated in: those are not the module's figures.
     """
     module.require_numerics(numerics(model))
     groups: dict[str, Sequence[int]] = {}

@@ -218,12 +218,12 @@ class Runner:
         with torch.inference_mode():
             ids = torch.tensor([[*probe, *flight.output]], device=self.device)
             plain = self.model(input_ids=ids, use_cache=False).logits[0, -2:].float()
-        error = (torch.cat([prefilled, decoded]).float() - plain).abs().max() / plain.abs().max()
+        off = (torch.cat([prefilled, decoded]).float() - plain).abs().max() / plain.abs().max()
         allowed = LOGIT_TOLERANCE if self.dtype == torch.float32 else 0.1
-        if not bool(error <= allowed):
+        if not bool(off <= allowed):
             raise UnsupportedArchitecture(
                 f"{type(self.model).__name__}: logits on the slot cache differ from the plain model's by "
-                f"{float(error):.2g} "
+                f"{float(off):.2g} "
                 "(relative), so this family needs its own kind of cache; serve another model, or use unbind_core.attach"
             )
 
