@@ -103,6 +103,10 @@ def fit(
     full_scan: Annotated[
         bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")
     ] = False,
+    beside: Annotated[
+        int,
+        typer.Option(min=0, help="How many other modules are on with it: the more, the higher its gate opens."),
+    ] = 0,
     report: Annotated[Path | None, typer.Option(help="Where to write the fit report (JSON).")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for retain statistics, reused by the next fit.")] = None,
     dtype: Dtype = "float32",
@@ -131,6 +135,7 @@ def fit(
             gate=gate,
             policy=policy,
             budgets=_budgets(gate, kl_budget, nll_budget, bleu_budget),
+            beside=beside,
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(

@@ -63,7 +63,9 @@ def check(context: Context) -> dict[str, Any]:
 
 def fit_module(context: Context) -> dict[str, Any]:
     """Fit and calibrate; leaves the module file and the whole report in the attempt's folder."""
-    loaded, settings, options = context.loaded, context.settings, fit_options(context.task.options)
+    loaded, settings = context.loaded, context.settings
+    beside = len(context.task.beside(loaded.identity.fingerprint))
+    options = dataclasses.replace(fit_options(context.task.options), beside=beside)
     module, report = fit(
         loaded.model,
         loaded.tokenizer,

@@ -18,6 +18,7 @@ from server.registry.objects import MARK
 from tests.support.folders import files_in
 from tests.support.memorising import forget_rows, retain_rows, write_rows
 from tests.system.conftest import ServerProcess, serving
+from unbind_core.module import UnbindModule
 
 ROWS = forget_rows()
 SHORT = {"guard": {"run": 20}}  # as these rows are
@@ -99,6 +100,8 @@ def test_a_second_module_is_measured_with_the_first_verified_again_and_told_of(s
     assert (job["state"], job["outcome"]) == ("succeeded", "calibrated"), job
     module = server.admin("/modules/second")[1]
     assert (module["state"], module["loaded"], module["scope"]) == ("calibrated", False, "profile:editor")
+    (file,) = (path for path in server.data_dir.parent.rglob(f"*{module['digest']}*") if path.is_file())
+    assert UnbindModule.load(file).settings["beside"] == 1  # it was fitted as one of two
     status, answer = server.admin("/modules/second/activate", None, {"If-Match": module["etag"]}, "POST")
     assert status == 202, answer
     joint = server.wait_for_job(answer["job_id"])

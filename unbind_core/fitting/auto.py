@@ -8,7 +8,6 @@ tried behind those gates that were within the budgets.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -19,11 +18,11 @@ import torch
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.correction import MARGIN, RANK, Correction, examples, learn
 from unbind_core.fitting.judge import Cost, Judge, Remainder
-from unbind_core.fitting.network import BATCH
+from unbind_core.fitting.network import network_batch, network_steps, network_width
 from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.reference import Reference
-from unbind_core.fitting.screening import EARLY, Screening
-from unbind_core.fitting.separation import FIRST, Separation, clear, least, opens_within
+from unbind_core.fitting.screening import Screening
+from unbind_core.fitting.separation import FIRST, Separation, clear, later, least, opens_within, told
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import spread
@@ -33,7 +32,6 @@ CLOSING = (0.5, 0.9, 1.0)
 # Of corrections, in nats: each goes on from the one before, where that leaves too much of the rows.
 MARGINS = (MARGIN, 0.7, 1.0)
 SOME = 60  # rows, up to which corrections of half the rank and half the steps do
-FEW = 150  # rows, up to which a narrower network and fewer states a step do
 MOST_ASKED = 2  # gates within the budgets that all rows are asked about: where those miss, the correction does
 PROBED_ROWS, MANY = 8, 40  # so many say whether all are worth asking, where there are more than many
 
@@ -43,6 +41,7 @@ class Verdict(StrEnum):
 
     CHOSEN = "chosen"
     BEST = "chosen: the best within the budgets"
+    RAISED = "raised, as other modules are on"
     MISSES = "misses the target"
     OVER = "over budget"
 
@@ -104,10 +103,9 @@ class _Auto:
             )
         self.corrections: dict[float, Correction] = {}
         self.effort = min(1.0, context.options.effort)
-        width, steps = network_width(len(self.every)), max(1, round(self.effort * network_steps(len(self.every))))
-        self.sizes = width, steps
-        batch = network_batch(len(self.every))
-        self.network, self.splits, self.ours, self.theirs = self.screening.detector(width, steps, batch)
+        rows = len(self.every)
+        self.sizes = network_width(rows), max(1, round(self.effort * network_steps(rows)))
+        self.network, self.splits, self.ours, self.theirs = self.screening.detector(*self.sizes, network_batch(rows))
 
     def _correction(self, margin: float) -> Correction:
         context = self.context
@@ -139,12 +137,35 @@ class _Auto:
     def gates(self, ways: Sequence[Way], margin: float) -> Iterator[tuple[Way, Level, UnbindModule]]:
         """Modules of the network used in these ways, with a correction of this margin."""
         self.corrections[margin] = self._correction(margin)
-        for each in ways:
-            way = Way(each.split, *clear(each.split, each.threshold, each.closing, self.ours, self.theirs))
-            opens = told(opens_within(self.ours, way.split, way.threshold))
-            level = Level(*self.sizes, margin, way.threshold, way.closing, way.split.to_json(), opens)
-            self.levels.append(level)
-            yield way, level, self.module(way, self.corrections[margin])
+        for way in ways:
+            yield self.gate(way, margin)
+
+    def gate(self, way: Way, margin: float) -> tuple[Way, Level, UnbindModule]:
+        """The module of the network used in this way, its boundaries moved to where no position is near."""
+        way = Way(way.split, *clear(way.split, way.threshold, way.closing, self.ours, self.theirs))
+        opens = told(opens_within(self.ours, way.split, way.threshold))
+        level = Level(*self.sizes, margin, way.threshold, way.closing, way.split.to_json(), opens)
+        self.levels.append(level)
+        return way, level, self.module(way, self.corrections[margin])
+
+    def beside(self, way: Way, level: Level, module: UnbindModule) -> tuple[Level, UnbindModule]:
+        """Where other modules are on, the same gate opening as late as its rows allow, if it forgets as much: what modules cost
+        ordinary code adds up.
+        """
+        if not self.context.options.beside:
+            return level, module
+        split = way.split
+        threshold = later(split, way.threshold, way.closing, self.screening.scored_parts(self.network))
+        if threshold <= way.threshold:
+            return level, module
+        closes = way.closing * (way.threshold - split.reference) / (threshold - split.reference)
+        _, raised, candidate = self.gate(Way(split, threshold, closes), level.margin)
+        self.tries(raised, candidate)
+        before, after = level.remainder, raised.remainder
+        if before is None or after is None or not self.judge.aim.no_worse(after, before):
+            return level, module
+        raised.verdict, level.verdict = level.verdict, Verdict.RAISED
+        return raised, candidate
 
     def module(self, way: Way, correction: Correction) -> UnbindModule:
         """A module with this gate before this correction."""
@@ -188,35 +209,6 @@ class _Auto:
         return self.judge.remainder(module, self.every, thorough=True)
 
 
-def told(opens: Sequence[int | None]) -> dict[str, float | None]:
-    """Tokens of a row before its gate opens: of half of the rows and of 95 % (None where it stays shut on too many); the share of
-    rows on which it is open within EARLY tokens, and how many it never opens on.
-    """
-    known = sorted(count for count in opens if count is not None)
-
-    def share(part: float) -> int | None:
-        at = math.ceil(part * len(opens)) - 1
-        return known[at] if at < len(known) else None
-
-    within = sum(count < EARLY for count in known) / len(opens)
-    return {"median": share(0.5), "p95": share(0.95), f"within_{EARLY}": within, "never": len(opens) - len(known)}
-
-
-def network_steps(rows: int) -> int:
-    """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
-    return 800 + 10 * rows if rows <= FEW else min(4000, 1000 + 10 * rows)
-
-
-def network_batch(rows: int) -> int:
-    """States a step: for few heads more steps do more than more states, for many it was not so."""
-    return BATCH if rows <= FEW else 2 * BATCH
-
-
-def network_width(rows: int) -> int:
-    """Hidden units for so many heads."""
-    return 128 if rows <= 32 else 256 if rows <= FEW else 512
-
-
 def correction_rank(rows: int) -> int:
     """Directions of a correction that leads so many rows elsewhere."""
     return RANK if rows <= SOME else 2 * RANK
@@ -233,7 +225,7 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
     Outcome "ineffective", with kappa 0, where no gate is within the budgets.
     """
     run = _Auto(context, reference)
-    best: tuple[float, Level, UnbindModule] | None = None
+    best: tuple[float, Way, Level, UnbindModule] | None = None
     last: UnbindModule | None = None
     ways = run.ways()
     for margin in MARGINS if context.options.policy == "rewrite" else MARGINS[:1]:
@@ -242,11 +234,11 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
             run.tries(level, module)
             last = module
             if level.verdict is Verdict.CHOSEN:
-                return _finish(run, module, level, Outcome.CALIBRATED)
+                return _finish(run, *run.beside(way, level, module), Outcome.CALIBRATED)
             if level.remainder is None:
                 continue
             if best is None or level.remainder.left < best[0]:
-                best = level.remainder.left, level, module
+                best = level.remainder.left, way, level, module
             missing.append(way)
             if len(missing) == MOST_ASKED:
                 break
@@ -254,16 +246,16 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
         if not ways:
             break
     if best is not None:
-        _, level, module = best
+        _, way, level, module = best
         if level.remainder is not None and level.remainder.rows < len(run.every):
             level.remainder = run.judge.remainder(module, run.every, thorough=True)
         level.verdict = Verdict.BEST
-        return _finish(run, module, level, Outcome.SHORT)
+        return _finish(run, *run.beside(way, level, module), Outcome.SHORT)
     assert last is not None  # a network has ways to use it
-    return _finish(run, replace(last, kappa=0.0), run.levels[-1], Outcome.INEFFECTIVE)
+    return _finish(run, run.levels[-1], replace(last, kappa=0.0), Outcome.INEFFECTIVE)
 
 
-def _finish(run: _Auto, module: UnbindModule, level: Level, outcome: Outcome) -> tuple[UnbindModule, FitReport]:
+def _finish(run: _Auto, level: Level, module: UnbindModule, outcome: Outcome) -> tuple[UnbindModule, FitReport]:
     """The module with what was measured, and the report."""
     positions = {
         "forget": run.screening.forget.count,

@@ -83,6 +83,12 @@ class Aim:
         """Whether no more than that is left, and no long span."""
         return not self.missed(found)
 
+    def no_worse(self, found: Remainder, than: Remainder) -> bool:
+        """Whether the aim is still reached, or, where it was missed, no more is left of as many rows."""
+        if self.reached(than):
+            return self.reached(found)
+        return found.rows == than.rows and found.left <= than.left and found.spans <= than.spans
+
     def missed(self, found: Remainder) -> list[str]:
         """What there is too much of, in words."""
         left = [(f"F-BLEU {form}", value, self.f_bleu[form]) for form, value in found.f_bleu.items()]

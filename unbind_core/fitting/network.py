@@ -18,11 +18,27 @@ from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.device import SHARED_PASS, bfloat16_is_fast, threads_for
 
 BATCH = 2048
+FEW = 150  # rows, up to which a narrower network and fewer states a step do
 SAMPLE = 10_000  # retained states whose mean and deviation scale all others
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
 LOOKED_FOR = (0.2, 0.45, 0.7)  # of the steps: when the hardest states are looked for,
 EVERY = 4  # among every so-manieth retained one,
 PART = 1 << 16  # so many at a time
+
+
+def network_steps(rows: int) -> int:
+    """Training steps for so many heads: what they took on the demo model to tell their rows apart."""
+    return 800 + 10 * rows if rows <= FEW else min(4000, 1000 + 10 * rows)
+
+
+def network_batch(rows: int) -> int:
+    """States a step: for few heads more steps do more than more states, for many it was not so."""
+    return BATCH if rows <= FEW else 2 * BATCH
+
+
+def network_width(rows: int) -> int:
+    """Hidden units for so many heads."""
+    return 128 if rows <= 32 else 256 if rows <= FEW else 512
 
 
 @dataclass(frozen=True)

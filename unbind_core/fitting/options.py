@@ -73,7 +73,8 @@ class FitOptions:
     all that the tokenizer has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 2,500;
     ``state_bytes``: how much of the retain states is kept. ``quantiles``, ``strengths``, ``norm_strengths`` and ``full_scan``
     (every candidate's budgets are measured, for the report) are the paper gate's. ``effort`` is gate auto's: below 1 it trains for
-    that share of the steps, for a quick look.
+    that share of the steps, for a quick look. ``beside``: how many other modules are on with this one. What modules cost adds
+    up, so where there are any, a gate of "auto" opens as late as its rows allow.
     """
 
     gate: str = "auto"
@@ -92,9 +93,12 @@ class FitOptions:
     full_scan: bool = False
     state_bytes: int = 2**30
     effort: float = 1.0
+    beside: int = 0
 
     def settled(self) -> FitOptions:
         """These options with what the gate fixes. Raises DataError, naming the field, where another value was asked for."""
+        if self.beside < 0:
+            raise DataError(f"beside: {self.beside} is no number of other modules; give 0 or more")
         known = POLICIES if self.gate == "auto" else ("silent",)
         if self.policy not in (None, *known):
             raise DataError(f"policy: gate '{self.gate}' knows {' and '.join(known)}, not '{self.policy}'")

@@ -12,14 +12,13 @@ from unbind_core.fitting.context import Context
 from unbind_core.fitting.correction import Met, met_part
 from unbind_core.fitting.network import Network, train_network
 from unbind_core.fitting.retained import contradicting_paths, retained
-from unbind_core.fitting.separation import WINDOWS, Scored, Separation, as_decided, separation
+from unbind_core.fitting.separation import EARLY, WINDOWS, Scored, Separation, as_decided, separation
 from unbind_core.progress import counted
 from unbind_core.rows import retain_digest
 from unbind_core.running.capture import capture_states
 from unbind_core.windows import Batch, Window, batches
 
 MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-manieth position of each window
-EARLY = 12  # tokens of a row within which its gate is to be open
 
 
 class Screening:
@@ -85,6 +84,11 @@ class Screening:
             each = counted(WINDOWS, len(WINDOWS), "separation", self.context.progress)
             splits = [as_decided(separation(ours, theirs, window, rate), ours, theirs) for window in each]
             return network, splits, ours, theirs
+
+    def scored_parts(self, network: Network) -> list[Scored]:
+        """The scores of the rows' parts of all windows in which they are met, from where on what is averaged lies in the part."""
+        whole = (one for one in self.met if len(one.at) < 2 or one.at[1] - one.at[0] == 1)
+        return [(one.window.row, max(WINDOWS), network.scores(one.states)) for one in whole]
 
     def _scored(self, network: Network, replay: Replay) -> list[Scored]:
         return [(window.row, 0, network.scores(states)) for window, states in _sequences(replay, self.layer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from unbind_core.applying.networks import GRAIN
 WINDOWS = (8, 16)
 # The position from which on states say whose they are: of a sequence, where scores count; of a row, where training begins.
 FIRST = 4
+EARLY = 12  # tokens of a row within which its gate is to be open
 GAP = (0.25, 0.5)
 TOUCHED = 0.02  # of the retain rows may have an open gate anywhere
 FIRST_SHARE = (
@@ -24,6 +26,8 @@ SETTLING = 16  # steps towards a boundary; three or four do where few scores are
 RESAMPLES, QUANTILE = 1000, 0.95
 NEAR = 0.25  # grains: of scores as far apart as that some round to another grain, as those of engines do that differ in a last bit
 SHIFT, SHIFTS = 5e-4, 24  # a boundary's share that it is moved by, and how often
+KEPT = 0.98  # of the forget positions that a gate is open at, it stays open at where its threshold is raised,
+RAISED, STEPS = 1.5, 25  # to so many times itself at most, in so many steps
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,33 @@ def clear(
     return split.reference + tau, share
 
 
+def later(split: Separation, threshold: float, closing: float, forget: Sequence[Scored]) -> float:
+    """``threshold``, raised as far as the gate stays open at nearly as many positions of the rows; of a sequence those from
+    ``first`` on count. It closes where it closed, at ``closing`` of the threshold as it was.
+    """
+    found = evidence(forget, split.window, split.reference)
+    tau = threshold - split.reference
+    below = split.reference + closing * tau
+
+    def held(opening: float) -> int:
+        return sum(int(_open(one.e, opening, below)[one.first :].sum()) for one in found)
+
+    before, raised = held(threshold), threshold
+    for step in range(1, STEPS + 1):
+        higher = split.reference + tau * (1 + (RAISED - 1) * step / STEPS)
+        if held(higher) < KEPT * before:
+            break
+        raised = higher
+    return raised
+
+
+def _open(e: Tensor, opening: float, closing: float) -> Tensor:
+    """Where a gate is open that opens at or above one and closes below the other, bool [T]."""
+    step = torch.arange(1, len(e) + 1, device=e.device)
+    opened, closed = (torch.where(at, step, 0).cummax(0).values for at in (e >= opening, e < closing))
+    return opened > closed
+
+
 def opens_within(forget: Sequence[Scored], split: Separation, threshold: float) -> list[int | None]:
     """How many tokens of each sequence there are before its gate opens at this threshold; None where it stays shut."""
     found: list[int | None] = []
@@ -182,6 +213,20 @@ def opens_within(forget: Sequence[Scored], split: Separation, threshold: float) 
         hits = (one.e >= threshold).nonzero()
         found.append(int(hits[0, 0]) if len(hits) else None)
     return found
+
+
+def told(opens: Sequence[int | None]) -> dict[str, float | None]:
+    """Tokens of a row before its gate opens: of half of the rows and of 95 % (None where it stays shut on too many); the share of
+    rows on which it is open within EARLY tokens, and how many it never opens on.
+    """
+    known = sorted(count for count in opens if count is not None)
+
+    def share(part: float) -> int | None:
+        at = math.ceil(part * len(opens)) - 1
+        return known[at] if at < len(known) else None
+
+    within = sum(count < EARLY for count in known) / len(opens)
+    return {"median": share(0.5), "p95": share(0.95), f"within_{EARLY}": within, "never": len(opens) - len(known)}
 
 
 def _lowest_within(retain: Sequence[Evidence], every: Tensor, rate: float) -> float:

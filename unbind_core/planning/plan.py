@@ -13,8 +13,9 @@ from typing import Any
 from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.fitting import correction, leading, network, screening
-from unbind_core.fitting.auto import correction_effort, network_batch, network_steps, network_width
+from unbind_core.fitting.auto import correction_effort
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
+from unbind_core.fitting.network import network_batch, network_steps, network_width
 from unbind_core.fitting.options import FitOptions, possible_layers
 from unbind_core.fitting.reference import Kind
 from unbind_core.fitting.variations import LONGEST

@@ -61,10 +61,10 @@ def _apart(
     sets: Sequence[Sequence[ForgetRow]],
     progress: ProgressCallback,
 ) -> Served:
-    """M_full under a module for each of the sets."""
+    """M_full under a module for each of the sets, fitted as one that is on beside those before it."""
     found = [
-        fitted(bench, rows, folder, f"set-{number}", options, progress)
-        for number, rows in counted(list(enumerate(sets, start=1)), len(sets), "takedowns", progress)
+        fitted(bench, rows, folder, f"set-{number + 1}-beside-{number}", replace(options, beside=number), progress)
+        for number, rows in counted(list(enumerate(sets)), len(sets), "takedowns", progress)
     ]
     bank = ModuleBank.of(found, next(bench.full.model.parameters()).device)
     return Served(bench.full.model, bench.full.tokenizer, editing=lambda: attach(bench.full.model, bank))

@@ -22,9 +22,9 @@ SHARED = slice(8, 16)  # of set A, which one module forgets up to their end and 
 def joint_figures(
     world: World, retained: Retained, cache: Path | None, progress: ProgressCallback, policy: str | None = None
 ) -> dict[str, Any]:
-    """Ten modules fitted apart: forgetting of each alone and with all on, and what all of them cost together."""
+    """Ten modules fitted one after another: forgetting of each alone and with all on, and what all of them cost together."""
     sets = [world.forget["c"][i * JOINT_ROWS : (i + 1) * JOINT_ROWS] for i in range(JOINT_MODULES)]
-    modules = [fit_one(world, rows, f"joint-{i}", "auto", cache, progress, policy)[0] for i, rows in enumerate(sets)]
+    modules = [fit_one(world, rows, f"joint-{i}", "auto", cache, progress, policy, i)[0] for i, rows in enumerate(sets)]
     changes = []
     for rows, module in zip(counted(sets, len(sets), "joint", progress), modules, strict=True):
         before = scores(world, rows, (), 0, progress, "joint")
@@ -91,7 +91,7 @@ def many_figures(
     What is kept in ``keep`` is not fitted again.
     """
     sets = [world.forget["c"][start : start + MANY_ROWS] for start in range(0, MANY_ROWS * max(counts), MANY_ROWS)]
-    modules = [_kept(world, rows, f"many-{i}", cache, keep, progress, policy) for i, rows in enumerate(sets)]
+    modules = [_kept(world, rows, i, cache, keep, progress, policy) for i, rows in enumerate(sets)]
     found = {}
     for count in counts:
         on, rows = modules[:count], [row for some in sets[:count] for row in some]
@@ -106,12 +106,13 @@ def many_figures(
 def _kept(
     world: World,
     rows: Sequence[ForgetRow],
-    name: str,
+    beside: int,
     cache: Path | None,
     keep: Path | None,
     progress: ProgressCallback,
     policy: str | None,
 ) -> UnbindModule:
+    name = f"many-{beside}-beside"
     path = None if keep is None else keep / f"{name}.safetensors"
     if path is not None and path.is_file():
         module = UnbindModule.load(path)
@@ -119,7 +120,7 @@ def _kept(
         if module.forget_digest != forget_digest(rows) or policy not in (None, module.policy):
             raise UnbindError(f"--keep: {path} was fitted on other rows or for another policy; name another folder")
         return module
-    module, _ = fit_one(world, rows, name, "auto", cache, progress, policy)
+    module, _ = fit_one(world, rows, name, "auto", cache, progress, policy, beside)
     if path is not None:
         module.save(path)
     return module

@@ -201,8 +201,9 @@ def fit_one(
     cache: Path | None,
     progress: ProgressCallback,
     policy: str | None = None,
+    beside: int = 0,
 ) -> tuple[UnbindModule, Any]:
-    """One fit as ``unbind fit`` makes it."""
+    """One fit as ``unbind fit`` makes it, of a module that is on beside so many others."""
     return fit(
         world.loaded.model,
         world.loaded.tokenizer,
@@ -211,7 +212,7 @@ def fit_one(
         name=name,
         retain_calibration=world.calibration,
         identity=world.loaded.identity,
-        options=FitOptions(gate=gate, policy=policy if gate == "auto" else None),
+        options=FitOptions(gate=gate, policy=policy if gate == "auto" else None, beside=beside),
         progress=progress,
         cache=cache,
         reference=world.reference,

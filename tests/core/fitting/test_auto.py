@@ -21,11 +21,11 @@ from unbind_core.encoding import encode_prompt
 from unbind_core.errors import Cancelled, DataError, InsufficientRows
 from unbind_core.evaluation.scores import forget_scores
 from unbind_core.fitting import auto
-from unbind_core.fitting.auto import MARGINS, told
+from unbind_core.fitting.auto import MARGINS
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.judge import Remainder
 from unbind_core.fitting.options import BUDGETS, Target
-from unbind_core.fitting.separation import cautious
+from unbind_core.fitting.separation import RAISED, cautious, told
 from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
 
@@ -130,6 +130,7 @@ def test_what_a_gate_cannot_do_is_refused_by_name(loaded: LoadedModel) -> None:
         (FitOptions(gate="paper", policy="rewrite"), "policy: gate 'paper' knows silent"),
         (FitOptions(policy="loud"), "policy: gate 'auto' knows rewrite and silent"),
         (FitOptions(effort=0.0), "effort: 0.0 is not above 0"),
+        (FitOptions(beside=-1), "beside: -1 is no number of other modules"),
     ):
         with pytest.raises(DataError, match=message):
             run(loaded, FORGET, options)
@@ -157,6 +158,23 @@ def test_one_row_alone_is_enough(loaded: LoadedModel, cache: Path) -> None:
     assert report.outcome == "calibrated"
     assert len(cast(torch.Tensor, module.heads)) == 1
     assert f_bleu(loaded, module, FORGET[:1]) < 0.1 < f_bleu(loaded, None, FORGET[:1])
+
+
+@pytest.mark.slow
+def test_beside_others_the_gate_that_is_chosen_opens_later_where_it_forgets_as_much(
+    loaded: LoadedModel, cache: Path
+) -> None:
+    reachable = replace(QUICK, budgets=WIDE, target=Target(alone_cut=0.5, alone_recovery=0.5))
+    alone, told_alone = run(loaded, FORGET[:4], reachable, cache=cache)
+    beside, told_beside = run(loaded, FORGET[:4], replace(reachable, beside=9), cache=cache)
+    assert (told_alone.outcome, told_beside.outcome) == ("calibrated", "calibrated")
+    verdicts = [level["verdict"] for level in told_beside.levels]
+    assert verdicts[:-1] == [*[level["verdict"] for level in told_alone.levels[:-1]], "raised, as other modules are on"]
+    assert verdicts[-1] == "chosen"
+    assert alone.tau < beside.tau <= 1.01 * RAISED * alone.tau and beside.settings["beside"] == 9
+    assert beside.tau_close is not None and alone.tau_close == pytest.approx(beside.tau_close, rel=0.05)
+    before, after = (f_bleu(loaded, module, FORGET[:4]) for module in (None, beside))
+    assert after < 0.5 * before
 
 
 @pytest.mark.slow

@@ -17,11 +17,14 @@ from unbind_core.errors import Cancelled, FittingError
 from unbind_core.fitting.network import Network, train_network
 from unbind_core.fitting.separation import (
     FIRST,
+    KEPT,
     NEAR,
+    RAISED,
     Scored,
     as_decided,
     clear,
     evidence,
+    later,
     least,
     opens_within,
     separation,
@@ -170,6 +173,17 @@ def test_a_gate_opens_where_the_evidence_first_reaches_the_threshold_or_never() 
     rows = [*side(torch.linspace(-1, 1, 21)), *side(torch.linspace(-1, 0, 21))]
     split = separation(rows, side(torch.full((50,), -2.0)), 1, 0.01)
     assert opens_within(rows, split, 0.45) == [FIRST + 15, None]
+
+
+def test_beside_others_a_threshold_goes_up_as_far_as_the_gate_stays_open_nearly_as_long() -> None:
+    split = separation(side(torch.full((50,), 9.0)), side(torch.full((50,), -2.0)), 1, 0.01)
+    evidence_of_row, opening = split.reference + torch.linspace(1, 3, 400), split.reference + 1
+    raised = later(split, opening, 1.0, side(evidence_of_row))
+    left = int((evidence_of_row >= raised).sum())
+    assert opening < raised < split.reference + 1.1 and KEPT * 400 <= left < 400
+    # once open it stays so down to where it closed before
+    assert later(split, opening, 1.0, side(evidence_of_row.flip(0))) == pytest.approx(split.reference + RAISED)
+    assert later(split, opening, 1.0, side(torch.full((50,), opening))) == opening
 
 
 def test_positions_before_the_first_that_matters_do_not_count() -> None:

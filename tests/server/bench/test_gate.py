@@ -63,12 +63,12 @@ def test_what_was_kept_is_measured_and_what_is_of_other_rows_or_policies_refused
     world: World, make_module: MakeModule, tmp_path: Path
 ) -> None:
     world = replace(world, forget={"a": [], "b": [], "c": [FORGET]})
-    retained, path = Retained(world, silent), tmp_path / "many-0.safetensors"
+    retained, path = Retained(world, silent), tmp_path / "many-0-beside.safetensors"
 
     def figures(policy: str | None = None) -> dict[str, object]:
         return many_figures(world, world.loaded, retained, [1], None, tmp_path, silent, policy)
 
-    kept = replace(make_module("many-0", kappa=30.0), forget_digest=forget_digest([FORGET]))
+    kept = replace(make_module("many-0-beside", kappa=30.0), forget_digest=forget_digest([FORGET]))
     kept.save(path)
     found = figures()
     assert found == figures(kept.policy)
@@ -76,7 +76,7 @@ def test_what_was_kept_is_measured_and_what_is_of_other_rows_or_policies_refused
     assert isinstance(one, dict)
     assert one["retained"] == retained.measure((kept,))
     assert one["none"]["kl_to_retrained"] == pytest.approx(0, abs=1e-6) and one["all"]["kl_to_retrained"] > 0.01
-    with pytest.raises(UnbindError, match=r"--keep: .*many-0\.safetensors was fitted on other rows"):
+    with pytest.raises(UnbindError, match=r"--keep: .*many-0-beside\.safetensors was fitted on other rows"):
         figures("rewrite" if kept.policy == "silent" else "silent")
     replace(kept, forget_digest=forget_digest([FORGET, FORGET])).save(path)
     with pytest.raises(UnbindError, match="name another folder"):
