@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,9 +19,12 @@ from server.registry.lifecycle import demanded
 from server.registry.store import Scan
 from server.registry.tables import ModuleState, Origin
 from server.settings import Settings
+from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.service")
+# after which what could not be loaded is tried again though nothing has changed: at first, and at most
+RETRY_SECONDS = (1.0, 60.0)
 
 
 class Finds(Protocol):
@@ -49,7 +54,8 @@ class Offer:
         self.scan, self.guards = Scan({}, {}), guard_store.last
         self._settings, self._store, self._engine, self._access = settings, store, engine, access
         self._guard_store = guard_store
-        self._unloadable: dict[str, str] = {}  # name -> why the engine could not take it
+        self._unloadable: dict[tuple[str, str], str] = {}  # name and digest -> why the engine could not take it
+        self._retry_at, self._pause = 0.0, RETRY_SECONDS[0]
         self._refreshing = asyncio.Lock()
 
     async def refresh(self) -> None:
@@ -83,21 +89,38 @@ class Offer:
         async def offer(modules: dict[str, tuple[UnbindModule, str]]) -> None:
             await asyncio.wrap_future(self._engine.sync_modules(modules.values()))
 
+        current = self._engine.modules.current
+        present = {name: (entry.module, entry.digest) for name, entry in current.items()}
         wanted = {name: (found.module, found.digest) for name, found in scan.modules.items()}
-        try:
-            await offer(wanted)
-        except EngineStopped:
-            raise
-        except Exception as error:  # noqa: BLE001 - one by one it will show whose it is
-            log.debug("not all modules can be loaded at once: %s", error)
-        else:
-            self._unloadable = {}
-            return scan
-        present = self._engine.modules.current
-        loaded = {name: (present[name].module, present[name].digest) for name in present.keys() & wanted.keys()}
-        unloadable: dict[str, str] = {}
+        refused = {
+            name: why
+            for (name, digest), why in self._unloadable.items()
+            if name in wanted and wanted[name][1] == digest
+        }
+        # an older version of what is refused stays as it is
+        hopeful = {name: present.get(name) if name in refused else one for name, one in wanted.items()}
+        loaded = {name: one for name, one in hopeful.items() if one is not None}
+        tried: list[str] = []
+        changes = _digests(loaded) != _digests(present)
+        if changes:
+            try:
+                await offer(loaded)
+            except EngineStopped:
+                raise
+            except Exception as error:  # noqa: BLE001 - one by one it will show whose it is
+                log.debug("not all modules can be loaded at once: %s", error)
+                tried = [name for name, one in loaded.items() if _digests(present).get(name) != one[1]]
+                loaded = {name: present[name] for name in loaded.keys() & present.keys()}
+                if loaded.keys() != present.keys():
+                    with suppress(UnbindError):  # what goes does not wait for what comes
+                        await offer(loaded)
+        if changes or time.monotonic() >= self._retry_at:
+            tried, refused = [*tried, *refused], {}
+            self._pause = RETRY_SECONDS[0] if changes else min(2 * self._pause, RETRY_SECONDS[1])
+            self._retry_at = time.monotonic() + self._pause
+        unloadable = dict(refused)
         # takedowns' modules before files, so that a file never takes the room of one
-        for name in sorted(wanted, key=lambda name: (scan.modules[name].record["origin"] != Origin.TAKEDOWN, name)):
+        for name in sorted(tried, key=lambda name: (scan.modules[name].record["origin"] != Origin.TAKEDOWN, name)):
             try:
                 await offer(loaded | {name: wanted[name]})
                 loaded[name] = wanted[name]
@@ -105,9 +128,11 @@ class Offer:
                 raise
             except Exception as error:  # noqa: BLE001 - of this module
                 unloadable[name] = str(error)
-        for name in unloadable.keys() - self._unloadable.keys():
+        before, self._unloadable = self._unloadable, {(name, wanted[name][1]): why for name, why in unloadable.items()}
+        for name, _ in self._unloadable.keys() - before.keys():
             log.error("module '%s' cannot be loaded: %s", name, unloadable[name])
-        self._unloadable = unloadable
+        if not unloadable:
+            return scan
         return replace(
             scan,
             modules={name: found for name, found in scan.modules.items() if name not in unloadable},
@@ -165,3 +190,7 @@ class Offer:
         """
         live = (self._engine.modules.current.keys() - self.scan.shadow) | (self.guards.book.names - self.guards.shadow)
         return live - {record["name"] for record in self._absent}
+
+
+def _digests(modules: dict[str, tuple[UnbindModule, str]]) -> dict[str, str]:
+    return {name: digest for name, (_, digest) in modules.items()}

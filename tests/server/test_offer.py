@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from server.engine.modules import ModuleTable
@@ -21,6 +23,7 @@ from server.registry.store import Scan, StoredModule
 from server.settings import Settings
 from tests.server.conftest import MakeModule
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.module_file import FLOAT32
 
@@ -74,4 +77,58 @@ def test_a_module_that_was_missed_is_missed_until_it_is_loaded(tmp_path: Path, m
         assert offer.missing_modules == [] and "m" in offer.applicable
 
     asyncio.run(run())
+    registry.close()
+
+
+class Picky:
+    """An engine that takes all but those of some names."""
+
+    def __init__(self) -> None:
+        self.modules = ModuleTable(ModuleBank(torch.device("cpu")), FLOAT32)
+        self.bad, self.calls = {"bad"}, 0
+
+    def sync_modules(self, modules: Iterable[tuple[UnbindModule, str]]) -> Future[None]:
+        self.calls += 1
+        done: Future[None] = Future()
+        given = list(modules)
+        if self.bad & {module.name for module, _ in given}:
+            done.set_exception(UnbindError("there is no room for it"))
+        else:
+            self.modules.sync(given)
+            done.set_result(None)
+        return done
+
+
+def test_what_cannot_be_loaded_costs_the_engine_nothing_until_something_changes(
+    tmp_path: Path, make_module: MakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, now = Settings(data_dir=tmp_path / "data"), [1000.0]
+    monkeypatch.setattr("server.offer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    registry, found, engine = open_registry(settings), Found(), Picky()
+    guards = GuardStore(ObjectStore(settings.published_store), registry.modules, guard_secret(settings))
+    offer = Offer(settings, found, guards, engine, Access(registry.transactions))
+
+    def stored(*names: str) -> Scan:
+        modules = [make_module(name) for name in names]
+        return Scan({m.name: StoredModule(m, m.digest, m.name, {**RECORD, "name": m.name}) for m in modules}, {})
+
+    def refreshed() -> tuple[int, list[str], list[str]]:
+        before = engine.calls
+        asyncio.run(offer.refresh())
+        return engine.calls - before, sorted(engine.modules.current), offer.missing_active
+
+    found.scanned = stored("a", "b", "bad", "c")
+    assert refreshed()[1:] == (["a", "b", "c"], ["bad"])
+    waits = 0
+    for _ in range(200):  # a second each
+        now[0] += 1.0
+        asked, *rest = refreshed()
+        assert asked <= 1 and rest == [["a", "b", "c"], ["bad"]]
+        waits += not asked
+    assert waits >= 190
+    found.scanned = stored("a", "bad", "c")  # suspended elsewhere: at once, and there may be room now
+    assert refreshed() == (2, ["a", "c"], ["bad"]) and refreshed() == (0, ["a", "c"], ["bad"])
+    engine.bad.clear()
+    now[0] += 1.0
+    assert refreshed() == (1, ["a", "bad", "c"], []) and refreshed() == (0, ["a", "bad", "c"], [])
     registry.close()
