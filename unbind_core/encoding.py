@@ -112,3 +112,16 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if candidate is not None:
             return int(candidate)
     return 0
+
+
+def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """What ``ids`` add to the text of ``prompt``, special tokens left out. Many tokenizers strip the blank that a text begins with,
+    which an answer's first one is not.
+    """
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    before, whole = text(prompt), text([*prompt, *ids])
+    # not where the prompt ends within a character
+    return whole[len(before) :] if whole.startswith(before) else text(ids)

@@ -17,7 +17,7 @@ from unbind_core.applying.gates import NetworkGates
 from unbind_core.applying.networks import Block, Networks
 from unbind_core.applying.passes import Pass
 from unbind_core.architecture import LoadedModel
-from unbind_core.encoding import pad_id
+from unbind_core.encoding import decode_behind, pad_id
 from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
@@ -92,7 +92,7 @@ def samples(loaded: LoadedModel, module: UnbindModule, forget: Sequence[ForgetRo
         outputs = complete(
             model, prompts, Sampling(SAMPLE_TOKENS), pad=pad_id(tokenizer), end=tokenizer.eos_token_id, **editing
         )
-        return [str(tokenizer.decode(output, skip_special_tokens=True)) for output in outputs]
+        return [decode_behind(tokenizer, *pair) for pair in zip(prompts, outputs, strict=True)]
 
     pairs = zip(rows, texts(), texts(editing=lambda: attach(model, bank)), strict=True)
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from unbind_core.encoding import encode_prompt
+from unbind_core.encoding import decode_behind, encode_prompt
 from unbind_core.progress import ProgressCallback
 from unbind_lab.protocols.main import Material, Record, Summary
 from unbind_lab.protocols.protocol import Column, Protocol
@@ -30,7 +30,8 @@ def records(served: Served, material: Material, progress: ProgressCallback) -> l
     for kind, tasks in SETS.items():
         prompts = [encode_prompt(served.tokenizer, task.prompt) for task in tasks]
         outputs = served.complete(prompts, NEW_TOKENS, progress)
-        written = [answer(str(served.tokenizer.decode(output, skip_special_tokens=True))) for output in outputs]
+        pairs = zip(prompts, outputs, strict=True)
+        written = [answer(decode_behind(served.tokenizer, *pair)) for pair in pairs]
         for task, text, passed in zip(tasks, written, check(tasks, written), strict=True):
             one = {"set": kind, "task": task.name, "written": text}
             found.append({**one, "base": passed.base, "extended": passed.extended})

