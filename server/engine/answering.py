@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.request import Delta, FinishReason, Flight, TokenLogprob
+
+log = logging.getLogger("unbind.engine")
 
 
 def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) -> Delta:
@@ -58,6 +61,20 @@ def hand_over(flight: Flight, delta: Delta) -> None:
         flight.deliver(guarding.last(delta))
     elif (passed := guarding.passed(delta)) is not None:
         flight.deliver(passed)
+
+
+def hand_over_end(flight: Flight, delta: Delta) -> None:
+    """Give the listener the end of the answer, whatever comes of it: else it would wait for ever."""
+    try:
+        hand_over(flight, delta)
+    except BaseException as error:  # its guard cannot say what may be sent: nothing, and nobody else ends by it
+        log.exception("the end of an answer could not be handed over")
+        flight.deliver(Delta("", (), "error", delta.error or dropped(error)))
+
+
+def dropped(error: BaseException) -> str:
+    """Why one answer ended, for whoever waits for it."""
+    return f"the answer could not go on ({type(error).__name__}); the request was dropped"
 
 
 def told(flight: Flight, entry: TokenLogprob) -> tuple[TokenLogprob, ...]:

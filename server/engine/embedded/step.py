@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from server.engine.answering import advanced, hand_over, told
+from server.engine.answering import advanced, dropped, hand_over, hand_over_end, told
 from server.engine.embedded.pace import Pace
 from server.engine.embedded.runner import Runner
 from server.engine.embedded.sampler import choose, logprobs
@@ -102,7 +102,7 @@ class Stepper:
                 self._publish(flight, token, computed.logprobs.get(flight, ()))
             except BaseException as error:  # of this answer's text, grammar or guard, and no other's
                 log.exception("a token could not be published")
-                self._fail([flight], _dropped(error))
+                self._fail([flight], dropped(error))
 
     def _prefill(self, plan: Plan) -> Tensor:
         """Logits [B,V] of each chunk's last position; those of every position are turned into log-probabilities."""
@@ -149,11 +149,7 @@ class Stepper:
         if flight.slot >= 0:
             self.pace.left(time.monotonic())
         self.scheduler.finish(flight, keep)
-        try:
-            hand_over(flight, delta)
-        except BaseException as error:  # its guard cannot say what may be sent: nothing, and nobody else ends by it
-            log.exception("the end of an answer could not be handed over")
-            flight.deliver(Delta("", (), "error", delta.error or _dropped(error)))
+        hand_over_end(flight, delta)
 
     def _drop_cancelled(self) -> None:
         for flight in [*self.scheduler.admitted, *self.scheduler.waiting]:
@@ -183,11 +179,6 @@ class Stepper:
                 self.runner.clear(flight.slot)
             self.failures += 1
             self._finish(flight, Delta("", (), "error", reason), keep=False)
-
-
-def _dropped(error: BaseException) -> str:
-    """Why one answer ended, for whoever waits for it."""
-    return f"the answer could not go on ({type(error).__name__}); the request was dropped"
 
 
 def _reason(error: BaseException) -> str:

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from server.engine.answering import hand_over
+from server.engine.answering import dropped, hand_over_end
 from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull, check_fits
 from server.engine.flights import flight_of
 from server.engine.grammars import Grammars
@@ -80,8 +81,8 @@ class VllmEngine(Engine):
 
     def drain(self, timeout: float) -> bool:
         """See :meth:`Engine.drain`."""
-        self._draining = True
         with self._ended:
+            self._draining = True
             return self._ended.wait_for(lambda: not self._live, timeout)
 
     def close(self) -> None:
@@ -117,15 +118,7 @@ class VllmEngine(Engine):
     def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
         """See :meth:`Engine.submit`."""
         check_fits(len(request.prompt), request.sampling.max_tokens, self.max_length)
-        if self.draining:
-            raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
-        if not self._up:
-            raise EngineStopped("the model's processes are being started again; try again shortly")
-        if (live := len(self._live)) >= self.slots + self._queue_limit:
-            waiting = live - self.slots
-            raise QueueFull(
-                f"{waiting} requests wait already, and the queue holds {self._queue_limit}; try again shortly"
-            )
+        self._check_admits()
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 
         def deliver(delta: Delta) -> None:
@@ -133,10 +126,21 @@ class VllmEngine(Engine):
                 loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
         flight = flight_of(request, self.tokenizer, frozenset(self._arguments.ends), deliver)
-        with self._ended:
+        with self._ended:  # who drains sees it, or it is refused
+            self._check_admits()
             self._live.add(flight)
         self._loop.call_soon_threadsafe(self._admit, flight)
         return flight, deltas
+
+    def _check_admits(self) -> None:
+        if self.draining:
+            raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
+        if not self._up:
+            raise EngineStopped("the model's processes are being started again; try again shortly")
+        if (waiting := len(self._live) - self.slots) >= self._queue_limit:
+            raise QueueFull(
+                f"{waiting} requests wait already, and the queue holds {self._queue_limit}; try again shortly"
+            )
 
     def cancel(self, flight: Flight) -> None:
         """See :meth:`Engine.cancel`."""
@@ -250,12 +254,10 @@ class VllmEngine(Engine):
         return self.modules.gates()
 
     def _admit(self, flight: Flight) -> None:
-        if flight.cancelled:
-            self._cancelled += 1
-            hand_over(flight, Delta("", (), "cancelled"))
-            self._leaves(flight)
-            return
-        self._tasks[flight] = self._loop.create_task(self._fly(flight))
+        task = self._tasks[flight] = self._loop.create_task(self._fly(flight))
+        task.add_done_callback(partial(self._landed, flight))
+        if flight.cancelled or self._stopping or not self._up:  # whoever ends all requests may have been here before
+            task.cancel()
 
     def _cancel(self, flight: Flight) -> None:
         if (task := self._tasks.get(flight)) is not None:
@@ -270,25 +272,27 @@ class VllmEngine(Engine):
                 await model.know(digest, flight.request.modules.strengths, self._used)
             while not await Leg(flight, f"r{next(self._legs)}", digest, model).run():
                 pass
-        except asyncio.CancelledError:
-            gone = "the server is shutting down" if self._stopping else "" if self._up else GONE
-            self._cancelled += not gone
-            hand_over(flight, Delta("", (), "error", gone) if gone else Delta("", (), "cancelled"))
         except EngineDeadError:
-            self._failures += 1
             model.died.set()
-            hand_over(flight, Delta("", (), "error", GONE))
-        except Exception as error:  # of this request
-            self._failures += 1
-            log.exception("a request failed")
-            said = f"the engine failed ({type(error).__name__}); the request was dropped"
-            hand_over(flight, Delta("", (), "error", said))
+            raise
         finally:
             self._used[digest] -= 1
-            del self._tasks[flight]
-            self._leaves(flight)
 
-    def _leaves(self, flight: Flight) -> None:
-        with self._ended:
-            self._live.discard(flight)
-            self._ended.notify_all()
+    def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        """The request's task has ended, or was cancelled before it began, when nothing of its own runs any more."""
+        del self._tasks[flight]
+        try:
+            if task.cancelled():
+                gone = "the server is shutting down" if self._stopping else "" if self._up else GONE
+                self._cancelled += not gone
+                hand_over_end(flight, Delta("", (), "error", gone) if gone else Delta("", (), "cancelled"))
+            elif (error := task.exception()) is not None:  # a panic in a library's Rust as well, which is no Exception
+                self._failures += 1
+                died = isinstance(error, EngineDeadError)
+                if not died:
+                    log.error("a request failed", exc_info=error)
+                hand_over_end(flight, Delta("", (), "error", GONE if died else dropped(error)))
+        finally:
+            with self._ended:
+                self._live.discard(flight)
+                self._ended.notify_all()
