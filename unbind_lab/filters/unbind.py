@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import ForgetRow, forget_digest
 from unbind_lab.filters.filter import Absent, Filter, Options
+from unbind_lab.keeping import digest
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench
 
@@ -78,9 +79,12 @@ def fitted(
     options: FitOptions,
     progress: ProgressCallback = silent,
 ) -> UnbindModule:
-    """A module of these rows with the setting's seed, kept in ``folder``. One that needs a reference is led towards the base."""
-    full = bench.full
-    path = folder / f"{name}-{full.identity.fingerprint[:16]}-{forget_digest(rows)[:16]}.safetensors"
+    """A module of these rows with the setting's seed, kept in ``folder`` under the digest of what it is made of.
+
+    One that needs a reference is led towards the base, which the model's fingerprint covers.
+    """
+    full, options = bench.full, replace(options, seed=bench.setting.seed)
+    path = folder / f"{name}-{_made_of(bench, rows, options)[:32]}.safetensors"
     if path.is_file():
         return UnbindModule.load(path)
     module, _ = fit(
@@ -91,7 +95,7 @@ def fitted(
         name=name,
         retain_calibration=bench.retain_validation,
         identity=full.identity,
-        options=replace(options, seed=bench.setting.seed),
+        options=options,
         reference=Reference(Kind.BASE, bench.base.model, bench.base.identity) if options.gate == "auto" else None,
         progress=progress,
         cache=folder,
@@ -99,6 +103,11 @@ def fitted(
     folder.mkdir(parents=True, exist_ok=True)
     module.save(path)
     return module
+
+
+def _made_of(bench: Bench, rows: Sequence[ForgetRow], options: FitOptions) -> str:
+    every = [[asdict(row) for row in part] for part in (rows, bench.retain_training, bench.retain_validation)]
+    return digest([bench.full.identity.fingerprint, numerics(bench.full.model), options.to_json(), every])
 
 
 @dataclass(frozen=True, kw_only=True)
