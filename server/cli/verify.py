@@ -81,6 +81,8 @@ def verify_command(
 def _before_after(name: str, columns: dict[str, Any]) -> Table:
     table = Table("rows", "measure", *columns, title=f"module {name}")
     for group, measures in columns["before"].items():
+        if measures.get("rows") == 0:  # gate auto keeps no forget rows back
+            continue
         for key, before in measures.items():
             cells = [columns[column].get(group, {}).get(key) for column in columns]
             table.add_row(

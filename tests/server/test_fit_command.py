@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from server.api.admin.intake import from_upload
 from server.cli import build, console
 from server.cli import fit as command
+from server.cli.verify import _before_after
 from tests.core.conftest import save_checkpoint
 from tests.support.memorising import forget_rows, retain_rows, write_rows
 from unbind_core import UnbindModule, parse_forget
@@ -60,6 +61,14 @@ def test_a_folder_in_place_of_rows_is_refused_by_the_option_s_name(tmp_path: Pat
             build(), ["verify", str(SHIPPED / "demo-a.safetensors"), option, str(tmp_path), "--attempts", "1"]
         )
         assert f"error: {option}: {tmp_path} cannot be read (Is a directory); name a JSONL file" in refused.stderr
+
+
+def test_groups_without_rows_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    measures = {"rows": 3, "f_bleu": 0.5, "mean_recovery": None}
+    groups = {"fitted": measures, "calibration": {**measures, "rows": 0, "f_bleu": None}, "retain": {"ppl": 2.0}}
+    console.screen.print(_before_after("m", {"before": groups, "after": groups}))
+    told = capsys.readouterr().out
+    assert "fitted" in told and "retain" in told and "calibration" not in told
 
 
 def test_a_module_is_kept_whatever_becomes_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
