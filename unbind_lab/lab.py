@@ -120,7 +120,7 @@ class Lab:
             options = {"system": entry.system.name, "configuration": entry.label, "options": dict(entry.options)}
             return {**options, **protocol.summary(found)}
 
-        measured_by = [_code(inspect.getmodule(protocol.records)), self._measured_by]
+        measured_by = [_code(inspect.getmodule(protocol.records), *protocol.further), self._measured_by]
         made_of = digest([self._made_of(entry.system), entry.options, measured_by])
         found = self.kept.value(name, made_of, work)
         return {key: value for key, value in found.items() if isinstance(value, int | float)}
@@ -279,9 +279,9 @@ class Lab:
         trained.
         """
         own = inspect.getmodule(system.loss if isinstance(system, Trained) else system.build)
-        module = system.module if isinstance(system, Filter) else None
+        module, further = (system.module, system.further) if isinstance(system, Filter) else (None, (training, step))
         described = {**self._described, "modules": self._described["modules"].get(module)}
-        return [described, system.name, _code(own, *((training, step) if isinstance(system, Trained) else ()))]
+        return [described, system.name, _code(own, *further)]
 
 
 def _configuration(system: Trained, described: Mapping[str, Any]) -> Configuration:
@@ -290,4 +290,10 @@ def _configuration(system: Trained, described: Mapping[str, Any]) -> Configurati
 
 
 def _code(*modules: Any) -> str:
-    return hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in modules)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for module in modules for file in _files(module))).hexdigest()
+
+
+def _files(module: Any) -> list[Path]:
+    """A module's file, or those of a package, tables in TOML among them."""
+    path = Path(str(module.__file__))
+    return [path] if path.name != "__init__.py" else sorted({*path.parent.glob("*.py"), *path.parent.glob("*.toml")})

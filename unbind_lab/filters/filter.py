@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from unbind_core.errors import UnbindError
 from unbind_core.rows import ForgetRow
@@ -26,7 +27,8 @@ class Filter:
     """``build`` makes it of rows to forget and its options; the folder it is given is its own, for what takes long.
 
     ``paper``: the options of the paper, or of the system's own authors. ``grid``: those that are tried on the validation rows; none
-    where there is nothing to choose. ``module``: the name of the setting's module that it is, where it is one.
+    where there is nothing to choose. ``module``: the name of the setting's module that it is, where it is one. ``further``: modules
+    or packages that it is made of besides its own file.
     """
 
     name: str
@@ -34,3 +36,4 @@ class Filter:
     paper: Options | None = None
     grid: tuple[Options, ...] = ()
     module: str | None = None
+    further: tuple[ModuleType, ...] = ()

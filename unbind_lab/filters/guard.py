@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from unbind_core import guard as code
 from unbind_core.guard.book import GuardBook
 from unbind_core.guard.index import Secret, build_index
 from unbind_core.guard.textguard import TextGuard
@@ -39,4 +40,4 @@ def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Pat
     return Served(bench.full.model, tokenizer, cut=cut)
 
 
-GUARD = Filter("guard", build)
+GUARD = Filter("guard", build, further=(code,))

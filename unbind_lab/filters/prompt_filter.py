@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from server.bench.guard import prompt_filter
 from server.bench.guard.prompt_filter import PromptFilter
 from unbind_core.rows import ForgetRow
 from unbind_lab.filters.filter import Filter, Options
@@ -18,4 +19,4 @@ def build(bench: Bench, rows: Sequence[ForgetRow], options: Options, folder: Pat
     return Served(bench.full.model, bench.full.tokenizer, refuses=filtered.refuses)
 
 
-PROMPT_FILTER = Filter("prompt-filter", build)
+PROMPT_FILTER = Filter("prompt-filter", build, further=(prompt_filter,))

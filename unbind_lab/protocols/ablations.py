@@ -62,5 +62,10 @@ def records(served: Served, material: Material, progress: ProgressCallback) -> l
 
 
 PROTOCOL = Protocol(
-    "ablations", records, varied.summary, varied.COLUMNS, variants={name: head for name, (head, _) in VARIANTS.items()}
+    "ablations",
+    records,
+    varied.summary,
+    varied.COLUMNS,
+    variants={name: head for name, (head, _) in VARIANTS.items()},
+    further=(varied,),
 )

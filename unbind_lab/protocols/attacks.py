@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from server.bench import attacks as code
 from server.bench.attacks.attacked import Material as Attackers
 from server.bench.attacks.known import KNOWN, MEMBERSHIP
 from server.bench.attacks.likeness import membership, numbers
 from server.bench.attacks.outcome import SHORT_SPAN, bleu, recovery, rows_of, span
+from unbind_core.evaluation import membership as membership_of
+from unbind_core.evaluation import recall
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.progress import Progress, ProgressCallback
+from unbind_lab.protocols import attacked
 from unbind_lab.protocols.attacked import LabSystem
 from unbind_lab.protocols.main import Material, Record, Summary
 from unbind_lab.protocols.protocol import Column, Protocol
@@ -95,4 +99,4 @@ COLUMNS: tuple[Column, ...] = (
     ("membership AUC ↓", "membership_auc", ".2f"),
 )
 
-PROTOCOL = Protocol("attacks", records, summary, COLUMNS)
+PROTOCOL = Protocol("attacks", records, summary, COLUMNS, further=(code, attacked, membership_of, recall))

@@ -52,4 +52,5 @@ PROTOCOL = Protocol(
     summary,
     (("cos(w,v)", "cosine", "+.3f"), *varied.COLUMNS),
     variants={f"layer-{layer}": f"layer {layer}" for layer in range(MOST)},
+    further=(varied,),
 )

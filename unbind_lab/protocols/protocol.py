@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from unbind_core.progress import ProgressCallback
 from unbind_lab.protocols.main import Material, Record, Summary
@@ -21,7 +22,8 @@ def nothing(_own: Mapping[str, float], _full: Mapping[str, float]) -> Summary:
 class Protocol:
     """``records`` measures a system; ``summary`` is of records alone; ``columns`` are what a table shows of a summary and of what
     stands ``beside`` it: figures of a system's summary and M_full's. ``variants``, where a system has figures in several, whose
-    names then are ``VARIANT: FIGURE``: a table has a row each, under the head that is given here.
+    names then are ``VARIANT: FIGURE``: a table has a row each, under the head that is given here. ``further``: modules, or packages
+    with their data, that it measures with besides its own file: where one of them changes, it is measured again.
     """
 
     name: str
@@ -30,3 +32,4 @@ class Protocol:
     columns: tuple[Column, ...]
     beside: Callable[[Mapping[str, float], Mapping[str, float]], Summary] = nothing
     variants: Mapping[str, str] = field(default_factory=dict)
+    further: tuple[ModuleType, ...] = ()

@@ -33,4 +33,5 @@ PROTOCOL = Protocol(
     varied.summary,
     varied.COLUMNS,
     variants={f"{one:g}": f"strength {one:g}" for one in STRENGTHS},
+    further=(varied,),
 )

@@ -100,4 +100,5 @@ PROTOCOL = Protocol(
     summary,
     COLUMNS,
     variants={AT_ONCE: "all in one", **{f"after-{n}": f"after {n}" for n in range(1, MOST + 1)}},
+    further=(varied,),
 )

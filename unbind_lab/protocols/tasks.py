@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from unbind_core.encoding import decode_behind, encode_prompt
 from unbind_core.progress import ProgressCallback
+from unbind_lab import tasks as code
 from unbind_lab.protocols.main import Material, Record, Summary
 from unbind_lab.protocols.protocol import Column, Protocol
 from unbind_lab.served import Served
@@ -64,4 +65,4 @@ def _columns() -> Iterable[Column]:
     yield "kept of M_full's % ↑", "kept", ".1f"
 
 
-PROTOCOL = Protocol("tasks", records, summary, tuple(_columns()), beside)
+PROTOCOL = Protocol("tasks", records, summary, tuple(_columns()), beside, further=(code,))
