@@ -8,5 +8,6 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from tests.engines.both import engines
+    from tests.engines.hollow import hollow
 
-    __all__ = ["engines"]
+    __all__ = ["engines", "hollow"]

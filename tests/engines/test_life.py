@@ -143,6 +143,19 @@ def test_processes_that_live_and_do_nothing_are_started_again(
     assert answers_again(engine) == before and not hung.is_running()
 
 
+def test_a_trial_waits_its_turn_where_requests_queue(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started again, and no request dropped, because a trial stands behind long answers."""
+    model = engine._model
+    assert model is not None
+    before = next(model._trials)
+    monkeypatch.setattr(model_file, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(engine_file, "TRIAL_SECONDS", 2.0)
+    long = [replace(one, sampling=Sampling(max_tokens=900, ignore_eos=True)) for one in requests(engine)]
+    told = ask(engine, [*long, *long, *long, *long, *long])
+    assert [answer.whole.finish_reason for answer in told] == ["length"] * 30
+    assert engine._model is model and engine.healthy and next(model._trials) > before + 1
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

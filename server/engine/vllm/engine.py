@@ -76,7 +76,7 @@ class VllmEngine(Engine):
     def start(self) -> None:
         """Start the model's processes, and see the edits work in each. Raises UnbindError."""
         self._thread.start()
-        self._await(self._open())
+        self._await(self._open(), None)  # vLLM itself bounds how long its processes may take
         self._loop.call_soon_threadsafe(lambda: self._background.append(self._loop.create_task(self._watch())))
 
     def drain(self, timeout: float) -> bool:
@@ -171,7 +171,7 @@ class VllmEngine(Engine):
         self._loop.run_forever()
         self._loop.close()
 
-    def _await(self, work: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
+    def _await(self, work: Coroutine[Any, Any, T], seconds: float | None = CALL_SECONDS) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def _post(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
@@ -183,8 +183,9 @@ class VllmEngine(Engine):
         """The model's processes, with all modules that there are, tried."""
         model = self._model = await Model.started(self._arguments, self._identity)
         try:
-            await model.hold(self._bank.contents())
-            await model.probe()
+            async with asyncio.timeout(CALL_SECONDS):
+                await model.hold(self._bank.contents())
+            await model.tried(CALL_SECONDS)
         except BaseException:
             await model.close()
             raise
@@ -207,10 +208,9 @@ class VllmEngine(Engine):
             await model.until_trial(lambda: len(self._tasks))
             try:
                 if not model.dead:
-                    async with asyncio.timeout(TRIAL_SECONDS):
-                        await model.probe()
+                    await model.tried(TRIAL_SECONDS)
                     continue
-            except (UnbindError, EngineDeadError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 - edits that cannot be tried are not known to be at work
                 log.error("the edits are not at work in the model's processes: %s", error)
             self._up = False
             await self._again()

@@ -84,7 +84,7 @@ class Model:
             llm = AsyncLLM(
                 config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[logger]
             )
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             await reports.close()
             raise UnbindError(f"vLLM does not start: {error}; its own message stands above") from error
         model = cls(llm, reports, loggers)
@@ -125,18 +125,28 @@ class Model:
         return outputs
 
     async def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every worker of every engine core; what each of them gave. Raises EngineDeadError."""
+        """Call a method of every worker of every engine core; what each of them gave. Raises EngineDeadError, and UnbindError
+        where one of them raises.
+        """
         client: Any = self._llm.engine_core
-        try:
-            found = await asyncio.gather(
-                *(
-                    client._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine)
-                    for engine in self._cores
-                )
+        call = asyncio.gather(
+            *(
+                client._call_utility_async("collective_rpc", method, None, arguments, None, engine=engine)
+                for engine in self._cores
             )
+        )
+        try:
+            while not (await asyncio.wait({call}, timeout=LOOK_SECONDS))[0]:
+                if self.dead:  # vLLM lets whoever waits for an answer wait for ever then
+                    raise EngineDeadError
+            found = call.result()
         except EngineDeadError:
             self.died.set()
             raise
+        except Exception as error:
+            raise UnbindError(f"the processes of the model did not do {method}: {error}") from error
+        finally:
+            call.cancel()
         return [one for rank in found for one in rank]
 
     async def hold(self, modules: Mapping[str, UnbindModule]) -> None:
@@ -197,6 +207,24 @@ class Model:
             if any(one == other for one, other in zip(edited, plain, strict=True)):
                 raise UnbindError(f"a module at layer {module.layer} changed nothing of what the model predicts")
 
+    async def tried(self, seconds: float) -> None:
+        """``probe``, which waits its turn as every request does: while steps end it is waited for. Raises UnbindError, also where
+        for so long none ends, or a process does.
+        """
+        trial = asyncio.ensure_future(self.probe())
+        steps, moved = self.steps, time.monotonic()
+        try:
+            while not (await asyncio.wait({trial}, timeout=LOOK_SECONDS))[0]:
+                if self.steps != steps:
+                    steps, moved = self.steps, time.monotonic()
+                if self.dead:
+                    raise UnbindError("a process of the model has ended")
+                if time.monotonic() - moved > seconds:
+                    raise UnbindError(f"no step has ended for {seconds:g} s")
+            trial.result()
+        finally:
+            trial.cancel()
+
     @property
     def dead(self) -> bool:
         """Whether a process has ended. vLLM's engine core tells of its workers, unless it hangs itself: so each is looked at."""
@@ -245,7 +273,10 @@ class Model:
         """End the processes, without the complaint of who listens to them that they have ended."""
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
-        await asyncio.to_thread(self._llm.shutdown, 10.0)
+        try:
+            await asyncio.to_thread(self._llm.shutdown, 10.0)
+        except Exception:
+            log.exception("the model's processes did not end as they should")
         await self.reports.close()
 
 

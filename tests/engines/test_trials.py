@@ -1,0 +1,112 @@
+"""What is asked of the model's processes ends, whatever becomes of them, and a trial that cannot be made counts as failed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from server.engine.vllm.engine import VllmEngine
+from server.engine.vllm.gates import GateReports
+from server.engine.vllm.model import Model
+from unbind_core.errors import UnbindError
+
+
+def tried(work: Callable[[Model, SimpleNamespace], Awaitable[Any]], answer: Callable[[], Awaitable[Any]]) -> Any:
+    """``work`` with a model one process of which answers so."""
+
+    async def everything() -> Any:
+        async def call(*_: Any, **__: Any) -> Any:
+            return await answer()
+
+        client = SimpleNamespace(core_engine=b"0", _call_utility_async=call)
+        llm, reports = SimpleNamespace(engine_core=client, errored=False), GateReports()
+        try:
+            return await asyncio.wait_for(work(Model(llm, reports, []), llm), 10)  # type: ignore[arg-type]
+        finally:
+            await reports.close()
+
+    return asyncio.run(everything())
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def refuses() -> None:
+    raise Exception("Call to collective_rpc method failed: no module m5 on rank 0")  # as vLLM does
+
+
+def test_who_waits_for_a_process_hears_of_its_end() -> None:
+    async def work(model: Model, llm: SimpleNamespace) -> None:
+        asyncio.get_running_loop().call_later(0.2, setattr, llm, "errored", True)
+        with pytest.raises(EngineDeadError):
+            await model.count()
+        assert model.dead
+
+    tried(work, never)
+
+
+def test_what_a_process_refuses_is_an_error_of_ours() -> None:
+    async def work(model: Model, _: Any) -> None:
+        with pytest.raises(UnbindError, match=r"did not do unbind_sync: .*no module m5 on rank 0"):
+            await model.all("unbind_sync", {}, [])
+
+    tried(work, refuses)
+
+
+def test_a_trial_is_waited_for_as_long_as_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(model: Model, llm: SimpleNamespace) -> None:
+        steps = SimpleNamespace(steps=0, preemptions=0, kv_usage=None)
+        model._loggers.append(steps)  # type: ignore[arg-type]
+        begun = time.monotonic()
+
+        async def moves() -> None:
+            while time.monotonic() - begun < 2:
+                steps.steps += 1
+                await asyncio.sleep(0.1)
+
+        monkeypatch.setattr(model, "probe", never)
+        moving = asyncio.ensure_future(moves())
+        with pytest.raises(UnbindError, match=r"no step has ended for 0\.8 s"):
+            await model.tried(0.8)
+        assert moving.done() and time.monotonic() - begun > 2.5
+        llm.errored = True
+        with pytest.raises(UnbindError, match="has ended"):
+            await model.tried(60)
+
+    tried(work, never)
+
+
+def test_whatever_a_trial_raises_has_the_processes_started_again(
+    hollow: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def due(_: Any) -> None:
+        await asyncio.sleep(0.01)
+
+    async def fails(_: float) -> None:
+        raise ZeroDivisionError
+
+    async def work() -> bool:
+        again = asyncio.Event()
+
+        async def restart() -> None:
+            again.set()
+            await never()
+
+        monkeypatch.setattr(hollow, "_again", restart)
+        model: Any = hollow._model
+        model.until_trial, model.dead, model.tried = due, False, fails
+        watching = asyncio.ensure_future(hollow._watch())
+        try:
+            await asyncio.wait_for(again.wait(), 5)
+        finally:
+            watching.cancel()
+        return hollow.healthy
+
+    assert not hollow._await(work())
