@@ -25,7 +25,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "detokenize": (None, True),
 }
-_IDS = ("return_token_ids", "return_tokens_as_token_ids")
+_AS_IDS = "return_tokens_as_token_ids"
+_IDS = ("return_token_ids", _AS_IDS)
 _OF_JSON = ("response_format", "structured_outputs", "json_schema", "grammar", "guided_json", "guided_grammar")
 
 
@@ -47,10 +48,17 @@ class Asked(BaseModel):
             if field in more and more[field] not in harmless:
                 raise field_error(field, "brings an answer that the guard cannot follow; leave it out")
         for field in _IDS:
-            if more.get(field) and self.stream and self.stop:
-                text = "in a stream with stop, ids come before the text that the guard follows; leave one of them out"
-                raise field_error(field, text)
+            if more.get(field) and (why := self._apart(field)):
+                raise field_error(field, f"{why}; leave one of them out")
         return self
+
+    def _apart(self, field: str) -> str:
+        """Why an answer could tell by ids what no text of it does; "" where it cannot."""
+        if self.stream and self.stop:
+            return "in a stream with stop, ids come before the text that the guard follows"
+        if field == _AS_IDS and (self.model_extra or {}).get("logprobs"):
+            return "of the alternatives that logprobs bring, the guard follows texts and no ids"
+        return ""
 
     @property
     def streamed(self) -> bool:
@@ -92,6 +100,13 @@ class AskedChat(Asked):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+
+    def _apart(self, field: str) -> str:
+        """A server takes calls and what was thought out of the text, and may leave both out of its answer: the ids hold them."""
+        more = self.model_extra or {}
+        if more.get("tools") or more.get("functions") or more.get("include_reasoning") not in (None, True):
+            return "ids hold what the answer's text may leave out: calls that are none, and what was thought"
+        return super()._apart(field)
 
 
 class AskedCompletion(Asked):

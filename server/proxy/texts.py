@@ -6,6 +6,7 @@ log-probabilities, and of their alternatives those of each rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ NUMBERS = {
 }  # lists of them go as their texts go
 _FRAME_LABELS = {"id", "object", "model", "system_fingerprint", "service_tier", "provider", "obfuscation"}
 _SPELT = {"token", "bytes", "top_logprobs"}
+_AN_ID = re.compile(r"token_id:\d+")  # in place of a token's text, as vLLM writes it
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _logprobs(logprobs: Mapping[str, Any]) -> Iterator[Text]:
         elif name == "top_logprobs":
             for alternatives in value:
                 ranked = sorted(_object(alternatives or {}, name).items(), key=_score, reverse=True)
-                yield from (Text(f"{channel}.{rank}", token) for rank, (token, _) in enumerate(ranked))
+                yield from (Text(f"{channel}.{rank}", _no_id(token)) for rank, (token, _) in enumerate(ranked))
         elif name in NUMBERS:
             yield from _cutless(_any(logprobs, name, channel))
         else:
@@ -134,9 +136,17 @@ def _others(entry: Mapping[str, Any], channel: str) -> Iterator[Text]:
         yield from _cutless(_any(entry, name, f"{channel}.{name}"))
 
 
+def _no_id(token: str) -> str:
+    if _AN_ID.fullmatch(token):
+        raise Unguardable("tokens are told by their ids")
+    return token
+
+
 def _spelling(entry: Mapping[str, Any]) -> str:
     """A token's text: by its bytes where they are there, for half a character can be said by them alone."""
     token, raw = entry.get("token"), entry.get("bytes")
+    if isinstance(token, str):
+        _no_id(token)
     if raw:
         try:
             return bytes(raw).decode(errors="replace")
