@@ -27,7 +27,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 _AS_IDS = "return_tokens_as_token_ids"
 _IDS = ("return_token_ids", _AS_IDS)
-_OF_JSON = ("response_format", "structured_outputs", "json_schema", "grammar", "guided_json", "guided_grammar")
+_OF_JSON = (
+    *("response_format", "structured_outputs", "json_schema", "grammar", "guided_json", "guided_grammar"),
+    *("regex", "ebnf", "structural_tag", "guided_regex"),
+    *("tools", "functions"),  # a server that does not know how its model writes calls leaves them in the text
+)
 
 
 class Asked(BaseModel):
@@ -73,7 +77,7 @@ class Asked(BaseModel):
     @property
     def escaped(self) -> bool:
         """Whether the answer's content is JSON, or may be."""
-        return any((self.model_extra or {}).get(field) not in (None, {}, {"type": "text"}) for field in _OF_JSON)
+        return any((self.model_extra or {}).get(field) not in (None, {}, [], {"type": "text"}) for field in _OF_JSON)
 
     @property
     def answers(self) -> int:

@@ -215,6 +215,16 @@ def test_a_stream_may_end_without_its_mark_once_all_choices_have(guard: Live, ot
     assert guard.complete(stream=True).raw == b"".join(streamed(["x"]))
 
 
+@pytest.mark.parametrize(
+    "asked", [{"tools": [{"type": "function", "function": {"name": "write"}}]}, {"guided_regex": ".*"}], ids=str
+)
+def test_content_that_may_be_json_is_followed_as_what_it_means(guard: Live, other: Upstream, asked: Any) -> None:
+    call = json.dumps({"name": "write", "arguments": {"text": ROW}}).replace("e", "\\u0065")
+    other.script = Script([answered({"index": 0, "message": {"content": call}, "finish_reason": "stop"})])
+    assert chat(guard, **asked).body["choices"][0]["finish_reason"] == "content_filter"
+    assert chat(guard, tools=[]).body["choices"][0]["finish_reason"] == "stop"  # nobody asked for JSON
+
+
 def test_a_client_that_goes_away_takes_its_request_with_it(guard: Live, other: Upstream) -> None:
     for stream in (True, False):
         other.script = Script(
