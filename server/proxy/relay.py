@@ -52,7 +52,7 @@ class Relay:
             with refusals(self._checked):
                 async with self._served.running(), self._served.upstream.asked(self._path, self.body, JSON) as answer:
                     raw = await whole(answer)
-                return await self._apart(self.following.whole, parsed(raw), raw)
+                return await self._apart(self.following.whole, _no_error(parsed(raw)), raw)
         finally:
             self._ended(self)
 
@@ -90,16 +90,20 @@ class Relay:
             self._ended(self)
 
     async def _followed(self, data: str, raw: bytes) -> list[bytes]:
-        document = parsed(data)
-        if "error" in document or document.get("object") == "error":
-            raise refusal_of(document, 502)
-        return await self._apart(self.following.take, document, raw)
+        return await self._apart(self.following.take, _no_error(parsed(data)), raw)
 
     async def _apart(self, work: Callable[[dict[str, Any], bytes], T], document: dict[str, Any], raw: bytes) -> T:
         """On a thread where it may take so long that others would wait."""
         if len(self.body) > LONG_BODY or len(raw) > LONG_BODY:
             return await asyncio.to_thread(work, document, raw)
         return work(document, raw)
+
+
+def _no_error(document: dict[str, Any]) -> dict[str, Any]:
+    """The document, where it does not say that it failed, whatever its status. Raises Refused."""
+    if document.get("error") or document.get("object") == "error":
+        raise refusal_of(document, 502)
+    return document
 
 
 @contextmanager

@@ -125,7 +125,10 @@ def _logprobs(logprobs: Mapping[str, Any]) -> Iterator[Text]:
 def _spelt(entry: Mapping[str, Any], channel: str) -> Iterator[Text]:
     """A token with its alternatives, by rank."""
     yield Text(channel, _spelling(entry))
-    for rank, alternative in enumerate(entry.get("top_logprobs") or ()):
+    alternatives = entry.get("top_logprobs") or []
+    if not isinstance(alternatives, list):
+        raise Unguardable("'top_logprobs' is no list")
+    for rank, alternative in enumerate(alternatives):
         yield Text(f"{channel}.{rank}", _spelling(_object(alternative, "top_logprobs")))
         yield from _others(alternative, f"{channel}.{rank}")
     yield from _others(entry, channel)
@@ -149,7 +152,7 @@ def _spelling(entry: Mapping[str, Any]) -> str:
         _no_id(token)
     if raw:
         try:
-            return bytes(raw).decode(errors="replace")
+            return bytes(iter(raw)).decode(errors="replace")  # of a number they would be as many zeros
         except (TypeError, ValueError):
             raise Unguardable("the bytes of a token are none") from None
     if not isinstance(token, str):

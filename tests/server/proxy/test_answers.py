@@ -191,6 +191,21 @@ def test_a_refusal_that_repeats_the_models_text_is_followed_too(guard: Live, oth
 
 
 @pytest.mark.parametrize(
+    "said", [{"error": {"message": "no room"}}, {"object": "error", "message": "no room"}], ids=str
+)
+def test_an_error_with_the_status_of_an_answer_is_an_error(guard: Live, other: Upstream, said: Any) -> None:
+    other.script = Script([json.dumps(said).encode()])
+    answer = guard.complete()
+    assert (answer.status, answer.error["code"]) == (502, "upstream_error") and "no room" in answer.error["message"]
+    none = answered({"index": 0, "text": "x", "finish_reason": "stop"}, error=None)
+    other.script = Script([none])
+    assert guard.complete().raw == none
+    streaming = [*streamed(["x"], error=None), DONE]
+    other.script = Script(streaming, EVENTS)
+    assert guard.complete(stream=True).raw == b"".join(streaming)
+
+
+@pytest.mark.parametrize(
     ("script", "code"),
     [
         (Script([START, b"data: {\n\n"], EVENTS), "unguardable_answer"),

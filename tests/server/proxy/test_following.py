@@ -259,6 +259,8 @@ def test_what_stands_around_the_choices_is_known_or_left_out() -> None:
         {"text": "x", "hidden_states": [[0.5, 0.25]]},
         {"text": "x", "logprobs": {"content": [{"logprob": -1.0}]}},
         {"text": "x", "logprobs": {"content": [{"token": "x", "bytes": [300]}]}},
+        {"text": "x", "logprobs": {"content": [{"token": "x", "bytes": 300}]}},
+        {"text": "x", "logprobs": {"content": [{"token": "x", "top_logprobs": 5}]}},
         {"text": "x", "logprobs": {"top_logprobs": [{"token_id:5": -1.0}]}},
         {"text": "x", "logprobs": "x"},
         {"delta": {}, "logprobs": {"content": [{"token": "token_id:5", "bytes": list(b"token_id:5")}]}},
