@@ -44,6 +44,16 @@ def test_compose_services_mount_files_and_volumes_that_exist() -> None:
             assert (ROOT / source).exists() if source.startswith(".") else source in COMPOSE["volumes"]
 
 
+def test_grafana_keeps_its_database_and_finds_its_dashboards() -> None:
+    grafana = COMPOSE["services"]["grafana"]
+    mounts = {target: source for source, target, *_ in (volume.split(":") for volume in grafana["volumes"])}
+    assert mounts["/var/lib/grafana"] == "grafana-data"  # the image's GF_PATHS_DATA
+    (provider,) = yaml.safe_load((ROOT / "deploy/grafana/provisioning/dashboards/unbind.yml").read_text())["providers"]
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == provider["options"]["path"]
+    assert (ROOT / mounts[str(home.parent)] / home.name).is_file()
+
+
 def test_compose_publishes_ports_to_this_machine_alone_and_the_database_to_nobody() -> None:
     published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
