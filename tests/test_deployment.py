@@ -240,6 +240,13 @@ def test_the_pod_is_bounded_and_its_probes_have_time_limits() -> None:
         assert 1 < CONTAINER[probe]["timeoutSeconds"] <= CONTAINER[probe]["periodSeconds"], probe
 
 
+def test_a_pod_is_ended_for_nothing_that_a_restart_cannot_mend() -> None:
+    ended_by = {CONTAINER[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")}
+    assert "/ready" not in ended_by  # a missing module, a missed canary
+    assert CONTAINER["startupProbe"]["httpGet"]["path"] != "/health"  # which is 200 while the model loads
+    assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
 def test_the_network_is_closed_but_for_the_service_s_port() -> None:
     policies = {
         policy["metadata"]["name"]: policy["spec"]
