@@ -50,9 +50,14 @@ def require_writable(path: Path) -> None:
         pass
 
 
-def write_text(path: Path, text: str, *, new: bool = False) -> None:
-    """The same for a text, in UTF-8."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), new=new)
+def write_text(path: Path, text: str, *, new: bool = False, mode: int = 0o600) -> None:
+    """The same for a text, in UTF-8. ``mode``: 0o644 for what others are to read."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(mode)
+
+    write_whole(path, write, new=new)
 
 
 def locked(path: Path, *, wait: bool = True) -> IO[str]:

@@ -85,7 +85,7 @@ def fit(
         ),
     ] = None,
     quantiles: Annotated[
-        str | None, typer.Option(help="Gate quantiles to try, as in 0.9,0.95; the default grid where none is given.")
+        str | None, typer.Option(help="Gate quantiles to try, as in 0.9,0.95 (the paper's gates).")
     ] = None,
     kl_budget: Annotated[
         float | None,
@@ -101,7 +101,7 @@ def fit(
         float | None, typer.Option(help="Fall of retain BLEU allowed, absolute; the gate's own where none is given.")
     ] = None,
     full_scan: Annotated[
-        bool, typer.Option(help="Measure every candidate's retain cost, for the report alone.")
+        bool, typer.Option(help="Measure every candidate's retain cost, for the report alone (the paper's gates).")
     ] = False,
     beside: Annotated[
         int,

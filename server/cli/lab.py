@@ -92,7 +92,7 @@ def table(
         if html is None:
             typer.echo(tables.markdown(*folders), nl=False)
         else:
-            write_text(html, tables.html(*folders))
+            write_text(html, tables.html(*folders), mode=0o644)
             notes.print(f"written to {html}", highlight=False)
 
 

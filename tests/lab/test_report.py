@@ -114,6 +114,7 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     assert run("run", own, "--systems", "m-full").exit_code == 0
     assert run("table", own, "--html", str(tmp_path / "page.html")).exit_code == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o644  # a page is to be shown
     assert run("plot", own).exit_code == 0
     assert (tmp_path / "own/figures/trade-off.svg").is_file()
     (tmp_path / "own.toml").unlink()  # records are read without the models and rows that they are of

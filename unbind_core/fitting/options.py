@@ -27,6 +27,7 @@ BUDGETS = {"paper": Budgets(), "paper-strict": Budgets(), "auto": Budgets(bleu=0
 GATES = tuple(BUDGETS)
 POLICIES = ("rewrite", "silent")  # the default first
 PAPER_GATES = ("paper", "paper-strict")
+PAPERS = ("quantiles", "strengths", "norm_strengths", "full_scan")  # what only those gates look at
 # What "paper-strict" fixes: Appendices A.1 and B.3. Layers and seed are left to choose.
 STRICT: dict[str, Any] = {
     "forms": ("plain",),
@@ -102,9 +103,12 @@ class FitOptions:
         known = POLICIES if self.gate == "auto" else ("silent",)
         if self.policy not in (None, *known):
             raise DataError(f"policy: gate '{self.gate}' knows {' and '.join(known)}, not '{self.policy}'")
+        default = FitOptions()
+        for key in PAPERS if self.gate == "auto" else ():
+            if getattr(self, key) != getattr(default, key):
+                raise DataError(f"{key}: gate 'auto' has no use for it; leave it out, or use gate 'paper'")
         if self.gate != "paper-strict":
             return replace(self, policy=self.policy or known[0])
-        default = FitOptions()
         for key, value in STRICT.items():
             if getattr(self, key) not in (getattr(default, key), value):
                 raise DataError(f"{key}: gate 'paper-strict' fixes it to {value}; leave it out, or use gate 'paper'")
