@@ -42,9 +42,9 @@ def answered(engines: Engines, action: Action, sampling: Sampling) -> list[list[
     ]
 
 
-@pytest.mark.parametrize("action", ["steer", "stop", "report"])
-def test_guards_do_the_same_in_both_engines(engines: Engines, action: Action) -> None:
-    found = answered(engines, action, Sampling(max_tokens=60))
+@pytest.mark.parametrize(("action", "least"), [("steer", 0), ("steer", 50), ("stop", 0), ("report", 0)])
+def test_guards_do_the_same_in_both_engines(engines: Engines, action: Action, least: int) -> None:
+    found = answered(engines, action, Sampling(max_tokens=60, min_tokens=least))
     for one, other in zip(*found, strict=True):
         a, b = one.whole, other.whole
         assert (a.tokens, a.text, a.finish_reason, a.guarded) == (b.tokens, b.text, b.finish_reason, b.guarded)

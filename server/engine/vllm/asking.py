@@ -14,6 +14,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from server.engine.request import Flight, TokenLogprob
 
+HOTTEST = 2.0  # the highest temperature that vLLM takes
+
 
 def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
     """What the next leg of an answer asks for; ``digest`` is its set of modules', "" for none."""
@@ -30,12 +32,13 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
             extra["quiet"] = True
     if flight.request.grammar is not None:
         extra |= {"grammar": flight.request.grammar.source, "done": done, "or_end": flight.opened is not None}
+    most = 1 if barred else max(1, sampling.max_tokens - done)  # a barred token is barred in its own place alone
+    least = max(0, min(sampling.min_tokens, sampling.max_tokens) - done) if steered else 0
     bias = dict(sampling.logit_bias) if steered and sampling.logit_bias else None
     asked = SamplingParams(
-        # a barred token is barred in its own place alone
-        max_tokens=1 if barred else max(1, sampling.max_tokens - done),
-        min_tokens=max(0, min(sampling.min_tokens, sampling.max_tokens) - done) if steered else 0,
-        temperature=max(0.0, sampling.temperature),
+        max_tokens=most,
+        min_tokens=min(least, most),
+        temperature=min(max(0.0, sampling.temperature), HOTTEST),
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
@@ -55,8 +58,6 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
         # where gates open in a prompt is heard of where they are computed
         skip_reading_prefix_cache=True if flight.request.watches or sampling.prompt_logprobs is not None else None,
     )
-    if asked.min_tokens:
-        asked.min_tokens = min(asked.min_tokens, asked.max_tokens or 1)
     if barred:
         asked._bad_words_token_ids = [[token] for token in barred]
     return asked

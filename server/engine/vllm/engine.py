@@ -117,7 +117,7 @@ class VllmEngine(Engine):
 
     def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
         """See :meth:`Engine.submit`."""
-        check_fits(len(request.prompt), request.sampling.max_tokens, self.max_length)
+        check_fits(len(request.prompt), max(1, request.sampling.max_tokens), self.max_length)  # vLLM chooses one always
         self._check_admits()
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 

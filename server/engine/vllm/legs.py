@@ -42,6 +42,7 @@ class Leg:
         if self._watched:
             self._reports.watch(self._name)
         prompt = {"prompt_token_ids": [*flight.prompt, *flight.output], "cache_salt": self._salt}
+        first = not flight.begun_at
         flight.begun_at = flight.begun_at or time.monotonic()
         begins = not flight.output
         try:
@@ -52,7 +53,7 @@ class Leg:
                 except TimeoutError:
                     hand_over(flight, Delta("", (), "length"))
                     return True
-                if begins and output is not None and not await self._begin(output):
+                if begins and output is not None and not await self._begin(output, first):
                     return False
                 while output is not None:
                     came |= bool(output.outputs[0].token_ids)
@@ -83,12 +84,15 @@ class Leg:
         sampling = self._flight.request.sampling
         return None if sampling.warms_up else sampling.prompt_seconds or None
 
-    async def _begin(self, output: Any) -> bool:
-        """Take in what the first output tells of the prompt; whether the leg may go on."""
+    async def _begin(self, output: Any, first: bool) -> bool:
+        """Take in what the first output tells of the prompt; whether the leg may go on. ``first``: no other was before it, whose
+        pages a later one finds.
+        """
         flight = self._flight
-        flight.cached_tokens = output.num_cached_tokens or 0
-        # vLLM has a queue of its own; its processes and this one read the same clock
-        flight.begun_at = getattr(output.metrics, "scheduled_ts", 0.0) or flight.begun_at
+        if first:
+            flight.cached_tokens = output.num_cached_tokens or 0
+            # vLLM has a queue of its own; its processes and this one read the same clock
+            flight.begun_at = getattr(output.metrics, "scheduled_ts", 0.0) or flight.begun_at
         if self._watched and flight.request.watches and flight.opened is None:
             opened = (await self._reports.until(self._name, len(flight.prompt) - 1)).opened
             if opened is not None:
