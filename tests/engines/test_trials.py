@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from server.engine.vllm import model as model_file
 from server.engine.vllm.engine import VllmEngine
 from server.engine.vllm.gates import GateReports
 from server.engine.vllm.model import Model
+from server.engine.vllm.worker import GatedWorker
+from tests.engines.both import shipped
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.errors import UnbindError
 
 
@@ -81,6 +86,46 @@ def test_a_trial_is_waited_for_as_long_as_steps_end(monkeypatch: pytest.MonkeyPa
             await model.tried(60)
 
     tried(work, never)
+
+
+def test_a_set_that_is_asked_for_while_it_is_forgotten_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the processes end with an error, and every request with them."""
+    monkeypatch.setattr(model_file, "MOST_SETS", 2)
+    there: set[str] = set()
+
+    async def work(model: Model, llm: SimpleNamespace) -> None:
+        async def call(_: str, method: str, __: Any, arguments: Any, *others: Any, **named: Any) -> list[int]:
+            await asyncio.sleep(0.05)
+            added, removed = arguments
+            there.update(added)
+            there.difference_update(removed)
+            return [len(there)]
+
+        llm.engine_core._call_utility_async = call
+        used = Counter[str]()
+        for digest in ("a", "b", "c", "b", "a"):
+            await model.know(digest, {"m0": 1.0}, used)
+        forgets = asyncio.ensure_future(model.know("d", {"m0": 1.0}, used))
+        await asyncio.sleep(0.01)
+        assert {"a", "b"} <= set(model._known)  # what was asked for the longest ago goes
+        for digest in "abc":
+            used[digest] += 1
+            await model.know(digest, {"m0": 1.0}, used)
+        await forgets
+        assert {"a", "b", "c"} <= there and set(model._known) <= there
+
+    tried(work, never)
+
+
+def test_what_a_change_of_modules_that_failed_took_in_is_out_with_the_next() -> None:
+    worker: Any = object.__new__(GatedWorker)
+    worker.edits, worker._digests = SimpleNamespace(bank=ModuleBank(one_table=True)), {}
+    data = [module.to_bytes() for module in shipped()]
+    assert set(worker.unbind_sync({"m0": data[0]}, [])) == {"m0"}
+    with pytest.raises(UnbindError):
+        worker.unbind_sync({"m1": data[1], "m2": b"no module"}, ["m0"])
+    assert set(worker.unbind_sync({"m3": data[2]}, ["m0"])) == {"m0", "m3"}
+    assert set(worker.unbind_sync({}, [])) == set()
 
 
 def test_whatever_a_trial_raises_has_the_processes_started_again(

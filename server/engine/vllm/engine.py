@@ -137,10 +137,8 @@ class VllmEngine(Engine):
             raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
         if not self._up:
             raise EngineStopped("the model's processes are being started again; try again shortly")
-        if (waiting := len(self._live) - self.slots) >= self._queue_limit:
-            raise QueueFull(
-                f"{waiting} requests wait already, and the queue holds {self._queue_limit}; try again shortly"
-            )
+        if (waiting := len(self._live) - self.slots) >= (most := self._queue_limit):
+            raise QueueFull(f"{waiting} requests wait already, and the queue holds {most}; try again shortly")
 
     def cancel(self, flight: Flight) -> None:
         """See :meth:`Engine.cancel`."""
@@ -277,6 +275,8 @@ class VllmEngine(Engine):
             raise
         finally:
             self._used[digest] -= 1
+            if not self._used[digest]:
+                del self._used[digest]
 
     def _landed(self, flight: Flight, task: asyncio.Task[None]) -> None:
         """The request's task has ended, or was cancelled before it began, when nothing of its own runs any more."""

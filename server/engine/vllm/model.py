@@ -164,7 +164,7 @@ class Model:
                     del self._known[digest]
             wanted = {key: digest for key, digest in self._held.items() if key in modules}
             wanted |= {key: sha256(data).hexdigest() for key, data in added.items()}
-            held = await self.all("unbind_sync", added, removed)
+            held = await self.all("unbind_sync", added, [key for key in self._held if key in modules])
             self._held = dict(held[0])
             if any(dict(one) != wanted for one in held):
                 raise UnbindError("the processes of the model hold different modules; restart the server")
@@ -172,14 +172,15 @@ class Model:
     async def know(self, digest: str, strengths: Mapping[str, float], used: Counter[str]) -> None:
         """Have every rank know a set before a request names it; of those that nobody uses MOST_SETS are remembered."""
         if digest in self._known:
+            self._known[digest] = self._known.pop(digest)  # used last is forgotten last
             return
         async with self._changing:
             if digest in self._known:
                 return
             idle = [one for one in self._known if not used[one]][: max(0, len(self._known) - MOST_SETS)]
-            await self.all("unbind_sets", {digest: dict(strengths)}, idle)
-            for one in idle:
+            for one in idle:  # first: who names one from now on has it told again
                 del self._known[one]
+            await self.all("unbind_sets", {digest: dict(strengths)}, idle)
             self._known[digest] = frozenset(strengths)
 
     async def count(self) -> None:

@@ -87,13 +87,13 @@ class GatedWorker(_Base):  # type: ignore[misc]
         self._tells = get_tensor_model_parallel_rank() == 0
         return {"layers": self.unbind_layers, "tells": self._tells, "rank": self.rank, "process": os.getpid()}
 
-    def unbind_sync(self, added: dict[str, bytes], removed: list[str]) -> dict[str, str]:
-        """Take modules in by key, and others out; tells the SHA-256 of the bytes of each there is, by key. A module for a layer
-        of another process is kept as well, so that all ranks tell the same.
+    def unbind_sync(self, added: dict[str, bytes], kept: list[str]) -> dict[str, str]:
+        """Take modules in by key, and all out but those that are ``kept``; tells the SHA-256 of the bytes of each there is, by key.
+        A module for a layer of another process is kept as well, so that all ranks tell the same. What a call that failed took in
+        is out with the next.
         """
-        for key in removed:
-            if key in self.edits.bank:
-                self.edits.bank.remove(key)
+        for key in set(self.edits.bank.names) - set(kept):
+            self.edits.bank.remove(key)
         for key, data in added.items():
             self.edits.bank.add(UnbindModule.from_bytes(data).known_as(key))
             self._digests[key] = sha256(data).hexdigest()
