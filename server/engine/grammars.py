@@ -178,14 +178,16 @@ class Grammars:
         done.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(done)
 
-    def of(self, source: str, size: int = _OF_SCHEMAS) -> Grammar:
-        """The grammar of a source, of at most ``size`` symbols. Raises GrammarError where it does not compile within the limits."""
+    def of(self, source: str, size: int = _OF_SCHEMAS, seconds: float = SECONDS) -> Grammar:
+        """The grammar of a source, of at most ``size`` symbols and ``seconds`` of a processor. Raises GrammarError where it does
+        not compile within the limits.
+        """
         with self._lock:
             if (known := self._known.get(source)) is not None and not known.spent:
                 self._known.move_to_end(source)
                 return known
             self._known.pop(source, None)
-            made = self._known[source] = self._compile(source, size)
+            made = self._known[source] = self._compile(source, size, seconds)
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
             return made
@@ -199,7 +201,7 @@ class Grammars:
                 raise GrammarError(f"cannot be had with this model's tokenizer: {str(error)[:200]}") from None
         return self._tokens
 
-    def _compile(self, source: str, size: int) -> Grammar:
+    def _compile(self, source: str, size: int, seconds: float) -> Grammar:
         tokens, begun = self.load(), time.thread_time()
         if (items := _items(source)) > MOST_ITEMS:
             raise GrammarError(
@@ -220,8 +222,8 @@ class Grammars:
         grammar = Grammar(source, matcher, self._width, self._ends)
         if failed := grammar.begin().tried():
             raise GrammarError(f"cannot be kept to: {failed}")
-        if time.thread_time() - begun > SECONDS:
-            raise GrammarError(f"takes over {SECONDS:g} s to compile; send a simpler one")
+        if time.thread_time() - begun > seconds:
+            raise GrammarError(f"takes over {seconds:g} s to compile; send a simpler one")
         return grammar
 
     def close(self) -> None:

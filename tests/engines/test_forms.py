@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from server import demo
+from server.engine import grammars
 from server.engine.engine import Engine
 from server.engine.grammars import Form, Grammar
 from server.engine.request import GenerationRequest, Sampling
@@ -111,3 +114,33 @@ def test_newest_tokens_are_waited_for_while_somebody_asked_for_a_form_and_no_lon
         masks.update_state(BatchUpdate(2, removed, added, []))
     masks.update_state(None)
     assert told == [False, True, True, False, False]
+
+
+class Panic(BaseException):
+    """As a library's Rust raises it."""
+
+
+def test_a_grammar_that_fails_in_the_model_s_processes_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that takes longer there than the engine's second: the engine follows the answer, and ends it where it must."""
+    model = SimpleNamespace(model=str(demo.BASE), get_vocab_size=lambda: 8192)
+    config = SimpleNamespace(model_config=model, additional_config={"unbind": {"ends": [0]}})
+    masks = GrammarMasks(config, torch.device("cpu"), False)
+
+    def row(source: str) -> torch.Tensor:
+        asked = SamplingParams(max_tokens=4, extra_args={"grammar": source, "done": 0, "or_end": False})
+        masks.update_state(BatchUpdate(1, [], [(0, asked, [5], [])], []))
+        return masks.apply(torch.zeros(1, 8192))[0]
+
+    monkeypatch.setattr(grammars.time, "thread_time", itertools.count(step=5).__next__)
+    assert not row(Form("regex", "[a-z]+").source()).isfinite().all()
+    assert row('{"grammars": 1}').isfinite().all()
+    for kind in (RuntimeError, Panic):
+
+        def fails(*_: object, kind: type[BaseException] = kind, **__: object) -> None:
+            raise kind("of the tests")
+
+        monkeypatch.setattr(grammars.Constraint, "allowed", fails)
+        assert row(Form("regex", "[a-z]+").source()).isfinite().all()
+    monkeypatch.setattr(grammars.Constraint, "allowed", lambda *_, **__: sys.exit())
+    with pytest.raises(SystemExit):
+        row(Form("regex", "[a-z]+").source())

@@ -5,16 +5,23 @@ vLLM's own structured outputs would tell log-probabilities after the mask, and c
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from server.engine.grammars import Constraint, Grammars, narrow
+
+log = logging.getLogger("unbind.engine")
+T = TypeVar("T")
 
 
 class GrammarMasks(AdapterLogitsProcessor):  # type: ignore[misc]
@@ -37,30 +44,59 @@ class GrammarMasks(AdapterLogitsProcessor):  # type: ignore[misc]
         self.needs(bool(self.req_info))
 
     def new_req_logits_processor(self, params: SamplingParams) -> Masked | None:
-        """For a request with a grammar, which the engine has compiled before."""
+        """For a request with a grammar, which the engine has compiled before, within its seconds; here it may take longer."""
         asked = params.extra_args or {}
         if "grammar" not in asked:
             return None
-        return Masked(self._grammars.of(asked["grammar"]).begin(), asked["done"], asked["or_end"])
+        return Masked(lambda: self._begun(asked["grammar"]), asked["done"], asked["or_end"])
+
+    def _begun(self, source: str) -> Constraint:
+        return self._grammars.of(source, seconds=math.inf).begin()
 
 
 class Masked:
-    """One leg of an answer. ``done``: tokens of the answer that the prompt ends with; ``or_end``: see ``Constraint.allowed``."""
+    """One leg of an answer. ``done``: tokens of the answer that the prompt ends with; ``or_end``: see ``Constraint.allowed``.
 
-    def __init__(self, constraint: Constraint, done: int, or_end: bool) -> None:
-        self._constraint, self._done, self._or_end = constraint, done, or_end
+    Where the grammar cannot be had or cannot go on, tokens stay as they are: what is raised here would end the process and every
+    request in it, and the engine, which follows the answer too, ends this one at the first token that does not fit.
+    """
+
+    def __init__(self, begin: Callable[[], Constraint], done: int, or_end: bool) -> None:
+        self._done, self._or_end = done, or_end
         self._seen = -1
+        self._constraint = _survived(begin)
 
     def __call__(self, prompt: Sequence[int], output: Sequence[int], logits: Tensor) -> Tensor:
         """Mask one row [V] in place."""
+        allowed = _survived(lambda: self._allowed(prompt, output))
+        if allowed is None:
+            self._constraint = None
+        else:
+            narrow(logits, allowed)
+        return logits
+
+    def _allowed(self, prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.bool_] | None:
+        if self._constraint is None:
+            return None
         if self._seen < 0:
             self._seen = 0
             self._take(prompt[len(prompt) - self._done :])
         self._take(output[self._seen :])
         self._seen = len(output)
-        narrow(logits, self._constraint.allowed(or_end=self._or_end))
-        return logits
+        return self._constraint.allowed(or_end=self._or_end)
 
     def _take(self, tokens: Sequence[int]) -> None:
+        assert self._constraint is not None
         for token in tokens:
             self._constraint.take(token)
+
+
+def _survived(work: Callable[[], T | None]) -> T | None:
+    """What ``work`` gives; None where it raises, be it a panic of the library's Rust, which is no Exception."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        log.exception("a grammar cannot go on in the model's processes")
+        return None
