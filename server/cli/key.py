@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="TOML file of sett
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="the server's data folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
 OPERATOR = Actor("operator", "command line")
+MOST_DAYS = 100_000.0  # the API's bounds, as those of rates are: a time that no calendar has can be shown nowhere
 
 
 def _access(config: Path | None, data_dir: Path | None) -> Access:
@@ -46,13 +48,15 @@ def create(
         typer.Option("--when-open", help=f"{', '.join(get_args(WhenOpen))}: log-probabilities where a gate is open"),
     ] = None,
     profile: Annotated[str | None, typer.Option("--profile", help="the profile it always runs under")] = None,
-    days: Annotated[float | None, typer.Option("--days", min=0.0, help="days until it expires")] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.0, max=MOST_DAYS, help="days until it expires")] = None,
     per_minute: Annotated[
-        float | None, typer.Option("--per-minute", min=0.001, help="requests a minute; each prompt of a call is one")
+        float | None,
+        typer.Option("--per-minute", min=0.001, max=1e6, help="requests a minute; each prompt of a call is one"),
     ] = None,
-    burst: Annotated[int | None, typer.Option("--burst", min=1, help="requests at once")] = None,
+    burst: Annotated[int | None, typer.Option("--burst", min=1, max=1_000_000, help="requests at once")] = None,
     tokens_per_minute: Annotated[
-        float | None, typer.Option("--tokens-per-minute", min=0.001, help="tokens of prompts and answers a minute")
+        float | None,
+        typer.Option("--tokens-per-minute", min=0.001, max=1e12, help="tokens of prompts and answers a minute"),
     ] = None,
     config: Config = None,
     data_dir: DataDir = None,
@@ -70,6 +74,8 @@ def create(
             rules = Rules.model_validate({"enforced": enforce or [], "allowed": allow, "when_open": when_open})
         except ValueError as error:
             raise UnbindError(f"--enforce, --allow: not the name of a module ({error})") from None
+        if not re.fullmatch(r"[^\x00-\x1f\x7f]{1,100}", name):
+            raise UnbindError("NAME: give 1 to 100 characters, none of them a control character")
         if days == 0.0:
             raise UnbindError("--days: the key would have expired already; give more, or leave it out")
         if burst is not None and per_minute is None:
@@ -114,7 +120,7 @@ def list_keys(config: Config = None, data_dir: DataDir = None, as_json: AsJson =
     now = time.time()
     for key in keys:
         state = "revoked" if key.revoked_at is not None else "usable" if key.usable(now) else "expired"
-        expires = datetime.fromtimestamp(key.expires_at, UTC).isoformat(timespec="minutes") if key.expires_at else ""
+        expires = _day(key.expires_at) if key.expires_at is not None else ""
         rates = ("" if rate is None else f"{rate:g}" for rate in (key.per_minute, key.tokens_per_minute))
         table.add_row(key.id, key.name, ", ".join(sorted(key.scopes)), key.profile or "", *rates, expires, state)
     screen.print(table)
@@ -133,6 +139,14 @@ def revoke(
         except NoSuchKey as error:
             raise UnbindError(f"{error}; unbind key list shows them") from None
     screen.print(f"revoked {key.id} ({key.name})", highlight=False)
+
+
+def _day(at: float) -> str:
+    """A time, also one that no calendar has: a key that was made so must not hide the others."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="minutes")
+    except (ValueError, OverflowError, OSError):
+        return "after 9999"
 
 
 def _view(key: Key) -> dict[str, Any]:

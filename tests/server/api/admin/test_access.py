@@ -248,8 +248,24 @@ def test_the_command_line_makes_lists_and_revokes(guarded: Live) -> None:
     assert "revoked" in run("revoke", made["id"])
     guarded.service.access.refresh()
     assert guarded.complete(key=made["key"]).status == 401
-    for wrong in (["--scope", "root"], ["--days", "0"], ["--burst", "2"]):
-        assert CliRunner().invoke(build(), ["key", "create", "x", *wrong, "--data-dir", folder]).exit_code == 1
+    guarded.service.access.create_key("for ever", Actor("operator", "x"), time.time(), expires_at=1e15)
+    assert "9999" in run("list")  # in however many lines
+    keys = len(guarded.service.access.current.keys)
+    for code, wrong in (
+        (1, ["x", "--scope", "root"]),
+        (1, ["x", "--days", "0"]),
+        (1, ["x", "--burst", "2"]),
+        (1, ["y" * 101]),
+        (1, ["two\nlines"]),
+        (2, ["x", "--days", "inf"]),
+        (2, ["x", "--days", "10000000"]),
+        (2, ["x", "--per-minute", "inf"]),
+        (2, ["x", "--tokens-per-minute", "inf"]),
+    ):
+        assert CliRunner().invoke(build(), ["key", "create", *wrong, "--data-dir", folder]).exit_code == code, wrong
+    guarded.service.access.refresh()
+    assert len(guarded.service.access.current.keys) == keys
+    assert guarded.admin("/keys").status == 200
 
 
 def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path) -> None:
