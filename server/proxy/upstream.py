@@ -18,6 +18,8 @@ from server.proxy.refusal import Unguardable
 from unbind_core.errors import UnbindError
 
 CONNECT_SECONDS = 10.0
+# An idle connection is kept for less than the 5 seconds of most servers: what is sent as they close it would be lost.
+KEPT_SECONDS = 2.0
 MOST_BYTES = 64 * 1024 * 1024  # of an answer that comes at once
 MOST_REFUSAL = 64 * 1024
 MOST_MESSAGE = 2000  # characters
@@ -59,7 +61,7 @@ class Upstream:
             base_url=self.address,
             headers=headers,
             timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEPT_SECONDS),
             trust_env=False,
             follow_redirects=False,
         )

@@ -7,12 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.proxy import upstream
 from server.proxy.app import create_guard
 from server.proxy.upstream import checked_address
 from server.settings import Settings
@@ -184,6 +185,42 @@ def test_requests_that_run_when_the_server_ends_are_told_so(start: START, other:
     assert answers[0].events[-2]["error"]["code"] == "shutting_down"
     assert other.asked[-1].left.wait(5)
     assert guard.complete().error["code"] == "shutting_down"
+
+
+def test_a_connection_is_not_kept_until_the_other_server_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert upstream.KEPT_SECONDS < 5  # as long as uvicorn keeps one, and with it most servers of models
+    monkeypatch.setattr(upstream, "KEPT_SECONDS", 0.2)
+    opened, ended = 0, asyncio.Event()
+    closed: list[asyncio.StreamWriter] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+        await writer.wait_closed()
+        closed.append(writer)
+        if len(closed) == opened:
+            ended.set()
+
+    async def ask() -> list[int]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = upstream.Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "", 5.0)
+        counts = []
+        for pause in (0.0, 0.0, 0.4):
+            await asyncio.sleep(pause)
+            async with other.asked("/v1/models", None, "application/json") as found:
+                assert await upstream.whole(found) == b"{}"
+            counts.append(opened)
+        await other.close()
+        await asyncio.wait_for(ended.wait(), 5)
+        server.close()
+        return counts
+
+    counts = asyncio.run(ask())
+    assert counts[-1] == counts[-2] + 1  # the kept one was not used again
 
 
 def test_addresses(tmp_path: Path) -> None:
