@@ -60,6 +60,9 @@ class _Scripted:
     def clear(self, slot: int) -> None:
         """Nothing is kept."""
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Nothing is kept."""
+
     def recover(self) -> None:
         """Nothing was taken."""
 
