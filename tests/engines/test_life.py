@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
 from server import demo
 from server.engine.choice import plan_engine
@@ -19,7 +20,8 @@ from server.engine.engine import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
 from server.engine.vllm import engine as engine_file
 from server.engine.vllm import model as model_file
-from server.engine.vllm.arguments import Arguments
+from server.engine.vllm.arguments import Arguments, cut
+from server.engine.vllm.edits import OPERATOR
 from server.engine.vllm.engine import VllmEngine
 from tests.engines.both import demo_prompt, options, shipped, started
 from tests.support.asking import Answer, ask, sync
@@ -166,12 +168,30 @@ def test_a_trial_waits_its_turn_where_requests_queue(engine: VllmEngine, monkeyp
             "speculative decoding",
         ),
         (("tensor-parallel-size=x",), "vLLM does not take"),
+        (("kv-sharing-fast-prefill",), "fast prefill"),
+        (("logprobs-mode=processed_logits",), "'logprobs-mode' is what this server says itself"),
     ],
 )
 def test_flags_that_do_not_go_with_modules_are_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
     arguments = Arguments(str(demo.BASE), "float32", 512, 4, 64, "cpu", flags)
     with pytest.raises(UnbindError, match=says):
         arguments.config()
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE])
+def test_graphs_are_cut_at_modules_and_at_attention_or_refused(mode: CUDAGraphMode) -> None:
+    usual = CompilationConfig(cudagraph_mode=mode, mode=CompilationMode.VLLM_COMPILE)
+    usual.set_splitting_ops_for_v1("")
+    cut(usual)
+    assert usual.cudagraph_mode == CUDAGraphMode.PIECEWISE and OPERATOR in (usual.splitting_ops or [])
+    whole = CompilationConfig(cudagraph_mode=mode, mode=CompilationMode.VLLM_COMPILE, splitting_ops=[])
+    whole.set_splitting_ops_for_v1("")
+    if mode == CUDAGraphMode.PIECEWISE:  # vLLM itself then makes no graphs
+        cut(whole)
+        assert whole.cudagraph_mode == CUDAGraphMode.NONE
+    else:
+        with pytest.raises(UnbindError, match="not cut at attention"):
+            cut(whole)
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

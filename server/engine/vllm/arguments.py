@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -23,7 +23,7 @@ SCHEDULER, ASYNC_SCHEDULER = (
 OWN = {  # what this service says itself
     "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "worker_cls", "additional_config", "skip_tokenizer_init",
     "enable_prefix_caching", "generation_config", "max_logprobs", "runner",
-    "logits_processors", "scheduler_cls",
+    "logits_processors", "scheduler_cls", "logprobs_mode",
 }  # fmt: skip
 
 
@@ -56,10 +56,16 @@ class Arguments:
             config = self._arguments().create_engine_config()
         except (ValueError, TypeError, RuntimeError) as error:
             raise UnbindError(f"vllm_args: vLLM does not take them: {error}") from error
+        parallel = config.parallel_config
         for unsafe, what in (
             (config.speculative_config, "speculative decoding"),
             (config.kv_transfer_config, "KV connectors"),
-            (getattr(config.parallel_config, "enable_dbo", False), "dual-batch overlap"),
+            (parallel.use_ubatching, "a batch in parts (dual-batch overlap)"),
+            (
+                max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+                "context parallelism",
+            ),
+            (config.cache_config.kv_sharing_fast_prefill, "prompts of which layers compute a part (fast prefill)"),
             (config.model_config.runner_type != "generate", "pooling"),
             (config.diffusion_config, "diffusion"),
         ):
@@ -70,11 +76,7 @@ class Arguments:
         if self.edits:
             scheduling = config.scheduler_config
             scheduling.scheduler_cls = ASYNC_SCHEDULER if scheduling.async_scheduling else SCHEDULER
-        compilation = config.compilation_config
-        if compilation.cudagraph_mode.has_full_cudagraphs():  # which replay without asking which request stands where
-            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
-        if compilation.splitting_ops is not None and OPERATOR not in compilation.splitting_ops:
-            compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
+        cut(config.compilation_config)
         return config
 
     def _arguments(self) -> AsyncEngineArgs:
@@ -101,6 +103,7 @@ class Arguments:
             ("enable_prefix_caching", True),
             ("generation_config", "vllm"),
             ("max_logprobs", -1),
+            ("logprobs_mode", "raw_logprobs"),
         ):
             setattr(found, name, value)
         return AsyncEngineArgs.from_cli_args(found)
@@ -125,3 +128,16 @@ class Arguments:
         if unknown:
             raise UnbindError(f"vllm_args: vLLM has no {' '.join(unknown)}; see `vllm serve --help`")
         return found
+
+
+def cut(compilation: CompilationConfig) -> None:
+    """Have graphs cut where modules stand. Raises UnbindError where they would hold attention, which differs from step to step."""
+    if compilation.cudagraph_mode.has_full_cudagraphs():  # which replay without asking which request stands where
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        if not compilation.splitting_ops_contain_attention():
+            raise UnbindError(
+                "vllm_args: CUDA graphs that are not cut at attention do not go with modules; leave splitting_ops and "
+                "fuse_attn_quant away"
+            )
+    if compilation.splitting_ops is not None and OPERATOR not in compilation.splitting_ops:
+        compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
