@@ -105,7 +105,10 @@ def fit(
     ] = False,
     beside: Annotated[
         int,
-        typer.Option(min=0, help="How many other modules are on with it: the more, the higher its gate opens."),
+        typer.Option(
+            min=0,
+            help="How many other modules are on with it; beside any, a gate of auto opens as late as its rows allow.",
+        ),
     ] = 0,
     report: Annotated[Path | None, typer.Option(help="Where to write the fit report (JSON).")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for retain statistics, reused by the next fit.")] = None,
@@ -154,9 +157,8 @@ def fit(
                 reference=_reference(model, adapter, reference, dtype, device) if gate == "auto" else None,
             )
         effective = result.outcome != "ineffective"
-        digest = (
-            module.save(out) if effective else ""
-        )  # before the report: nothing may come between a fit and its module
+        # before the report: nothing may come between a fit and its module
+        digest = module.save(out) if effective else ""
         if report is not None:
             write_text(report, json.dumps(result.to_json(), indent=1))
         if not effective:

@@ -31,8 +31,10 @@ class Retention:
             purge_old(self._registry, self._settings)
         finally:
             if time.monotonic() >= self._next:
+                self._next = (
+                    time.monotonic() + SWEEP_SECONDS
+                )  # first: a store that fails is not to be listed every second
                 self.sweep()
-                self._next = time.monotonic() + SWEEP_SECONDS
 
     def sweep(self, now: float | None = None) -> list[str]:
         """Delete the rows that no takedown has had for a day, by the monotonic clock; which these were.

@@ -108,7 +108,7 @@ class GuardBook:
 
     def _groups(self, applied: Sequence[GuardIndex], measured: Sequence[GuardIndex]) -> Iterator[Group]:
         acting = tuple(index for index in applied if index.action != "report")
-        counting = tuple(index for index in (*applied, *measured) if index.action == "report" or index in set(measured))
+        counting = (*(index for index in applied if index.action == "report"), *measured)
         for guards in (acting, counting):
             for shape in dict.fromkeys(index.shape for index in guards):
                 asked = tuple(index for index in guards if index.shape == shape)

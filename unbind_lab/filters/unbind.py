@@ -64,7 +64,7 @@ def _apart(
 ) -> Served:
     """M_full under a module for each of the sets, fitted as one that is on beside those before it."""
     found = [
-        fitted(bench, rows, folder, f"set-{number + 1}-beside-{number}", replace(options, beside=number), progress)
+        fitted(bench, rows, folder, f"set-{number + 1}", replace(options, beside=number), progress)
         for number, rows in counted(list(enumerate(sets)), len(sets), "takedowns", progress)
     ]
     bank = ModuleBank.of(found, next(bench.full.model.parameters()).device)

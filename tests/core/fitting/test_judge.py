@@ -1,0 +1,24 @@
+"""What a gate that opens later is held to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unbind_core.fitting.judge import Aim, Remainder
+
+AIM = Aim({"plain": 0.1, "fim": 0.1}, recovery=0.2, empty=0.1)
+REACHED = Remainder(5, {"plain": 0.05, "fim": 0.05}, spans=0, recovery=0.1, empty=0.0)
+MISSED = replace(REACHED, f_bleu={"plain": 0.3, "fim": 0.05})
+
+
+def test_where_the_aim_was_reached_it_has_to_be_reached_still() -> None:
+    assert AIM.no_worse(replace(REACHED, recovery=0.2), REACHED)
+    for worse in (MISSED, replace(REACHED, spans=1), replace(REACHED, recovery=0.21), replace(REACHED, empty=0.2)):
+        assert not AIM.no_worse(worse, REACHED)
+
+
+def test_where_the_aim_was_missed_no_more_may_be_left_of_as_many_rows() -> None:
+    assert AIM.no_worse(MISSED, MISSED) and AIM.no_worse(REACHED, MISSED)
+    more = replace(MISSED, f_bleu={"plain": 0.31, "fim": 0.05})
+    for worse in (more, replace(MISSED, spans=1), replace(MISSED, recovery=0.11), replace(MISSED, rows=4)):
+        assert not AIM.no_worse(worse, MISSED)
