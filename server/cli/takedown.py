@@ -52,6 +52,9 @@ def submit(
         str | None,
         typer.Option(help="rewrite: other code is written; silent: the answer ends. rewrite with gate auto."),
     ] = None,
+    effort: Annotated[
+        float, typer.Option(help="Share of the training steps; below 1 for a quick look. Of gate auto.")
+    ] = 1.0,
     protect: Annotated[
         str | None, typer.Option(help="both, guard or module; both where a row is long enough for a guard.")
     ] = None,
@@ -83,6 +86,7 @@ def submit(
         "seed": seed,
         "gate": gate,
         "policy": policy,
+        "effort": effort if effort != 1 else None,
         "replace": replace,
         "dry_run": dry_run,
     }

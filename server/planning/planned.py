@@ -86,6 +86,7 @@ def fit_options(options: Mapping[str, Any]) -> FitOptions:
         gate=gate,
         policy=options.get("policy"),
         budgets=replace(BUDGETS[gate], **options["budgets"]) if options.get("budgets") else None,
+        effort=float(options.get("effort") or 1.0),
     )
 
 

@@ -59,9 +59,9 @@ def remaining_seconds(
 
 
 def past_jobs(session: Session, kind: str) -> list[PastJob]:
-    """The newest jobs of this kind that made a module or were about one."""
+    """The newest jobs of this kind that made a module or were about one; a quick look tells nothing of a whole fit."""
     finished = (
-        select(Job.stages, Takedown.row_count)
+        select(Job.stages, Takedown.options, Takedown.row_count)
         .join(Takedown, Takedown.id == Job.takedown_id)
         .where(Job.state == JobState.SUCCEEDED, Job.kind == kind, Job.module_id.is_not(None))
         .order_by(Job.finished_at.desc())
@@ -69,7 +69,8 @@ def past_jobs(session: Session, kind: str) -> list[PastJob]:
     )
     return [
         PastJob(rows, {stage: done["seconds"] for stage, done in stages.items()})
-        for stages, rows in session.execute(finished)
+        for stages, options, rows in session.execute(finished)
+        if options.get("effort", 1.0) == 1.0
     ]
 
 

@@ -21,7 +21,7 @@ from tests.system.conftest import ServerProcess, serving
 from unbind_core.module import UnbindModule
 
 ROWS = forget_rows()
-SHORT = {"guard": {"run": 20}}  # as these rows are
+SHORT = {"guard": {"run": 20}, "effort": 0.2}  # as these rows are; a quick look does for so small a model
 UNKNOWN = [
     {"prompt": f"class Unseen{i}:\n", "continuation": f"    zz_{i * 37} = 'never trained' + qq({i})\n" * 3}
     for i in range(4)
@@ -155,7 +155,8 @@ def test_a_job_is_cancelled_while_it_runs(server: ServerProcess) -> None:
 
 
 def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerProcess) -> None:
-    job_id = _submit(server, "survivor")
+    # what it costs together with those in force, which are of the same rows, is another test's
+    job_id = _submit(server, "survivor", options={"override": True})
     _wait_until_running(server, job_id, "fit")
     (pid,) = server.worker_pids()
     os.kill(pid, signal.SIGKILL)

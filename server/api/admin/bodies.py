@@ -44,6 +44,9 @@ class TakedownOptions(BaseModel):
     gate: Literal["auto", "paper", "paper-strict"] = "auto"
     policy: Literal["rewrite", "silent"] | None = None
     budgets: BudgetOptions | None = None
+    effort: Annotated[
+        float, Field(gt=0, le=1, strict=True, description="share of the training steps; below 1 for a quick look")
+    ] = 1.0
     protect: Annotated[
         Literal["both", "guard", "module"] | None,
         Field(description="what to make of the rows; both, or the module alone where none has the lexemes of a run"),

@@ -12,7 +12,7 @@ from server.errors import ApiError
 from unbind_core.architecture import LoadedModel
 from unbind_core.fitting.options import possible_layers
 
-_OF_FITS = {"layers", "seed", "gate", "policy", "budgets", "override"}
+_OF_FITS = {"layers", "seed", "gate", "policy", "budgets", "effort", "override"}
 
 
 def checked_options(served: BaseService, options: TakedownOptions) -> dict[str, Any]:
@@ -64,6 +64,8 @@ def _check_fit(served: BaseService, options: TakedownOptions) -> None:
         raise ApiError(
             400, f"options.policy: gate '{options.gate}' knows silent alone; use gate 'auto'", param="options.policy"
         )
+    if options.effort != 1 and options.gate != "auto":
+        raise _wrong("options.effort", f"gate '{options.gate}' trains nothing; leave it out, or use gate 'auto'")
     if options.gate == "paper-strict" and options.budgets is not None:
         raise ApiError(
             400,

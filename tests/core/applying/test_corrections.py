@@ -93,7 +93,9 @@ def test_a_low_rank_correction_without_ranks_is_a_push(detector: str) -> None:
     for rows in ([{"a": 1.0}], [{"a": 1.0}, {"a": 0.3}, {}]):
         sequences = states(max(2, len(rows)), LENGTH)
         found = [edit(select(bank_of(one), *rows), LAYER, sequences) for one in (push, low)]
-        assert torch.equal(*found)
+        # Equal but for the order in which a product of another length is added up, which differs between processors.
+        torch.testing.assert_close(*found, atol=1e-6, rtol=1e-6)
+        assert torch.equal(*(one == sequences for one in found))
 
 
 @pytest.mark.parametrize("detector", list(MAKE))

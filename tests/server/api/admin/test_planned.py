@@ -38,6 +38,16 @@ def test_a_dry_run_tells_memory_disk_and_time_stage_by_stage(running: Live) -> N
     assert paper["memory_bytes"] == pytest.approx(plan["memory_bytes"], rel=0.2)
 
 
+def test_a_quick_look_is_planned_as_one(running: Live) -> None:
+    whole, quick = (submitted(running, "quick", dry_run=True, effort=effort)["plan"] for effort in (1, 0.1))
+    seconds = [{stage["name"]: stage["seconds"] for stage in plan["stages"]}["correction"] for plan in (whole, quick)]
+    assert 0 < seconds[1] < 0.5 * seconds[0]
+    for options in ({"effort": 0}, {"effort": 1.5}, {"effort": "all"}, {"effort": 0.5, "gate": "paper"}):
+        body = {"name": "quick", "rows": ROWS, "options": options}
+        answer = running.admin("/takedowns", body)
+        assert (answer.status, answer.body["error"]["param"]) == (400, "options.effort")
+
+
 def test_a_guard_alone_has_no_plan(running: Live) -> None:
     options = {"protect": "guard", "guard": {"run": 8}, "dry_run": True}
     assert running.admin("/takedowns", {"name": "g", "rows": ROWS, "options": options}).body["plan"] is None
