@@ -83,7 +83,7 @@ def test_activations_are_those_that_open_the_gate_where_it_is_served(
     bench = Bench(made)
     module = UnbindModule.load(made.modules["rewrite"])
     # one boundary: with a lower one to close at, a gate is open at more positions than reach the threshold
-    system = System("module", bench.full, replace(module, tau_close=None))
+    system = System("module", bench.full, (replace(module, tau_close=None),))
     for role, texts in (
         ("forget", [row.prompt + row.continuation for row in bench.forget]),
         ("retain", [row.text for row in bench.retain]),

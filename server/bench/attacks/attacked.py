@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from unbind_core.applying.attach import attach
-from unbind_core.applying.bank import ModuleBank, edit_of
+from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import pad_id
@@ -69,11 +69,11 @@ class Attacked(Protocol):
 
 @dataclass(frozen=True)
 class System:
-    """A model and what is applied to it: nothing, or one module with the strength that a request has it with."""
+    """A model and what is applied to it: nothing, or modules with the strength that a request has them with."""
 
     name: str
     loaded: LoadedModel
-    module: UnbindModule | None = None
+    modules: tuple[UnbindModule, ...] = ()
     strength: float = 1.0
 
     def with_strength(self, strength: float) -> System:
@@ -82,10 +82,10 @@ class System:
 
     def editing(self) -> Callable[[], AbstractContextManager[object]]:
         """What is entered around passes of the model."""
-        if self.module is None:
+        if not self.modules:
             return nullcontext
-        model, strengths = self.loaded.model, {self.module.name: self.strength}
-        bank = ModuleBank.of([self.module], next(model.parameters()).device)
+        model, strengths = self.loaded.model, {module.name: self.strength for module in self.modules}
+        bank = ModuleBank.of(self.modules, next(model.parameters()).device)
         return lambda: attach(model, bank, strengths)
 
     def complete(
@@ -118,19 +118,22 @@ class System:
                 yield window.row, row[: len(window.ids)].float().log_softmax(-1)
 
     def gates(self, texts: Sequence[Ids]) -> list[Tensor]:
-        """bool [T] of each of ``texts``: where the module's gate is open; nowhere without a module."""
+        """bool [T] of each of ``texts``: where the gate of a module is open; nowhere without one."""
         found = [torch.zeros(len(ids), dtype=torch.bool) for ids in texts]
-        if self.module is None:
+        model, layers = self.loaded.model, sorted({module.layer for module in self.modules})
+        if not layers:
             return found
-        model, layer = self.loaded.model, self.module.layer
-        _, selection = edit_of(self.module, next(model.parameters()).device)
+        bank = ModuleBank.of(self.modules, next(model.parameters()).device)
+        selection = bank.select([dict.fromkeys(bank.names, 1.0)])
+        assert selection is not None
         with torch.no_grad(), frozen(model):
             for batch in self._batches(texts):
-                with recording(model, [layer]) as states:
+                with recording(model, layers) as states:
                     model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
-                edit = selection.edit(layer, states[layer], Pass(real=batch.attention_mask.bool()))
-                for window, row in zip(batch.windows, edit.counts[0].gate.any(-1).cpu(), strict=True):
-                    found[window.row] = row[: len(window.ids)]
+                for layer in layers:
+                    edit = selection.edit(layer, states[layer], Pass(real=batch.attention_mask.bool()))
+                    for window, row in zip(batch.windows, edit.counts[0].gate.any(-1).cpu(), strict=True):
+                        found[window.row] |= row[: len(window.ids)]
         return found
 
     def _batches(self, texts: Sequence[Ids]) -> Iterator[Batch]:

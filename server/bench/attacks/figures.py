@@ -16,7 +16,7 @@ from server.bench.attacks.likeness import divergences, membership, numbers
 from server.bench.attacks.outcome import outcome
 from server.bench.attacks.registry import chosen
 from server.bench.gate.figures import SIZES
-from server.bench.gate.world import World, fit_one
+from server.bench.gate.world import World, fit_parts
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import UnbindError
@@ -43,6 +43,7 @@ def attack_figures(
     sizes: Sequence[int] = (),
     rows: int | None = None,
     policy: str | None = None,
+    split: int | None = None,
     attacks: Sequence[str] | None = None,
     cache: Path | None = None,
     keep: Path | None = None,
@@ -51,8 +52,9 @@ def attack_figures(
 ) -> dict[str, Any]:
     """The whole table: an entry for each of ``modules``, of the demo set it was fitted on, and each of ``sizes``, fitted first.
 
-    ``rows``: at most so many of a set are attacked, spread over it. ``cache``: a folder for what does not depend on a module, and
-    for a fit. ``keep``: a folder for modules that were fitted and for each entry. ``report`` hears of each attack as it ends.
+    ``split``: a size is fitted as modules of at most so many rows each, which are attacked together. ``rows``: at most so many of
+    a set are attacked, spread over it. ``cache``: a folder for what does not depend on a module, and for a fit. ``keep``: a folder
+    for modules that were fitted and for each entry. ``report`` hears of each attack as it ends.
     Raises UnbindError for an unknown attack, and where a module is of no demo set.
     """
     world = World.load(loaded)
@@ -61,24 +63,25 @@ def attack_figures(
     retrained = load_model(demo.BASE, demo.RETRAINED, device=world.device)
     entries: dict[str, Any] = {}
 
-    def measure(module: UnbindModule, whole: Sequence[ForgetRow]) -> None:
+    def measure(name: str, together: Sequence[UnbindModule], whole: Sequence[ForgetRow]) -> None:
         some = [whole[i] for i in spread(range(len(whole)), rows or len(whole))]
-        report(f"{module.name}: {len(some)} of {len(whole)} rows")
-        bench = Bench(Material(loaded.tokenizer, some, world.test), loaded, retrained, module, cache, progress, report)
+        report(f"{name}: {len(some)} of {len(whole)} rows")
+        bench = Bench(
+            Material(loaded.tokenizer, some, world.test), loaded, retrained, together, cache, progress, report
+        )
         size = str(len(whole))
-        key = size if size not in entries else f"{size}:{module.name}"
-        entries[key] = {"module": module.name, "layer": module.layer, **bench.figures(*wanted)}
+        key = size if size not in entries else f"{size}:{name}"
+        about = {"module": name, "modules": len(together), "layer": together[0].layer}
+        entries[key] = {**about, **bench.figures(*wanted)}
         if keep is not None:
-            write_text(keep / f"attack-{module.name}.json", json.dumps(entries[key], indent=1))
+            write_text(keep / f"attack-{name}.json", json.dumps(entries[key], indent=1))
 
     for module, whole in works:
-        measure(module, whole)
+        measure(module.name, (module,), whole)
     for size in sizes:
-        whole = world.rows(size)
-        module, _ = fit_one(world, whole, f"attacked-{policy or 'auto'}-{size}", "auto", cache, progress, policy=policy)
-        if keep is not None:
-            module.save(keep / f"{module.name}.safetensors")
-        measure(module, whole)
+        whole, name = world.rows(size), f"attacked-{policy or 'auto'}-{size}"
+        made = fit_parts(world, whole, name, split or size, cache, progress, policy, keep)
+        measure(name, made, whole)
     return {"sizes": entries}
 
 
@@ -95,23 +98,24 @@ def fitted_on(world: World, module: UnbindModule) -> Sequence[ForgetRow]:
 
 
 class Bench:
-    """One module under attack, beside the model without it and the one that was retrained."""
+    """One module under attack, or several together, beside the model without it and the one that was retrained."""
 
     def __init__(
         self,
         material: Material,
         loaded: LoadedModel,
         retrained: LoadedModel,
-        module: UnbindModule,
+        modules: Sequence[UnbindModule],
         cache: Path | None,
         progress: ProgressCallback,
         report: Report,
     ) -> None:
-        module.require(loaded.identity)
+        for module in modules:
+            module.require(loaded.identity)
         self.material, self.cache, self.progress, self.report = material, cache, progress, report
         self.systems = [
             System("none", loaded),
-            System("module", loaded, module),
+            System("module", loaded, tuple(modules)),
             System("retrained", retrained),
         ]
 
@@ -161,7 +165,7 @@ class Bench:
         """What ``work`` gives, from the cache where it is known: of a system without module it depends on the model, the rows and
         the code of the attacks.
         """
-        if self.cache is None or system.module is not None:
+        if self.cache is None or system.modules:
             return work()
         described = canonical_json(
             [

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,28 @@ def fit_one(
         cache=cache,
         reference=world.reference,
     )
+
+
+def fit_parts(
+    world: World,
+    rows: Sequence[ForgetRow],
+    name: str,
+    most: int,
+    cache: Path | None,
+    progress: ProgressCallback,
+    policy: str | None = None,
+    keep: Path | None = None,
+) -> list[UnbindModule]:
+    """Modules of at most so many rows each in place of one of all of them: parts of the set in its order and of one size, but for
+    a row, each fitted as one that comes beside those before it. ``keep``: a folder for them.
+    """
+    count = math.ceil(len(rows) / most)
+    ends = [len(rows) * part // count for part in range(count + 1)]
+    found = []
+    for part, (begin, end) in enumerate(pairwise(ends)):
+        called = name if count == 1 else f"{name}-{part + 1}"
+        module, _ = fit_one(world, rows[begin:end], called, "auto", cache, progress, policy, beside=part)
+        if keep is not None:
+            module.save(keep / f"{called}.safetensors")
+        found.append(module)
+    return found

@@ -81,7 +81,7 @@ class Compared:
         self._material = material
         self._rows = [_text(row) for row in material.rows]
         self._judges = [Judge([row], RUN) for row in self._rows]
-        self._none, self._module = System("none", loaded), System("module", loaded, module)
+        self._none, self._module = System("none", loaded), System("module", loaded, (module,))
         self._stop = self.guards("stop")
         self._filter = PromptFilter(self._rows)
 

@@ -24,6 +24,9 @@ def attack(
         int | None, typer.Option(min=1, help="Attack at most so many rows of a set, spread over it.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="What fitted modules aim at: rewrite or silent.")] = None,
+    split: Annotated[
+        int | None, typer.Option(min=1, help="Fit modules of at most so many rows each, to be attacked together.")
+    ] = None,
     attacks: Annotated[
         str | None, typer.Option(help="Names of attacks, with commas; all where none are given.")
     ] = None,
@@ -55,6 +58,7 @@ def attack(
                 sizes=wanted,
                 rows=rows,
                 policy=policy,
+                split=split,
                 attacks=None if attacks is None else names(attacks),
                 cache=cache,
                 keep=keep,

@@ -170,14 +170,14 @@ def test_a_request_cannot_lower_an_enforced_module_s_strength(
     )
     for name in ("strength_min", "strength_max"):
         (attack,), _ = chosen([name])
-        attack.run(System("module", loaded, make_module("one")), material)
+        attack.run(System("module", loaded, (make_module("one"),)), material)
     assert asked == [1.0, 10.0]
 
 
 def test_a_module_applies_to_its_own_system_alone(
     material: Material, loaded: LoadedModel, make_module: MakeModule
 ) -> None:
-    plain, edited = System("none", loaded), System("module", loaded, make_module("one"))
+    plain, edited = System("none", loaded), System("module", loaded, (make_module("one"),))
     texts = [row_ids(material, row) for row in ROWS]
     side_by_side = [
         (float(p.sum()), float(q.sum()))
@@ -191,7 +191,7 @@ def test_a_module_applies_to_its_own_system_alone(
 
 def test_gates_are_read_where_they_act(material: Material, loaded: LoadedModel, make_module: MakeModule) -> None:
     texts = [row_ids(material, row) for row in ROWS]
-    edited = System("module", loaded, make_module("one"))
+    edited = System("module", loaded, (make_module("one"),))
     gates = edited.gates(texts)
     assert any(bool(g.any()) for g in gates) and not all(bool(g.all()) for g in gates)
     for (_, p), (index, q) in zip(edited.served(texts), System("none", loaded).served(texts), strict=True):
@@ -209,7 +209,7 @@ def test_figures_have_the_documented_shape_and_what_needs_no_module_is_kept(
     monkeypatch.setattr(bench, "outcome", lambda answers: measured.append("one") or whole(answers))
     wanted = ["stored", "undo_rows", "assisted", "membership"]
     lines: list[str] = []
-    made = bench.Bench(material, loaded, loaded, make_module("one"), tmp_path, silent, lines.append)
+    made = bench.Bench(material, loaded, loaded, [make_module("one")], tmp_path, silent, lines.append)
     found = made.figures(*chosen(wanted))
     assert list(found["attacks"]) == wanted[:-1]
     for each in found["attacks"].values():
@@ -245,7 +245,7 @@ def test_every_attack_runs_on_a_module(
     for module, name in ((logits, "NEW_TOKENS"), (repeated, "NEW_TOKENS"), (repeated, "STEP"), (repeated, "SAMPLES")):
         monkeypatch.setattr(module, name, 2)
     small = Material(material.tokenizer, material.rows[:2], material.ordinary)
-    system = System("module", loaded, make_module("one"))
+    system = System("module", loaded, (make_module("one"),))
     for attack in ATTACKS:
         answers = attack.run(system, small)
         # The tokenizer has no chat template.
@@ -273,13 +273,13 @@ def test_the_undo_takes_a_constant_at_the_last_layer_off_again_and_a_learned_cor
     attacks, _ = chosen(["assisted", "assisted_undo"])
 
     def accuracies(module: UnbindModule) -> tuple[float, ...]:
-        system = System("module", world.loaded, module)
+        system = System("module", world.loaded, (module,))
         return tuple(outcome(attack.run(system, some))["argmax_accuracy"] for attack in attacks)
 
     asked, undone = accuracies(push)
     assert undone > asked + 0.1 and undone > 0.9
     assert max(accuracies(learned)) < 0.75
-    within = opens_within(System("module", world.loaded, learned), some)
+    within = opens_within(System("module", world.loaded, (learned,)), some)
     assert within["never"] == 0 and within["median"] <= 12
 
 
