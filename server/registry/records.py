@@ -15,7 +15,7 @@ from sqlalchemy import Row, Select, func, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
-from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
+from server.registry.lifecycle import ALLOWED, LIVE, Action, InForce, binds, follow, in_force
 from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Origin, Takedown, new_job
 
@@ -54,6 +54,13 @@ def module_view(row: ModuleRow | Row[Any]) -> dict[str, Any]:
     acts = facts.get("action") != "report"
     said = {"in_force": in_force(row.state, row.scope, acts), "binds": binds(row.state, row.scope, acts)}
     return {**facts, **_record(row), **said}
+
+
+def here(view: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """A view as it stands where this model runs (its fingerprint; None: it is not known): a module for another binds nothing."""
+    if model is None or view["kind"] == Kind.GUARD or view["fingerprint"] == model:
+        return view
+    return {**view, "in_force": InForce.NONE, "binds": "nothing here: it is for a model that does not run here"}
 
 
 def _record(row: ModuleRow | Row[Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import end_job, job_view, made
 from server.registry.lifecycle import InForce, bound
-from server.registry.records import NewModule, add, module_view
+from server.registry.records import NewModule, add, here, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job
 from server.registry.transactions import Transactions
@@ -152,13 +152,7 @@ class Takedowns:
             ]
 
     def _view(self, row: ModuleRow) -> dict[str, Any]:
-        if self._model is None or row.kind == Kind.GUARD or row.fingerprint == self._model:
-            return module_view(row)
-        return {
-            **module_view(row),
-            "in_force": InForce.NONE,
-            "binds": "nothing here: it is for a model that does not run here",
-        }
+        return here(module_view(row), self._model)
 
     def purge(
         self, takedown_id: str, delete: Callable[[str, list[str]], None], actor: Actor, now: float

@@ -15,6 +15,7 @@ from server.errors import ApiError
 from server.registry.lifecycle import Action
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
+from server.registry.records import here
 from server.registry.refusals import AWAY, JointOutdated
 from server.registry.tables import JobKind, Kind, ModuleState
 from unbind_core.errors import UnbindError
@@ -169,7 +170,7 @@ def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
         canary = served.canaries.about(record["name"], record["digest"])
         told = {"canary": canary} if canary else {}
         return {**served.modules.describe(record["name"]), **record, "loaded": True, **told}
-    return {**record, "loaded": False, **_withheld(served, record)}
+    return {**here(record, served.model_fingerprint), "loaded": False, **_withheld(served, record)}
 
 
 def _of_another_model(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:

@@ -307,6 +307,9 @@ def test_a_server_of_another_model_says_at_its_start_what_it_does_without(
     registry.close()
     with caplog.at_level(logging.WARNING, "unbind"), live(checkpoint, tmp_path, ("own",)) as running:
         assert running.complete(headers={"X-Unbind-Modules": "own"}).status == 200
+        told = {one["name"]: one for one in running.admin("/modules?state=all").body["data"]}
+        assert told["own"]["in_force"] == "available" and not told["m0"]["loaded"]
+        assert (told["m0"]["in_force"], told["m0"]["binds"][:12]) == ("none", "nothing here")
     (said,) = [record.getMessage() for record in caplog.records if "for another model" in record.getMessage()]
     assert "than 'tiny', and without effect here: m0, m1, m2, m3, m4 and 1 more. " in said and "--adopt" in said
 
