@@ -139,6 +139,10 @@ def parse_retain(source: Path | Iterable[str], origin: str | None = None) -> lis
 
 
 def _read(source: Path | Iterable[str], origin: str | None, unnamed: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    if isinstance(source, str):  # whose characters would be lines
+        raise DataError(
+            f"{unnamed}: '{source[:80]}' is a string; give a file as Path(...), or the lines of one in a list"
+        )
     if not isinstance(source, Path):
         return _objects(source, origin or unnamed)
     origin = origin or str(source)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -75,6 +77,12 @@ def test_a_file_is_read_by_line_feeds_alone_with_or_without_a_byte_order_mark(tm
         parse_retain(path, "mine")
     with pytest.raises(IsADirectoryError):
         parse_retain(tmp_path)
+
+
+@pytest.mark.parametrize("parse", [parse_forget, parse_retain])
+def test_the_name_of_a_file_is_not_taken_for_its_lines(parse: Callable[[Any], object]) -> None:
+    with pytest.raises(DataError, match=r"'rows.jsonl' is a string; give a file as Path"):
+        parse("rows.jsonl")
 
 
 def test_blank_lines_are_skipped_and_counted() -> None:

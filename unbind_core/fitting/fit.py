@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import nn
@@ -56,6 +56,9 @@ def _check_options(options: FitOptions, layer_count: int) -> list[int]:
         raise DataError("layers: the list is empty; leave it out to try every layer")
     if not options.effort > 0:
         raise DataError(f"effort: {options.effort} is not above 0; 1 is the usual one, 0.1 a quick look")
+    for name, most in asdict(options.limits).items():
+        if not most >= 0:
+            raise DataError(f"budgets.{name}: {most} allows nothing, and no module costs less than 0; give 0 or more")
     if any(not 0 <= q <= 1 for q in options.quantiles) or not options.quantiles:
         raise DataError("quantiles: give at least one value between 0 and 1")
     if any(kappa < 0 for kappa in (*options.strengths, *options.norm_strengths)):
