@@ -169,11 +169,13 @@ def test_a_trial_waits_its_turn_where_requests_queue(engine: VllmEngine, monkeyp
         ),
         (("tensor-parallel-size=x",), "vLLM does not take"),
         (("kv-sharing-fast-prefill",), "fast prefill"),
+        (("quantization=fp8",), "quantization fp8 makes other weights"),
+        (("kv-cache-dtype=fp8",), "kv-cache-dtype fp8 rounds"),
         (("logprobs-mode=processed_logits",), "'logprobs-mode' is what this server says itself"),
     ],
 )
 def test_flags_that_do_not_go_with_modules_are_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
-    arguments = Arguments(str(demo.BASE), "float32", 512, 4, 64, "cpu", flags)
+    arguments = Arguments(str(demo.BASE), "bfloat16", 512, 4, 64, "cpu", flags)
     with pytest.raises(UnbindError, match=says):
         arguments.config()
 

@@ -56,6 +56,7 @@ class Arguments:
             config = self._arguments().create_engine_config()
         except (ValueError, TypeError, RuntimeError) as error:
             raise UnbindError(f"vllm_args: vLLM does not take them: {error}") from error
+        self._require_own_numerics(config)
         parallel = config.parallel_config
         for unsafe, what in (
             (config.speculative_config, "speculative decoding"),
@@ -78,6 +79,23 @@ class Arguments:
             scheduling.scheduler_cls = ASYNC_SCHEDULER if scheduling.async_scheduling else SCHEDULER
         cut(config.compilation_config)
         return config
+
+    @staticmethod
+    def _require_own_numerics(config: Any) -> None:
+        """Modules are held to the numerics of the checkpoint as it lies there. Raises UnbindError where others were asked for."""
+        model = config.model_config
+        stored = getattr(model.hf_config, "quantization_config", None) or getattr(
+            model.hf_text_config, "quantization_config", None
+        )
+        if model.quantization is not None and stored is None:
+            raise UnbindError(
+                f"vllm_args: quantization {model.quantization} makes other weights than modules are calibrated for while it loads "
+                "them; serve a checkpoint that is quantised, and have the modules measured for it (unbind module verify --adopt)"
+            )
+        if (kept := config.cache_config.cache_dtype) not in ("auto", str(model.dtype).removeprefix("torch.")):
+            raise UnbindError(
+                f"vllm_args: kv-cache-dtype {kept} rounds keys and values more than modules are calibrated for; leave it away"
+            )
 
     def _arguments(self) -> AsyncEngineArgs:
         found = self._parsed()
