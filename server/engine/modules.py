@@ -83,6 +83,7 @@ class ModuleTable:
         Raises UnbindError, and leaves all as it was, where the memory for them is not there; ModelMismatch where one was
         calibrated in other numerics than the model runs in.
         """
+        self.collect()  # what requests since ended have left takes no room from what comes
         wanted: dict[str, LoadedModule] = {}
         modules = list(modules)
         for module, _ in modules:

@@ -80,6 +80,25 @@ def test_a_module_that_was_missed_is_missed_until_it_is_loaded(tmp_path: Path, m
     registry.close()
 
 
+def test_what_an_ended_request_leaves_takes_no_room_from_what_comes(make_module: MakeModule) -> None:
+    bank = ModuleBank(torch.device("cpu"))
+
+    def reserve() -> None:
+        if len(bank) > 1:
+            raise UnbindError("there is room for one")
+
+    table = ModuleTable(bank, FLOAT32, reserve)
+    first, second = make_module("first"), make_module("second")
+    table.sync([(first, first.digest)])
+    running = table.pin(["first"])
+    table.sync([])
+    with pytest.raises(UnbindError, match="room for one"):
+        table.sync([(second, second.digest)])
+    del running
+    table.sync([(second, second.digest)])
+    assert list(table.current) == ["second"] and len(bank) == 1
+
+
 class Picky:
     """An engine that takes all but those of some names."""
 
