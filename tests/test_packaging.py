@@ -100,6 +100,7 @@ def test_every_package_that_the_code_imports_is_declared() -> None:
         if (top := name.split(".")[0]) not in sys.stdlib_module_names
         and top not in ("unbind_core", "unbind_lab", "server")
         and not (relative(path).startswith("server/engine/vllm/") and top in ("vllm", "zmq"))  # which the extra brings
+        and not (relative(path).startswith("unbind_core/cuda/") and top == "triton")  # which torch for CUDA brings
         and not (relative(path).startswith("server/exporting/") and top == "opentelemetry")  # likewise
         and not (relative(path).startswith("unbind_lab/building/") and top.startswith("tree_sitter"))  # likewise
         and not (relative(path) == "unbind_lab/plots.py" and top == "matplotlib")  # likewise

@@ -24,6 +24,7 @@ GROUPS = (
     "bench.guard",
     "bench.engines",
     "bench.scale",
+    "bench.step",
     "demo",
     "lab",
     "takedown",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unbind_core.applying.counts import PHASES, Counters
+from unbind_core.applying.fused import kernels_of
 from unbind_core.applying.gate_memory import Columns
 from unbind_core.applying.gates import FisherGates, NetworkGates
 from unbind_core.applying.kept_gates import LONGEST, KeptGates
@@ -29,9 +30,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.module_file import DETECTORS
 
 _CACHED_SELECTIONS = 64
-_BLOCK = (
-    128  # modules of a block, at most, whose gates go by kept states; networks of the usual size are packed in 5 ms
-)
+_BLOCK = 128  # modules of a block, at most, whose gates go by kept states; usual networks are packed in 5 ms
 _BLOCK_COLUMNS = 4096  # columns of running sums of a block
 
 
@@ -45,18 +44,19 @@ class ModuleBank:
         one_table: bool = False,
         summed_columns: int | None = None,
         requests: int = 0,
+        kernels: bool | None = None,
     ) -> None:
         """An empty bank whose tensors will live on ``device``. ``one_table``: the modules of all layers share the columns of one
         memory between them, where an engine keeps one for all layers. ``summed_columns``: so many columns of its memory a layer
         has for running sums of heads; the gates of further modules go by the states that are kept (``KeptGates``). Default: as
         many as a state has numbers, with which that memory is the smaller; in one table all gates go by running sums.
         ``requests``: how many an engine has at a time, so that :meth:`looks` tells how near gates come; 0: nobody looks.
+        ``kernels``: whether decode steps go through those of ``cuda/``; None: where they can be built, on a CUDA device.
         """
-        if summed_columns is None and one_table:
-            summed_columns = sys.maxsize
-        self._summed_columns = summed_columns
+        self._summed_columns = sys.maxsize if summed_columns is None and one_table else summed_columns
         self._device = torch.device(device)
         self._one_table = one_table
+        self._kernels = kernels_of(self._device, kernels)
         self._lock = threading.RLock()
         self._modules: dict[str, UnbindModule] = {}
         self._slots: dict[str, int] = {}
@@ -268,7 +268,7 @@ class ModuleBank:
                 gates = NetworkGates(modules, networks, on, starts, width, self._device)
         kappa = torch.tensor([module.kappa for module in modules], device=self._device)
         slots = torch.tensor([self._slots[name] for name in names], device=self._device)
-        return Part(names, gates, tensors, kappa, slots, strength, on, self.requests)
+        return Part(names, gates, tensors, kappa, slots, strength, on, self.requests, self._kernels)
 
     def _networks_of(self, modules: Sequence[UnbindModule]) -> Networks:
         """Their networks in blocks, which selections share. A module is in the block of those with its window whose columns are

@@ -47,11 +47,14 @@ class Corrections:
     def __init__(self, tensors: Sequence[Mapping[str, Tensor]], factors: Tensor) -> None:
         """``tensors`` are the modules' own, on the device of ``factors``: v of a push, u, a and c of the low-rank kind."""
         self._tensors, self._factors = tuple(tensors), factors
-        self.width = 2 * sum(own["u"].shape[1] for own in tensors if "u" in own)  # as of gates, beside the constants
+        self.ranks = [own["u"].shape[1] if "u" in own else 0 for own in tensors]
+        self.width = 2 * sum(self.ranks)  # as of gates, beside the constants
 
     @cached_property
-    def _stacked(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of all modules. Made when it is needed, which on a CPU is seldom: of many modules few act in a pass."""
+    def stacked(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``into``, ``back`` and ``owner`` of all modules, see :func:`added`. Made when it is needed, which on a CPU is seldom:
+        of many modules few act in a pass.
+        """
         with torch.inference_mode(False):  # a selection that was first used in inference mode must serve outside it too
             return self._stack(range(len(self._tensors)))
 
@@ -80,5 +83,5 @@ class Corrections:
             if len(acting) <= len(self._tensors) // FEW:
                 into, back, owner = self._stack(acting)
                 return added(states, amount[..., acting], into, back, owner, to)
-        into, back, owner = self._stacked
+        into, back, owner = self.stacked
         return added(states, amount, into, back, owner, to)

@@ -57,6 +57,19 @@ class Tally:
         self._open = [torch.zeros_like(evaluated) for evaluated in self._evaluated]
         self._gates: list[list[Tensor]] = [[] for _ in PHASES]  # of passes that are not added up yet, [n,m]
         self._counting = [0] * len(PHASES)  # how many those are
+        self._bins: Tensor | None = None
+
+    def bins(self, phase: int) -> Tensor:
+        """int64 [m,boundaries + 2], to be counted in on the device: positions evaluated, by how many boundaries their scores reach,
+        and open gates.
+        """
+        with self._lock:
+            if self._bins is None:
+                with torch.inference_mode(False):
+                    self._bins = self._on.new_zeros(
+                        (len(PHASES), self._on.shape[2], len(BOUNDARIES) + 2), dtype=torch.int64
+                    )
+            return self._bins[phase]
 
     def add(self, phase: int, count: Count) -> None:
         """Take in what one pass did."""
@@ -115,6 +128,12 @@ class Tally:
         self.look()
         if self._below is not None:
             looks.index_add_(1, self._slots, self._below)
+        if self._bins is not None:
+            reached, gates = self._bins[:, :, :-1], self._bins[:, :, -1]
+            evaluated.index_add_(1, self._slots, reached.sum(2))
+            opened.index_add_(1, self._slots, gates)
+            if self._below is not None:  # a score that reaches fewer boundaries is below those that follow
+                looks.index_add_(1, self._slots, reached.sum(0).cumsum(1).t())
         for phase, passes in enumerate(self._passes):
             with self._lock:
                 self._add_up(phase)

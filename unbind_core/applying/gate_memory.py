@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 import torch
 from torch import Tensor
 
-from unbind_core.applying.places import WHOLE_ROW, Places
+from unbind_core.applying.places import WHOLE_ROW, Addresses, Places
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
 
@@ -97,7 +97,7 @@ class SlotPlaces(Places):
         batch, length = positions.shape
         firsts = torch.arange(batch, device=positions.device) * length
         super().__init__(positions.reshape(-1), firsts, starts)
-        self._memory = memory
+        self._memory, self._slots = memory, slots
         self._first = slots * (memory.length + 2) + 1  # the row of each slot's position 0; the one in front is zeros
 
     @classmethod
@@ -113,15 +113,22 @@ class SlotPlaces(Places):
         """Of the layer's table seen as [slots x (length + 2), columns]."""
         return positions + (self._first if sequences is None else self._first.index_select(0, sequences))
 
+    def addresses(self, layer: int, width: int) -> Addresses | None:
+        """See :meth:`Places.addresses`: a slot is one page, zeros and bin included."""
+        size = self._memory.length + 2
+        return Addresses(self._table(layer, width), self.positions, 0, self._slots.unsqueeze(1), size, False)
+
+    def _table(self, layer: int, width: int) -> Tensor:
+        table = self._memory.table(layer, width)
+        return table.view(-1, table.shape[2])
+
     def read(self, layer: int, rows: Tensor, width: int, part: slice = WHOLE_ROW) -> Tensor:
         """See :meth:`Places.read`."""
-        table = self._memory.table(layer, width)
-        return table.view(-1, table.shape[2])[:, part].index_select(0, rows)
+        return self._table(layer, width)[:, part].index_select(0, rows)
 
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
         """See :meth:`Places.write`."""
-        table = self._memory.table(layer, 0)
-        rows = table.view(-1, table.shape[2])
+        rows = self._table(layer, 0)
         if isinstance(columns, slice):
             rows[:, columns].index_copy_(0, self.here, values)
         else:

@@ -130,7 +130,10 @@ class NetworkGates:
             self._spread = torch.tensor(every, device=device)
         windows = [(module.window, module.first) for module in modules]
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
-        self._close = torch.tensor(closes, device=device)
+        self.close = torch.tensor(closes, device=device)
+        own = zip(columns, counts, modules, strict=True)
+        # Of each module its first column, heads, window, first and least.
+        self.described = [(column, heads, one.window, one.first, one.least) for column, heads, one in own]
 
         self._windows = tuple(sorted(set(windows)))
         # What sums up to a position are divided by, one row a position until it is the same for all that follow; none counts
@@ -158,7 +161,7 @@ class NetworkGates:
             slice_or_index([column - first_column for column in part], device)
             for part in (in_order, states, *by_window)
         )
-        self.width, self._table_width, self.blocks = networks.width, width, networks.blocks
+        self.width, self.table_width, self.blocks = networks.width, width, networks.blocks
 
     def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
         """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]. Without places in the pass the rows of a batch are whole
@@ -177,17 +180,17 @@ class NetworkGates:
             real = real.reshape(-1, 1)
             z = z.masked_fill_(~real, 0)  # whatever padding holds, NaN included
         if places.alone:  # all that one position needs is there already: read at once, written at once
-            found = places.read(layer, places.behind(((1, 0), *self._windows)), self._table_width, self._part)
+            found = places.read(layer, places.behind(((1, 0), *self._windows)), self.table_width, self._part)
             before, lagged = found[: len(z)], found[len(z) :]
             sums = z.add_(before[:, self._read_columns])
         else:
-            before = places.read(layer, places.before, self._table_width, self._part)
+            before = places.read(layer, places.before, self.table_width, self._part)
             sums = places.summed(z, before[:, self._read_columns])
             places.write(layer, self._columns, sums)
-            lagged = places.read(layer, places.behind(self._windows), self._table_width, self._part)
+            lagged = places.read(layer, places.behind(self._windows), self.table_width, self._part)
         e = self._means(sums, lagged, places.positions)
         was_open = before[:, self._read_states] > 0
-        opens, closes = e >= 1, e < self._close
+        opens, closes = e >= 1, e < self.close
         if real is not None:
             opens, closes = opens & real, closes & real
         held = places.held(opens, closes, was_open)

@@ -78,11 +78,11 @@ class Requests:
     def __init__(self, most: int, device: torch.device, settle: Callable[[], None]) -> None:
         """``settle`` has everything counted that still waits, before rows change hands."""
         self._most, self._device, self._settle = most, device, settle
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # while the tables are in use
         self._rows: OrderedDict[Hashable, int] = OrderedDict()  # the one used last stands last
         self._free = list(range(most))
-        self._opened = torch.zeros((most, _FIRST), dtype=torch.bool, device=device)
-        self._counts = torch.zeros(_FIRST, dtype=torch.int64, device=device)
+        self.opened = torch.zeros((most, _FIRST), dtype=torch.int32, device=device)  # 1 where a gate has been open
+        self.counts = torch.zeros(_FIRST, dtype=torch.int64, device=device)
         self._last: tuple[tuple[Hashable, ...], Tensor] | None = None
 
     def rows(self, names: Sequence[Hashable]) -> Tensor:
@@ -93,7 +93,7 @@ class Requests:
             return last[1]
         if len(self._free) < len(key):
             self._make_room()
-        with self._lock:
+        with self.lock:
             for name in key:
                 if name not in self._rows:
                     self._rows[name] = self._free.pop()
@@ -104,9 +104,9 @@ class Requests:
 
     def _make_room(self) -> None:
         self._settle()
-        with self._lock, torch.inference_mode(False):
+        with self.lock, torch.inference_mode(False):
             gone = [self._rows.popitem(last=False)[1] for _ in range(min(len(self._rows), self._most // 2))]
-            self._opened[torch.tensor(gone, device=self._device)] = False
+            self.opened[torch.tensor(gone, device=self._device)] = 0
             self._free += gone
             self._last = None
 
@@ -114,21 +114,21 @@ class Requests:
         """Gates bool [N,m] of the modules in ``slots`` int64 [m] at positions of the requests in ``rows`` int64 [N]."""
         hits = torch.zeros((self._most, len(slots)), dtype=torch.int32, device=self._device)
         hits.index_add_(0, rows, gate.int())
-        with self._lock:
-            before = self._opened.index_select(1, slots)
+        with self.lock:
+            before = self.opened.index_select(1, slots)
             now = before | (hits > 0)
-            self._counts.index_add_(0, slots, (now & ~before).sum(0))
-            self._opened.index_copy_(1, slots, now)
+            self.counts.index_add_(0, slots, (now - before).sum(0))
+            self.opened.index_copy_(1, slots, now)
 
     def reach(self, slots: int) -> None:
         """Have columns for so many slots of modules."""
-        with self._lock, torch.inference_mode(False):
-            while self._opened.shape[1] < slots:
-                self._opened = functional.pad(self._opened, (0, self._opened.shape[1]))
-                self._counts = functional.pad(self._counts, (0, len(self._counts)))
+        with self.lock, torch.inference_mode(False):
+            while self.opened.shape[1] < slots:
+                self.opened = functional.pad(self.opened, (0, self.opened.shape[1]))
+                self.counts = functional.pad(self.counts, (0, len(self.counts)))
 
     def read(self) -> list[int]:
         """By slot, the requests in which its gate was open; waits for the device."""
-        with self._lock:
-            counts = self._counts.clone()
+        with self.lock:
+            counts = self.counts.clone()
         return [int(count) for count in counts.tolist()]

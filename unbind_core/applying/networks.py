@@ -68,8 +68,18 @@ class Block:
 
     def _padded_scores(self, states: Tensor) -> Tensor:
         """FP32 [m,N,most], ``_NO_HEAD`` or so where a module has fewer heads."""
-        hidden = self._into(states).view(len(states), -1, self.hidden).transpose(0, 1)
-        return torch.baddbmm(self._heads_b, hidden, self._heads)
+        if states.device.type == "cpu":
+            return torch.baddbmm(self._heads_b, self._hidden(states), self._heads)
+        products, offsets = self.products(states)  # elsewhere it copies the offsets first
+        return products.add_(offsets)
+
+    def products(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as a sum that is still to be made: FP32 [m,N,most], and [m,1,most] that are the same for all states."""
+        return torch.bmm(self._hidden(states), self._heads), self._heads_b
+
+    def _hidden(self, states: Tensor) -> Tensor:
+        """FP32 [m,N,hidden]."""
+        return self._into(states).view(len(states), -1, self.hidden).transpose(0, 1)
 
     def scores_of(self, which: int, states: Tensor) -> Tensor:
         """The scores of one module, [n,most], likewise: states FP32 [n,d]."""

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 WHOLE_ROW = slice(None)
+
+
+class Addresses(NamedTuple):
+    """How a kernel finds the rows of N states that are each a sequence of its own, in a layer's ``memory`` int32 [rows,columns].
+
+    State i is at position ``positions[i] + ahead``, int [N], and the row of a position p is 1 + ``tables[i, p // size]`` x ``size``
+    + p mod ``size``, int [N,pages]; the one in front is row 0 where the memory is ``paged``, else the one before position 0's.
+    """
+
+    memory: Tensor
+    positions: Tensor
+    ahead: int
+    tables: Tensor
+    size: int
+    paged: bool
 
 
 class Places(ABC):
@@ -40,6 +56,12 @@ class Places(ABC):
     @abstractmethod
     def write(self, layer: int, columns: Tensor | slice, values: Tensor) -> None:
         """Keep int32 ``values`` [N,columns] at the states' own rows."""
+
+    def addresses(self, layer: int, width: int) -> Addresses | None:
+        """Where every state is a sequence of its own, what a kernel needs to find its rows; None where none can. ``width`` as in
+        :meth:`read`.
+        """
+        return None
 
     @property
     def alone(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unbind_core.applying.corrections import Corrections
 from unbind_core.applying.counts import PHASES, Count, Tally
+from unbind_core.applying.fused import Decided, FusedPart
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
 from unbind_core.applying.kept_gates import KeptGates
 from unbind_core.applying.looks import Requests
@@ -23,7 +24,7 @@ class Edit(NamedTuple):
     """Edited states, and the counts of the gates that decided, one for each detector kind at the layer."""
 
     states: Tensor
-    counts: tuple[Count, ...]
+    counts: tuple[Count | Decided, ...]
 
     def totals(self) -> tuple[int, int]:
         """(positions evaluated, gates open) over all modules; waits for the device."""
@@ -47,10 +48,11 @@ class Part:
         strength: Tensor,
         on: Tensor,
         requests: Requests | None = None,
+        kernels: Any | None = None,
     ) -> None:
         """``tensors`` are the modules' own; kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks
         for, R being 1 where all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa. ``requests``: those that are
-        told apart, where anybody looks at scores.
+        told apart, where anybody looks at scores. ``kernels``: those of ``cuda/``, for decode steps.
         """
         self._names = tuple(names)
         self._gates, self.blocks = gates, gates.blocks
@@ -65,10 +67,29 @@ class Part:
         self._strength = None if alike else strength
         self._corrections = Corrections(tensors, kappa * most if alike else kappa)
         self.width = gates.width + self._corrections.width  # products of a state with a vector of its size
+        self._fused: FusedPart | None = None
+        if kernels is not None and isinstance(gates, NetworkGates):
+            self._fused = FusedPart(
+                kernels,
+                self._names,
+                gates,
+                self._corrections,
+                on,
+                self._strength,
+                self._acts,
+                slots,
+                self.tally,
+                requests,
+            )
 
-    def __call__(self, edited: Tensor, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Count]:
-        """``edited`` [...,d] with this part's corrections, which are read off ``states`` alone; and what its gates did."""
-        states = states.float()  # once for all that follows
+    def __call__(
+        self, edited: Tensor, layer: int, states: Tensor, pass_: Pass, in_place: bool = False
+    ) -> tuple[Tensor, Count | Decided]:
+        """``edited`` [...,d] with this part's corrections, which are read off ``states`` FP32 alone; and what its gates did.
+        ``in_place``: it may itself be changed.
+        """
+        if self._fused is not None and (where := self._fused.where(edited, layer, states, pass_)) is not None:
+            return self._fused(edited, states, pass_, where, in_place)
         a, gate = self._gates(layer, states, pass_)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
@@ -112,21 +133,26 @@ class Selection:
         """The blocks of networks that its gates have, which other selections may share."""
         return [block for own in self._parts.values() for part in own for block in part.blocks]
 
-    def edit(self, layer: int, states: Tensor, pass_: Pass = WHOLE, to: Tensor | None = None) -> Edit:
+    def edit(
+        self, layer: int, states: Tensor, pass_: Pass = WHOLE, to: Tensor | None = None, in_place: bool = False
+    ) -> Edit:
         """The edited states of one layer (Section 4.3, eq. (10)), same shape and dtype; the input stays as it is, and is given back
         where nothing is added.
 
         ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. ``to``: what the corrections are added to and what is given
-        back, where an engine keeps a state as a sum of parts; None for the states themselves. In FP32 throughout; all modules of
+        back, where an engine keeps a state as a sum of parts; None for the states themselves. ``in_place``: ``to`` may itself be
+        changed. In FP32 throughout; all modules of
         the layer read the same unmodified states. Raises UnbindError where the batch has other rows than the selection.
         """
         if pass_.rows is None and self.rows not in (1, states.shape[0]):
             raise UnbindError(
                 f"rows: the selection has {self.rows} rows, the batch {states.shape[0]}; pass rows, an index each"
             )
-        edited, counts = states if to is None else to, []
+        edited, counts = states if to is None else to, list[Count | Decided]()
+        read = states.float()  # once for all that follows
+        in_place = in_place and (read is not edited or len(self._parts[layer]) == 1)
         with threads_for(states.device, states.numel() * self._width[layer]):
             for part in self._parts[layer]:
-                edited, count = part(edited, layer, states, pass_)
+                edited, count = part(edited, layer, read, pass_, in_place)
                 counts.append(count)
         return Edit(edited, tuple(counts))

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from server.engine.vllm.batch import Batch
-from server.engine.vllm.pages import PagedMemory, Pages
+from server.engine.vllm.pages import LastPositions, PagedMemory, Pages
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass, Record
 from unbind_core.applying.selection import Selection
@@ -97,8 +97,10 @@ class Edits:
         if step is None or layer not in step.selection.layers:
             return
         mine = hidden[: step.count]
-        states = mine if residual is None else mine + residual[: step.count]
-        edited = step.selection.edit(layer, states, step.pass_, to=mine).states
+        states = mine
+        if residual is not None:  # rounded as the layer's own sum is, and FP32 at once, as it is read
+            states = torch.add(mine, residual[: step.count], out=mine.new_empty(mine.shape, dtype=torch.float32))
+        edited = step.selection.edit(layer, states, step.pass_, to=mine, in_place=True).states
         if edited is not mine:
             mine.copy_(edited)
 
@@ -122,9 +124,9 @@ class Edits:
         device = begins.device
         # Where every request has one token, as in most steps, what is said by request is said by position already.
         which: Tensor | None = None
-        if max(counts) == 1:
-            starts = positions = ours.seq_lens[:size].long() - 1
-        else:
+        starts: Tensor | None = None
+        positions: Tensor | None = None
+        if max(counts) > 1:
             lengths = begins.diff()
             starts = ours.seq_lens[:size].long() - lengths
             which = torch.arange(size, device=device).repeat_interleave(lengths, output_size=count)
@@ -133,13 +135,17 @@ class Edits:
         def spread(values: Tensor | None) -> Tensor | None:
             return values if values is None or which is None else values[which]
 
-        places = None
+        places: Pages | None = None
         if selection.remembers:
             assert self._memory is not None
-            places = Pages(self._memory, ours.block_table, begins[:-1], starts, positions, ours.slot_mapping[:count])
+            here = ours.slot_mapping[:count]
+            if starts is None or positions is None:
+                places = LastPositions(self._memory, ours.block_table, ours.seq_lens[:size], here)
+            else:
+                places = Pages(self._memory, ours.block_table, begins[:-1], starts, positions, here)
             if self.checks > 0:
                 self.checks -= 1
-                if not torch.equal(places.rows(positions, places.sequences), places.here):
+                if not torch.equal(places.rows(places.positions, places.sequences), places.here):
                     raise UnbindError("vLLM's pages are not where the gates look for them")
         computed = runner.num_computed_tokens_cpu[:size]
         later = (computed >= runner.num_prompt_tokens[:size]).tolist()

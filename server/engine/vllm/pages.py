@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unbind_core.applying.places import WHOLE_ROW, Places
+from unbind_core.applying.places import WHOLE_ROW, Addresses, Places
 
 
 class PagedMemory:
@@ -62,3 +62,36 @@ class Pages(Places):
             self._memory.table[:, columns].index_copy_(0, self.here, values)
         else:
             self._memory.table[self.here.unsqueeze(1), columns] = values
+
+
+class LastPositions(Pages):
+    """Where every sequence has one token of the step, its last, as in most steps: nothing is computed before somebody asks."""
+
+    def __init__(self, memory: PagedMemory, table: Tensor, lengths: Tensor, slots: Tensor) -> None:
+        """``lengths`` int [S], of the sequences with their token of the step; the rest as :class:`Pages` has it."""
+        self._lengths, self._behind = lengths, {}
+        self._memory, self._pages, self._slots = memory, table, slots
+
+    @property
+    def alone(self) -> bool:
+        """See :attr:`Places.alone`."""
+        return True
+
+    @cached_property
+    def positions(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Places`."""
+        return self._lengths.long() - 1
+
+    @cached_property
+    def starts(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Places`."""
+        return self.positions
+
+    @cached_property
+    def firsts(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Places`."""
+        return torch.arange(len(self._lengths), device=self._lengths.device)
+
+    def addresses(self, layer: int, width: int) -> Addresses | None:
+        """See :meth:`Places.addresses`."""
+        return Addresses(self._memory.table, self._lengths, -1, self._pages, self._memory.size, True)

@@ -1,0 +1,1 @@
+"""What a CUDA device does with kernels of its own; nothing here is imported where there is none."""
