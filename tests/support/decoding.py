@@ -66,10 +66,11 @@ def some_modules(drawn: random.Random, d: int, count: int) -> list[UnbindModule]
     model = ModelIdentity("f" * 64, "tiny", d, 4)
     made = [make_module(model, "paper", LAYER, seed=99, s_ref=0.0, tau=0.5)]
     for i in range(count):
+        window = drawn.choice((1, 2, 5, 32, 64))
         changes: dict[str, Any] = {
-            "window": drawn.choice((1, 2, 5, 32, 64)),
+            "window": window,
             "first": drawn.choice((0, 0, 3)),
-            "least": drawn.choice((1, 1, 4)),
+            "least": min(window, drawn.choice((1, 1, 4))),
             "tau_close": drawn.choice((None, 0.0, 0.5)),
             "tau": drawn.choice((0.5, 1.0, 2.0)),
             "s_ref": drawn.choice((-2.0, 0.5, 1.5)),
