@@ -67,8 +67,11 @@ def threads_for(device: torch.device, multiplications: int, shared: int | None =
     """Inside, as many threads as serve so much work: one where it is no more than ``shared`` (default SHARED) on a CPU, as waking
     the others can cost ten times the work.
     """
+    if device.type != "cpu":
+        yield
+        return
     every = torch.get_num_threads()
-    little = device.type == "cpu" and multiplications <= (SHARED if shared is None else shared)
+    little = multiplications <= (SHARED if shared is None else shared)
     torch.set_num_threads(1 if little else every)
     try:
         yield
