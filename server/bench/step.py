@@ -94,7 +94,7 @@ def run(
         made = [random_module(identity, number, LAYER, "network lowrank") for number in range(many)]
         for gates, reference in (("closed", CLOSED), ("open", -CLOSED)):
             banks = {
-                way: ModuleBank(device, one_table=True, requests=4 * max(batches), kernels=kernels)
+                way: ModuleBank(device, one_table=True, requests=4 * max(batches), kernels=kernels, dtype=dtype)
                 for way, kernels in ways.items()
             }
             for bank in banks.values():

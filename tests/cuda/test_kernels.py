@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.decoding import compared
+from unbind_core.applying.fused import Kernels, kernels_of
 
 DEVICE = torch.device("cuda", 0)
 
@@ -18,10 +19,36 @@ def test_kernels_do_what_torch_does(dtype: torch.dtype, paged: bool) -> None:
 
 
 def test_kernels_are_what_decode_steps_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    from unbind_core.cuda import decoding
+    from unbind_core.cuda.decoding import DecodeKernels
 
     launched = []
-    correct = decoding.correct
-    monkeypatch.setattr(decoding, "correct", lambda *given: launched.append(correct(*given)))
+    correct = DecodeKernels.correct
+    monkeypatch.setattr(DecodeKernels, "correct", lambda *given: launched.append(correct(*given)))
     compared(DEVICE, torch.bfloat16, True, 0, kernels=None)
     assert launched
+
+
+@pytest.mark.parametrize("d", [24, 30])  # whose rows are aligned to 16 bytes, and not
+def test_they_are_compiled_for_the_kinds_of_memory_and_launched_as_they_are_compiled(d: int) -> None:
+    from unbind_core.applying.fused import PAGED, SLOTS
+    from unbind_core.cuda import kernels
+
+    for kind in (PAGED, SLOTS):
+        made = Kernels(DEVICE).made(d, torch.bfloat16, *kind)
+        assert made is not None
+        assert made._decide is not kernels.decide and made._correct is not kernels.correct
+
+
+def test_a_step_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels_of.cache_clear()
+    asked = []
+    compiled = Kernels._compiled
+    monkeypatch.setattr(Kernels, "_compiled", lambda own, *key: asked.append(key) or compiled(own, *key))
+    kernels = kernels_of(DEVICE, True)
+    assert kernels is not None
+    for paged in (True, False):
+        kernels.prepare(24, torch.bfloat16, paged=paged)
+    before = list(asked)
+    for paged in (True, False):
+        compared(DEVICE, torch.bfloat16, paged, 0)
+    assert asked == before and len(before) == 2

@@ -45,18 +45,19 @@ class ModuleBank:
         summed_columns: int | None = None,
         requests: int = 0,
         kernels: bool | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """An empty bank whose tensors will live on ``device``. ``one_table``: the modules of all layers share the columns of one
         memory between them, where an engine keeps one for all layers. ``summed_columns``: so many columns of its memory a layer
         has for running sums of heads; the gates of further modules go by the states that are kept (``KeptGates``). Default: as
         many as a state has numbers, with which that memory is the smaller; in one table all gates go by running sums.
         ``requests``: how many an engine has at a time, so that :meth:`looks` tells how near gates come; 0: nobody looks.
-        ``kernels``: whether decode steps go through those of ``cuda/``; None: where they can be built, on a CUDA device.
+        ``kernels``: whether decode steps go through those of ``cuda/``; None: on a CUDA device. They are compiled when the first
+        module comes, for states of this ``dtype``; None: in the first step.
         """
         self._summed_columns = sys.maxsize if summed_columns is None and one_table else summed_columns
-        self._device = torch.device(device)
-        self._one_table = one_table
-        self._kernels = kernels_of(self._device, kernels)
+        self._device, self._one_table = torch.device(device), one_table
+        self._kernels, self._dtype = kernels_of(self._device, kernels), dtype
         self._lock = threading.RLock()
         self._modules: dict[str, UnbindModule] = {}
         self._slots: dict[str, int] = {}
@@ -84,15 +85,14 @@ class ModuleBank:
 
         Raises ModelMismatch where the bank already holds modules of another model.
         """
+        if self._kernels is not None and self._dtype is not None and module.heads is not None:
+            self._kernels.prepare(module.w.shape[1], self._dtype, paged=self._one_table)
         with self._lock:
-            for other in self._modules.values():
-                if other.name != module.name:
-                    module.require(other.model)
-                    break
-            replaced = self._modules.get(module.name)
-            if replaced is not None and replaced.digest == module.digest:
-                return
-            if replaced is not None:
+            if others := self._modules.keys() - {module.name}:
+                module.require(self._modules[others.pop()].model)
+            if replaced := self._modules.get(module.name):
+                if replaced.digest == module.digest:
+                    return
                 self.remove(module.name)
             self._modules[module.name] = module
             self._tensors[module.name] = {key: part.to(self._device) for key, part in module.tensors.items()}
@@ -173,9 +173,8 @@ class ModuleBank:
     def select(self, rows: Sequence[Mapping[str, float]]) -> Selection | None:
         """The selection for a batch: per row, module name -> strength as a multiple of the calibrated kappa.
 
-        Strength 0 measures without changing anything. None when no row asks for any module. Equal arguments give the
-        same object until the bank changes. Raises UnknownModule, and UnbindError on a strength that is negative or not
-        finite.
+        Strength 0 measures without changing anything. None when no row asks for any module. Equal arguments give the same object
+        until the bank changes. Raises UnknownModule, and UnbindError on a strength that is negative or not finite.
         """
         key = tuple(tuple(sorted(row.items())) for row in rows)
         if len(set(key)) == 1:  # one row for all, so that a batch may grow and shrink
@@ -185,8 +184,7 @@ class ModuleBank:
                 self._cache.move_to_end(key)
                 return self._cache[key]
             with torch.inference_mode(False):  # a selection made in inference mode must serve outside it too
-                selection = self._select(rows)
-            self._cache[key] = selection
+                self._cache[key] = selection = self._select(rows)
             if len(self._cache) > _CACHED_SELECTIONS:
                 self._cache.popitem(last=False)
             return selection

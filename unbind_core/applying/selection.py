@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unbind_core.applying.corrections import Corrections
 from unbind_core.applying.counts import PHASES, Count, Tally
-from unbind_core.applying.fused import Decided, FusedPart
+from unbind_core.applying.fused import Decided, FusedPart, Kernels
 from unbind_core.applying.gates import FisherGates, NetworkGates, of_rows
 from unbind_core.applying.kept_gates import KeptGates
 from unbind_core.applying.looks import Requests
@@ -48,7 +48,7 @@ class Part:
         strength: Tensor,
         on: Tensor,
         requests: Requests | None = None,
-        kernels: Any | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """``tensors`` are the modules' own; kappa FP32 [m], slots int64 [m]; ``on`` bool [R,1,m] says which modules each row asks
         for, R being 1 where all ask for the same, ``strength`` FP32 [R,1,m] how many times kappa. ``requests``: those that are
@@ -69,17 +69,9 @@ class Part:
         self.width = gates.width + self._corrections.width  # products of a state with a vector of its size
         self._fused: FusedPart | None = None
         if kernels is not None and isinstance(gates, NetworkGates):
+            amounts = self._acts.float() if alike else torch.where(self._acts, strength, 0.0)
             self._fused = FusedPart(
-                kernels,
-                self._names,
-                gates,
-                self._corrections,
-                on,
-                self._strength,
-                self._acts,
-                slots,
-                self.tally,
-                requests,
+                kernels, self._names, gates, self._corrections, on, amounts, slots, self.tally, requests
             )
 
     def __call__(
@@ -88,8 +80,8 @@ class Part:
         """``edited`` [...,d] with this part's corrections, which are read off ``states`` FP32 alone; and what its gates did.
         ``in_place``: it may itself be changed.
         """
-        if self._fused is not None and (where := self._fused.where(edited, layer, states, pass_)) is not None:
-            return self._fused(edited, states, pass_, where, in_place)
+        if self._fused is not None and (done := self._fused(edited, layer, states, pass_, in_place)) is not None:
+            return done
         a, gate = self._gates(layer, states, pass_)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
@@ -141,8 +133,8 @@ class Selection:
 
         ``states`` [B,T,d] or [N,d], of which ``pass_`` says the rest. ``to``: what the corrections are added to and what is given
         back, where an engine keeps a state as a sum of parts; None for the states themselves. ``in_place``: ``to`` may itself be
-        changed. In FP32 throughout; all modules of
-        the layer read the same unmodified states. Raises UnbindError where the batch has other rows than the selection.
+        changed. In FP32 throughout; all modules of the layer read the same unmodified states. Raises UnbindError where the batch
+        has other rows than the selection.
         """
         if pass_.rows is None and self.rows not in (1, states.shape[0]):
             raise UnbindError(

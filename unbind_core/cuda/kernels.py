@@ -1,8 +1,8 @@
 """A decode step's edit at one layer in two kernels: what gates decide, and what the open ones add.
 
 Written in Triton, which every CUDA build of torch brings, and launched by ``decoding.py``. The arithmetic of gates is that of
-``NetworkGates``, to the last bit; that of corrections is ``added`` in another order. No size is part of what is compiled, so that
-modules come and go, and batches grow, without a pause. Triton reads annotations as code, so there are none.
+``NetworkGates``, to the last bit; that of corrections is ``added`` in another order. No size but that of a state is part of what is
+compiled, so that modules come and go, and batches grow, without a pause. Triton reads annotations as code, so there are none.
 """
 
 import triton
@@ -67,9 +67,12 @@ def _within(state, d, into, ranks, rank, amount, out):
 @triton.jit(
     do_not_specialize=[
         "count", "most", "first_module", "modules_in_all", "ranks", "by_row", "width", "ahead", "pages_width", "size", "paged",
-        "has_counted", "has_requests", "opened_width", "has_scores",
+        "has_counted", "has_requests", "opened_width",
     ],
-    do_not_specialize_on_alignment=["rows", "positions", "pages", "counted", "requests", "tally"],
+    do_not_specialize_on_alignment=[
+        "products", "offsets", "modules", "closes", "weights", "rows", "memory", "positions", "pages", "tally", "bounds", "counted",
+        "requests", "opened", "hits", "into", "work",
+    ],
 )  # fmt: skip
 def decide(
     products, offsets, count, most,
@@ -78,8 +81,7 @@ def decide(
     memory, width, positions, ahead, pages, pages_width, size, paged,
     tally, bounds, counted, has_counted,
     requests, has_requests, opened, opened_width, hits,
-    states, into, d,
-    gates, work, scores, has_scores,
+    states, into, d, work,
 ):  # fmt: skip
     """One module at one state."""
     j = tl.program_id(0)
@@ -115,12 +117,10 @@ def decide(
     weight = tl.load(weights + row * modules_in_all + module)  # below 0 where the row does not ask for the module
     asked = weight >= 0.0
     gate = held & asked
-    amount = tl.where(gate, weight, 0.0)
-    tl.store(gates + n * modules_in_all + module, gate)
-    out = work + n.to(tl.int64) * (modules_in_all + ranks)
+    amount = tl.where(gate, tl.where(weight > 0.0, weight, -1.0), 0.0)
+    out = work + n.to(tl.int64) * (2 * modules_in_all + ranks)
     tl.store(out + module, amount)
-    if has_scores != 0:
-        tl.store(scores + n * modules_in_all + module, e)
+    tl.store(out + modules_in_all + ranks + module, e)
 
     if has_counted != 0:
         asked = asked & (tl.load(counted + n) != 0)
@@ -141,14 +141,16 @@ def decide(
         _within(states + n.to(tl.int64) * d, d, into + start, ranks, rank, amount, out + modules_in_all + start)
 
 
-@triton.jit(do_not_specialize=["modules_in_all", "ranks", "in_place"])
+@triton.jit(
+    do_not_specialize=["modules_in_all", "ranks", "in_place"], do_not_specialize_on_alignment=["work", "modules"]
+)
 def correct(to, out, work, back, modules, d, modules_in_all, ranks, in_place):
     """A part of one state."""
     n = tl.program_id(0).to(tl.int64)
     wide = tl.zeros((), tl.int64) + d
     part = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     there = part < d
-    amounts = work + n * (modules_in_all + ranks)
+    amounts = work + n * (2 * modules_in_all + ranks)
     sums = tl.zeros((_BLOCK,), tl.float32)
     acts = tl.zeros((), tl.int32)
     for begin in range(0, modules_in_all, _SOME):

@@ -63,7 +63,8 @@ class EmbeddedEngine(Engine):
     ) -> None:
         """``least_pass``: prompt tokens; passes of fewer are not set side by side. ``looks``: scores of gates are counted."""
         self.tokenizer = tokenizer
-        bank = ModuleBank(next(model.parameters()).device, requests=max_slots if looks else 0)
+        weight = next(model.parameters())
+        bank = ModuleBank(weight.device, requests=max_slots if looks else 0, dtype=weight.dtype)
         self.runner = Runner(model, bank, max_slots, max_length, speedups)
         self.modules = ModuleTable(bank, numerics(model), self.runner.reserve)
         self.lanes = Lanes(self.runner.device, MOST_LANES if speedups.lanes else 1)

@@ -47,7 +47,8 @@ class Edits:
         """``runner``: vLLM's, whose batch says which request stands where. ``columns`` of the gates' memory; ``looks``: whether
         scores and requests of gates are counted.
         """
-        self.bank = ModuleBank(runner.device, one_table=True, requests=runner.max_num_reqs if looks else 0)
+        requests = runner.max_num_reqs if looks else 0
+        self.bank = ModuleBank(runner.device, one_table=True, requests=requests, dtype=runner.dtype)
         self.columns = columns
         self.sets: dict[str, Mapping[str, float]] = {}
         self._runner = runner
