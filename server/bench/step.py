@@ -38,13 +38,13 @@ class Step:
         self._slots = (self._tables[:, -1] * PAGE + POSITION % PAGE).long()
         generator = torch.Generator().manual_seed(count)
         self._hidden, self._residual = torch.randn(2, count, size, generator=generator).to(device, dtype)
-        self._asked = [dict.fromkeys(bank.names, 1.0)] * count
+        self._selection = bank.select([dict.fromkeys(bank.names, 1.0)] * count)
         self._names = [str(i) for i in range(count)]
 
     @torch.inference_mode()
     def __call__(self) -> None:
         """One step's edit, which nobody waits for."""
-        selection, requests = self.bank.select(self._asked), self.bank.requests
+        selection, requests = self._selection, self.bank.requests
         if selection is None or requests is None:
             raise UnbindError("modules: there is none; give at least 1")
         places = LastPositions(self._memory, self._tables, self._lengths, self._slots)

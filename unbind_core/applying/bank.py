@@ -70,6 +70,7 @@ class ModuleBank:
         self._summed: Counter[int] = Counter()  # by layer, columns of running sums
         self._counters = Counters(self._device, 4 * requests)
         self._blocks = Blocks()
+        self.version = 0  # another one whenever selections are made anew
         self._cache: OrderedDict[tuple[tuple[tuple[str, float], ...], ...], Selection | None] = OrderedDict()
 
     @classmethod
@@ -287,6 +288,7 @@ class ModuleBank:
         """Selections are made anew from now on; of the same blocks, but for those where something came or went."""
         self._blocks.keep([block for made in self._cache.values() if made is not None for block in made.blocks])
         self._cache.clear()
+        self.version += 1
 
 
 def edit_of(module: UnbindModule, device: torch.device) -> tuple[ModuleBank, Selection]:

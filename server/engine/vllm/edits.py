@@ -55,6 +55,7 @@ class Edits:
         self._memory: PagedMemory | None = None
         self._attention = ""
         self._batch = Batch.of([], [], runner.device)  # of the step before
+        self._selected: tuple[Batch, int, Selection | None] = (self._batch, -1, None)  # of the bank's version
         self.passed: list[Step] = []  # of which somebody wishes to hear, until they are told
         self.scheduled: Mapping[str, int] = {}  # tokens of the step, by request
         self.checks = 0  # passes whose places are still to be compared with vLLM's own
@@ -116,7 +117,7 @@ class Edits:
         missing = {digest for digest in batch.digests if digest} - self.sets.keys()
         if missing:  # never without the modules that a request must have
             raise UnbindError(f"the modules of a request are not here: {', '.join(sorted(missing))}")
-        selection = self.bank.select([self.sets[digest] if digest else {} for digest in batch.digests])
+        selection = self._selection_of(batch)
         if selection is None:
             return None
         size, count = len(batch.names), int(ours.num_actual_tokens)
@@ -181,6 +182,15 @@ class Edits:
             asked = [self._runner.requests[name].sampling_params.extra_args or {} for name in names]
             self._batch = Batch.of(names, asked, self._runner.device)
         return self._batch
+
+    def _selection_of(self, batch: Batch) -> Selection | None:
+        """Made once for as long as batch and modules are the same; what a digest stands for never changes."""
+        of, version, selection = self._selected
+        if of is not batch or version != self.bank.version:
+            version = self.bank.version
+            selection = self.bank.select([self.sets[digest] if digest else {} for digest in batch.digests])
+            self._selected = batch, version, selection
+        return selection
 
     def told(self) -> list[tuple[str, int, int, int, dict[str, float]]]:
         """Of each request that wished to hear: its leg, first position and count of the pass, where in it a gate that acts was open

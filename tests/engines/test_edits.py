@@ -1,0 +1,44 @@
+"""What a step's requests select is looked up once for as long as they and the modules are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from server.engine.vllm.batch import Batch
+from server.engine.vllm.edits import Edits
+from tests.core.conftest import make_network_module
+from unbind_core.applying.selection import Selection
+from unbind_core.identity import ModelIdentity
+
+CPU = torch.device("cpu")
+MODEL = ModelIdentity("f" * 64, "tiny", 24, 4)
+
+
+def test_a_selection_lasts_until_the_batch_or_the_bank_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = Edits(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns=8)
+    module = make_network_module(MODEL, "m", 1, seed=0)
+    edits.bank.add(module)
+    edits.sets["digest"] = {"m": 1.0}
+    looked_up: list[int] = []
+    select = edits.bank.select
+
+    def counting(rows: Sequence[Mapping[str, float]]) -> Selection | None:
+        looked_up.append(len(rows))
+        return select(rows)
+
+    monkeypatch.setattr(edits.bank, "select", counting)
+    batch = Batch.of(["r"], [{"unbind": "digest"}], CPU)
+    first = edits._selection_of(batch)
+    assert first is not None and edits._selection_of(batch) is first and looked_up == [1]
+    edits.bank.add(replace(module, kappa=2 * module.kappa))
+    second = edits._selection_of(batch)
+    assert second is not None and second is not first and edits._selection_of(batch) is second and looked_up == [1, 1]
+    assert edits._selection_of(Batch.of(["r", "s"], [{"unbind": "digest"}, {}], CPU)) is not second
+    assert looked_up == [1, 1, 2]
+    edits.bank.remove("m")
+    assert edits._selection_of(Batch.of(["s"], [{}], CPU)) is None
