@@ -23,7 +23,7 @@ def test_kernels_are_what_decode_steps_go_through(monkeypatch: pytest.MonkeyPatc
 
     launched = []
     correct = DecodeKernels.correct
-    monkeypatch.setattr(DecodeKernels, "correct", lambda *given: launched.append(correct(*given)))
+    monkeypatch.setattr(DecodeKernels, "correct", lambda *given, **named: launched.append(correct(*given, **named)))
     compared(DEVICE, torch.bfloat16, True, 0, kernels=None)
     assert launched
 

@@ -51,14 +51,16 @@ class Side:
         device, which = self.device, torch.tensor(chosen, device=self.device)
         begins = torch.tensor(starts, device=device)
         positions = begins[:, None] + torch.arange(length, device=device)
+        if len(set(starts)) == 1:  # as ``attach`` has them: one row in memory for all
+            positions = positions[:1].clone().expand(len(chosen), length)
         if self.pages is None:
             return SlotPlaces(self.slots, which, positions, begins)
         tables, each = self.tables[[*chosen, -1]], torch.arange(len(chosen), device=device)[:, None]
-        here = (tables[each, positions // PAGE] * PAGE + positions % PAGE).view(-1)
+        here = (tables[each, positions // PAGE] * PAGE + positions % PAGE).reshape(-1)
         if length == 1:
             return LastPositions(self.pages, tables, begins.int() + 1, here)
         firsts = length * torch.arange(len(chosen), device=device, dtype=torch.int32)
-        return Pages(self.pages, tables, firsts, begins, positions.view(-1), here)
+        return Pages(self.pages, tables, firsts, begins, positions.reshape(-1), here)
 
 
 def some_modules(drawn: random.Random, d: int, count: int) -> list[UnbindModule]:

@@ -155,13 +155,14 @@ class FusedPart:
         flat = states.reshape(-1, d)
         into, back, _ = self._corrections.stacked
         work = flat.new_empty((len(flat), 2 * m + self._ranks))
-        tables = None if pass_.requests is None else self._requests
+        rows, counts, requests = map(_one_by_one, (pass_.rows, pass_.counts, pass_.requests))
+        tables = None if requests is None else self._requests
         with kernels.here():
             with nullcontext() if tables is None else tables.lock:
                 for block, first in self._blocks:
                     kernels.decide(
-                        *block.products(flat), first, self._modules, self._gates.close, self._weights, pass_.rows, where,
-                        self._bins[pass_.phase], pass_.counts, pass_.requests,
+                        *block.products(flat), first, self._modules, self._gates.close, self._weights, rows, where,
+                        self._bins[pass_.phase], counts, requests,
                         None if tables is None else (tables.opened, tables.counts), flat, into, work,
                     )  # fmt: skip
             out = edited if in_place else torch.empty_like(edited)
@@ -183,4 +184,10 @@ class FusedPart:
             return None
         if not all(one.is_contiguous() and one.data_ptr() % ALIGNED == 0 for one in (edited, states)):
             return None
-        return places.addresses(layer, self._gates.table_width)
+        found = places.addresses(layer, self._gates.table_width)
+        return found and found._replace(positions=found.positions.contiguous())
+
+
+def _one_by_one(values: Tensor | None) -> Tensor | None:
+    """One behind the other in memory, as kernels read them: what says the same of all states may be a single number there."""
+    return None if values is None else values.contiguous()
