@@ -62,6 +62,7 @@ def test_what_was_written_can_do_no_harm(tmp_path: Path) -> None:
             "write": f"open({str(tmp_path / 'made')!r}, 'w')",
             "append": f"open({str(tmp_path / 'made')!r}, 'a')",
             "os.open": f"__import__('os').open({str(tmp_path / 'made')!r}, 65)",
+            "read": f"open({str(Path(__file__))!r})",
             "mkdir": f"__import__('os').mkdir({str(tmp_path / 'made')!r})",
             "shell": f"__import__('os').system('touch {tmp_path / 'made'}')",
             "process": f"__import__('subprocess').run(['touch', {str(tmp_path / 'made')!r}])",

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from unbind_lab.tasks import sandboxed
+from unbind_lab.tasks.child import ask
 from unbind_lab.tasks.sets import Task
 
-SECONDS = 10.0  # by the clock; of the processor it has sandboxed.CPU_SECONDS
+SECONDS, CPU_SECONDS = 10.0, 2  # by the clock, and of the processor
 MEMORY = 256 * 2**20
 MOST_OUTPUT = 1 << 20
 
@@ -32,29 +26,8 @@ class Passed:
 
 def run(program: str, tests: Sequence[str], *, seconds: float = SECONDS, memory: int = MEMORY) -> list[str] | None:
     """What each expression is after the program, as :mod:`sandboxed` says it; None where the program fails or is stopped."""
-    asked = json.dumps({"program": program, "tests": list(tests), "memory": memory}).encode()
-    with tempfile.TemporaryDirectory() as folder:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(Path(sandboxed.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
-        try:
-            told, _ = child.communicate(asked, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.communicate()
-    try:
-        found = json.loads(told[:MOST_OUTPUT])
-    except ValueError:
-        return None
+    asked = {"program": program, "tests": list(tests), "memory": memory, "processor": CPU_SECONDS}
+    found = ask(asked, seconds=seconds, most=MOST_OUTPUT)
     right = isinstance(found, list) and len(found) == len(tests) and all(isinstance(one, str) for one in found)
     return found if right else None
 
