@@ -74,8 +74,8 @@ class Lab:
     ) -> None:
         """Everything that is asked for and not there yet; the summaries are files.
 
-        Raises UnbindError for an unknown protocol or configuration, and at the end, where all others are measured, for systems that
-        this setting cannot have.
+        Raises UnbindError for an unknown protocol or configuration, for files of the user's that a protocol needs, and at the end,
+        where all others are measured, for systems that this setting cannot have.
         """
         for label in configurations:
             if label not in LABELS:
@@ -83,6 +83,7 @@ class Lab:
         for protocol in protocols:
             if protocol not in PROTOCOLS:
                 raise UnbindError(f"--protocols: '{protocol}' is unknown; choose from {', '.join(PROTOCOLS)}")
+            PROTOCOLS[protocol].files_of(self.setting)  # what is missing is said before anything is made
         absent = []
         for system in systems:
             try:
@@ -121,7 +122,8 @@ class Lab:
             return {**options, **protocol.summary(found)}
 
         measured_by = [_code(inspect.getmodule(protocol.records), *protocol.further), self._measured_by]
-        made_of = digest([self._made_of(entry.system), entry.options, measured_by])
+        files = protocol.files_of(self.setting)
+        made_of = digest([self._made_of(entry.system), entry.options, measured_by, *files])
         found = self.kept.value(name, made_of, work)
         return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
@@ -239,15 +241,9 @@ class Lab:
     @cached_property
     def _reported(self) -> main.Material:
         retrained = Served(self.bench.retrained.model, self.bench.retrained.tokenizer)
-        setting = self.setting
-        return main.Material(
-            self.bench.forget,
-            self.bench.retain,
-            setting.completed_rows,
-            retrained,
-            setting.access_attempts,
-            setting.takedowns,
-        )
+        bench, setting = self.bench, self.setting
+        further = setting.access_attempts, setting.takedowns, setting.evalplus
+        return main.Material(bench.forget, bench.retain, setting.completed_rows, retrained, *further)
 
     @cached_property
     def _validation(self) -> main.Material:

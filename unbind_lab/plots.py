@@ -25,7 +25,7 @@ CROWDED, APART = 0.93, 0.032  # utility from which names stand in a column, and 
 def draw(folder: Path, out: Path) -> list[Path]:
     """Write the figures that there are records for to ``out``. Raises UnbindError where M_full was not measured."""
     out.mkdir(parents=True, exist_ok=True)
-    found = [_save(trade_off(lines(folder)), out / "trade-off.svg")]
+    found = [_save(trade_off([one for one in lines(folder) if "fu_h" in one]), out / "trade-off.svg")]
     attacks = measured(folder, "attacks")
     if attacks:
         found.append(_save(recovered(folder, attacks), out / "attacks.svg"))

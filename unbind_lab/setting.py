@@ -49,6 +49,7 @@ class Setting:
     learning_rates: tuple[float, ...] = (1e-4, 4e-4, 1.6e-3)
     updates: tuple[int, ...] = (6, 18)
     modules: Mapping[str, Path] = field(default_factory=dict)
+    evalplus: Path | None = None
 
     @classmethod
     def load(cls, name: str) -> Setting:
@@ -83,7 +84,7 @@ class Setting:
                 raise UnbindError(f"setting: '{key}' is missing in {path}")
             if key == "dtype" and values.get(key, "float32") not in DTYPES:
                 raise UnbindError(f"setting: 'dtype' in {path} is {values[key]!r}; choose from {', '.join(DTYPES)}")
-            if key in values and kind == "Path":
+            if key in values and kind in ("Path", "Path | None"):
                 values[key] = home / values[key]
             elif key in values and kind.startswith("tuple"):
                 values[key] = tuple(values[key])
@@ -93,6 +94,7 @@ class Setting:
     def described(self) -> dict[str, Any]:
         """What figures depend on: every number, and of every file its SHA-256 in place of its path."""
         found = asdict(self)
+        del found["evalplus"]  # no system is made of it; the protocol that reads it has its files' digests
         for key, value in found.items():
             if isinstance(value, Path):
                 found[key] = contents(value)

@@ -13,8 +13,9 @@ from unbind_lab import report
 from unbind_lab.filters.filter import Filter
 from unbind_lab.intervals import intervals
 from unbind_lab.lab import LABELS
+from unbind_lab.protocols import evalplus
 from unbind_lab.protocols.known import MAIN, PROTOCOLS
-from unbind_lab.protocols.main import Record
+from unbind_lab.protocols.main import COUNTED, Record
 from unbind_lab.protocols.protocol import Column
 from unbind_lab.report import Section
 from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
@@ -22,11 +23,13 @@ from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
 Line = dict[str, Any]
 PUBLISHED = Path(__file__).with_name("published.toml")
 RISE: Column = ("R-PPL over M_full's, %", "r_ppl_rise", "+.2f")
-BOOTSTRAPPED = (*(one for one in MAIN if one[1] in ("f_bleu", "r_bleu", "fu_h", "kl", "mean_recovery")), RISE)
+BOOTSTRAPPED = (*(one for one in MAIN if one[1] in ("f_bleu", "r_bleu", *COUNTED, "fu_h", "kl", "mean_recovery")), RISE)
 
 
 def lines(folder: Path) -> list[Line]:
-    """The main protocol's, with FR, UR and FU-H. Raises UnbindError where M_full is missing."""
+    """The main protocol's, with the counts of HumanEval+ and MBPP+ where those were measured, and FR, UR and FU-H. Where they were
+    measured of M_full, a system of which they were not has no such score. Raises UnbindError where M_full is missing.
+    """
     found = measured(folder, "main")
     if not any(one["system"] == "m-full" for one in found):
         raise UnbindError(f"{folder}: m-full was not measured; run unbind lab run {folder.name} --systems m-full")
@@ -37,8 +40,19 @@ def measured(folder: Path, protocol: str) -> list[Line]:
     """What was measured by a protocol, in the order of the systems, with what stands beside it where M_full was measured."""
     paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
     found = [json.loads(path.read_text(encoding="utf-8"))["value"] for path in paths if path.is_file()]
+    if protocol == "main":
+        found = [{**one, **_counts(folder, one)} for one in found]
     full = next((one for one in found if one["system"] == "m-full"), None)
-    return found if full is None else [{**one, **PROTOCOLS[protocol].beside(one, full)} for one in found]
+    if full is None:
+        return found
+    needed = {name for name in COUNTED if name in full}
+    return [{**one, **(PROTOCOLS[protocol].beside(one, full) if needed <= one.keys() else {})} for one in found]
+
+
+def _counts(folder: Path, one: Line) -> Line:
+    path = folder / "evalplus" / f"{one['system']}-{one['configuration']}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["value"] if path.is_file() else {}
+    return {name: found[name] for name in COUNTED if name in found}
 
 
 def sections(folder: Path) -> list[Section]:
@@ -56,6 +70,7 @@ def sections(folder: Path) -> list[Section]:
 
 def main_section(folder: Path, found: Sequence[Line]) -> Section:
     """The main table with claims and what is missing."""
+    full = next(one for one in found if one["system"] == "m-full")
     there = {(one["system"], one["configuration"]) for one in found}
     missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
     notes = claims(found)
@@ -64,7 +79,16 @@ def main_section(folder: Path, found: Sequence[Line]) -> Section:
             f"Not measured, or not in every configuration: {', '.join(missing)}. "
             f"`unbind lab run {folder.name}` completes the table."
         )
-    return _section("", found, MAIN, notes)
+    for name, head in evalplus.NAMES.items():
+        if without := [
+            f"{one['system']} ({one['configuration']})" for one in found if name not in one and name in full
+        ]:
+            notes.append(f"{head} was not measured of {', '.join(without)}: they have no FR, UR and FU-H.")
+        if full.get(name) == 0:
+            notes.append(
+                f"M_full solves no task of {head}, and as in the paper that utility is zero of every system: so are UR and FU-H."
+            )
+    return _section("", found, [one for one in MAIN if one[1] not in COUNTED or one[1] in full], notes)
 
 
 def protocol_section(name: str, found: Sequence[Line]) -> Section:
@@ -111,7 +135,9 @@ def together(folders: Sequence[Path]) -> Section:
             key = (name, label)
             if any(key in found for found in by_name):
                 cells = [
-                    _cell(one[figure] * (1 if figure == "fu_h" else 100), form) if (one := found.get(key)) else ""
+                    _cell(one[figure] * (1 if figure == "fu_h" else 100), form)
+                    if figure in (one := found.get(key, {}))
+                    else ""
                     for found in by_name
                     for _, figure, form in JOINT
                 ]
@@ -130,13 +156,19 @@ def _section(title: str, found: Sequence[Line], columns: Sequence[Column], notes
 
 def _intervals(folder: Path, found: Sequence[Line]) -> Section:
     """The main table's figures as the central 95 % of a bootstrap over rows."""
-    full = records(folder, "main", next(one for one in found if one["system"] == "m-full"))
+    whole = next(one for one in found if one["system"] == "m-full")
+    counted = [name for name in COUNTED if name in whole]
+    protocols = ("main", "evalplus") if counted else ("main",)
+    full = [record for protocol in protocols for record in records(folder, protocol, whole)]
+    columns = [column for column in BOOTSTRAPPED if column[1] not in COUNTED or column[1] in counted]
     rows = []
     for one in found:
-        ranges = intervals(records(folder, "main", one), full)
-        cells = (" to ".join(_cell(value, form) for value in ranges[key]) for _, key, form in BOOTSTRAPPED)
+        if "fu_h" not in one:
+            continue
+        ranges = intervals([record for protocol in protocols for record in records(folder, protocol, one)], full)
+        cells = (" to ".join(_cell(value, form) for value in ranges[key]) for _, key, form in columns)
         rows.append([one["system"], one["configuration"], *cells])
-    return Section("Intervals", ["system", "configuration", *(head for head, _, _ in BOOTSTRAPPED)], rows)
+    return Section("Intervals", ["system", "configuration", *(head for head, _, _ in columns)], rows)
 
 
 def _published(systems: Collection[str]) -> list[Section]:
@@ -182,6 +214,7 @@ def claims(found: Sequence[Line]) -> list[str]:
     """Each claim as reached or not, with the number, and the best of the others: entries that are neither reference nor Unbind."""
     known = {one["system"]: one for one in found if one["configuration"] == "shipped"}
     others = [one for one in found if one["system"] in {system.name for system in (*BASELINES, *RIVALS)}]
+    scored = [one for one in others if "fu_h" in one]
     full = known["m-full"]
     told = []
     if silent := known.get("unbind-silent"):
@@ -190,8 +223,9 @@ def claims(found: Sequence[Line]) -> list[str]:
             f"`silent`, F-BLEU cut by 97 % or more: {_reached(cut >= 97)}, {cut:.1f} %",
             f"`silent`, R-PPL up by 1.6 % at most: {_reached(rise <= 1.6)}, {rise:+.2f} %",
             f"`silent`, no row with 50 exact tokens: {_reached(silent['spans_50'] == 0)}, {silent['spans_50']:.0f}",
-            _against(silent, others, "highest FU-H", lambda one: -one["fu_h"], "fu_h", ".2f"),
         ]
+        if "fu_h" in silent:
+            told.append(_against(silent, scored, "highest FU-H", lambda one: -one["fu_h"], "fu_h", ".2f"))
     rewrite, retrained = known.get("unbind-rewrite"), known.get("m-retrain")
     if rewrite and retrained:
         told += [

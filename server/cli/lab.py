@@ -32,6 +32,12 @@ def run(
     ] = "shipped,paper,tuned",
     out: Out = OUT,
     device: Device = "cpu",
+    evalplus: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of EvalPlus's files, for the protocol evalplus: HumanEval+ and MBPP+ are not shipped."
+        ),
+    ] = None,
 ) -> None:
     """Make, tune and measure systems. May be killed and run again at any time."""
     from unbind_lab.lab import Lab
@@ -40,8 +46,11 @@ def run(
 
     with clear_errors(), progress_bars(quiet=False) as progress:
         wanted = chosen(systems.split(",") if systems else None)
+        found = Setting.load(setting)
+        if evalplus is not None:
+            found = replace(found, evalplus=evalplus)
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
-        Lab(Setting.load(setting), out, device=device, report=report, progress=progress).run(
+        Lab(found, out, device=device, report=report, progress=progress).run(
             wanted, protocols.split(","), configurations.split(",")
         )
 

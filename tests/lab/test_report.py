@@ -106,7 +106,7 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     text = "".join(
         f"{key} = {json.dumps(str(value) if isinstance(value, Path) else value)}\n"
         for key, value in asdict(setting).items()
-        if key not in ("name", "modules")
+        if key not in ("name", "modules") and value is not None
     )
     (tmp_path / "own.toml").write_text(text)
     run = lambda *asked: CliRunner(env={"NO_COLOR": "1"}).invoke(build(), ["lab", *asked, "--out", str(tmp_path)])  # noqa: E731

@@ -7,6 +7,7 @@ from unbind_lab.protocols import (
     access,
     activations,
     attacks,
+    evalplus,
     layers,
     main,
     muse,
@@ -22,6 +23,8 @@ MAIN: tuple[Column, ...] = (
     ("F-BLEU ↓", "f_bleu", ".4f"),
     ("R-PPL ↓", "r_ppl", ".3f"),
     ("R-BLEU ↑", "r_bleu", ".4f"),
+    ("HE+ ↑", "he_plus", ".0f"),
+    ("MBPP+ ↑", "mbpp_plus", ".0f"),
     ("FR", "fr", ".3f"),
     ("UR", "ur", ".3f"),
     ("FU-H ↑", "fu_h", ".2f"),
@@ -35,6 +38,7 @@ PROTOCOLS = {
     one.name: one
     for one in (
         Protocol("main", main.records, main.summary, MAIN, main.joint_score),
+        evalplus.PROTOCOL,
         access.PROTOCOL,
         related.PROTOCOL,
         attacks.PROTOCOL,

@@ -1,6 +1,7 @@
 """The main protocol (Appendix A.3), and beside it what silence does not reward.
 
-F-BLEU, R-PPL and R-BLEU as published; FR, UR and FU-H of eq. (12) from unrounded values, over the utilities that are measured.
+F-BLEU, R-PPL and R-BLEU as published; FR, UR and FU-H of eq. (12) from unrounded values, over the utilities that are measured:
+HE+ and MBPP+ are of the protocol ``evalplus``.
 Beside them KL(M_retrain || system) on the forget continuations, rows with 50 exact tokens, mean recovery (Appendix E.2) and empty
 answers.
 """
@@ -11,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,13 +27,14 @@ from unbind_lab.served import Served
 
 Record = dict[str, Any]
 Summary = dict[str, float]
+COUNTED = ("he_plus", "mbpp_plus")  # the utilities that are numbers of tasks
 LARGEST = 700.0  # a mean NLL that still has an exponential
 
 
 @dataclass(frozen=True)
 class Material:
     """The rows that systems are measured on, how many of the retain rows are completed, M_retrain, and how often each access
-    condition is tried, and how many takedowns follow each other.
+    condition is tried, how many takedowns follow each other, and the folder of HumanEval+ and MBPP+, where there is one.
     """
 
     forget: Sequence[ForgetRow]
@@ -40,6 +43,7 @@ class Material:
     retrained: Served
     attempts: int = 5
     takedowns: int = 20
+    evalplus: Path | None = None
 
     @cached_property
     def windows(self) -> list[Window]:
@@ -139,13 +143,15 @@ def _per_token(found: Sequence[Record], name: str) -> float:
 
 
 def joint_score(system: Mapping[str, float], full: Mapping[str, float]) -> Summary:
-    """FR, UR and FU-H of eq. (12) against M_full; UR is the geometric mean of as many capped ratios as there are utilities.
+    """FR, UR and FU-H of eq. (12) against M_full; UR is the geometric mean of as many capped ratios as M_full has utilities.
+    One that is zero of M_full contributes zero, as in the paper.
 
-    Raises ValueError where M_full has no F-BLEU: then the score is undefined.
+    Raises ValueError where M_full has no F-BLEU: then the score is undefined; and KeyError where the system lacks a utility.
     """
     if full["f_bleu"] == 0:
         raise ValueError("M_full gives nothing back of the forget rows: FU-H is undefined")
     fr = max(0.0, 1 - system["f_bleu"] / full["f_bleu"])
-    ratios = [full["r_ppl"] / system["r_ppl"], system["r_bleu"] / full["r_bleu"] if full["r_bleu"] else 0.0]
+    rising = ["r_bleu", *(name for name in COUNTED if name in full)]
+    ratios = [full["r_ppl"] / system["r_ppl"], *(system[one] / full[one] if full[one] else 0.0 for one in rising)]
     ur = math.prod(min(1.0, ratio) for ratio in ratios) ** (1 / len(ratios))
     return {"fr": fr, "ur": ur, "fu_h": 100 * 2 * fr * ur / (fr + ur) if fr + ur else 0.0}
