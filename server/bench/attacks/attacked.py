@@ -132,7 +132,8 @@ class System:
                     model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
                 for layer in layers:
                     edit = selection.edit(layer, states[layer], Pass(real=batch.attention_mask.bool()))
-                    for window, row in zip(batch.windows, edit.counts[0].gate.any(-1).cpu(), strict=True):
+                    opened = torch.stack([count.gate.any(-1) for count in edit.counts]).any(0).cpu()
+                    for window, row in zip(batch.windows, opened, strict=True):
                         found[window.row] |= row[: len(window.ids)]
         return found
 

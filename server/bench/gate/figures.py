@@ -14,7 +14,7 @@ from typing import Any
 
 from server import demo
 from server.bench.gate.neighbours import apart_figures, neighbours_rise
-from server.bench.gate.together import joint_figures, many_figures, overlap_figures
+from server.bench.gate.together import MANY_ROWS, joint_figures, many_figures, overlap_figures
 from server.bench.gate.world import Retained, World, fit_one, forgetting, scores
 from server.bench.gate.written import paraphrased, written
 from unbind_core.architecture import LoadedModel, load_model
@@ -37,6 +37,7 @@ def gate_figures(
     joint: bool = True,
     overlap: bool = False,
     many: Sequence[int] = (),
+    many_rows: int = MANY_ROWS,
     cache: Path | None = None,
     keep: Path | None = None,
     quick: bool = False,
@@ -98,7 +99,7 @@ def gate_figures(
         table["overlap"] = overlap_figures(world, other, retained, cache, progress, policy)
         report(f"overlap: {table['overlap']}")
     if many:
-        table["many"] = many_figures(world, other, retained, many, cache, keep, progress, policy)
+        table["many"] = many_figures(world, other, retained, many, cache, keep, progress, policy, many_rows)
     return table
 
 

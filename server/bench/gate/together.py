@@ -84,13 +84,14 @@ def many_figures(
     keep: Path | None,
     progress: ProgressCallback,
     policy: str | None = None,
+    size: int = MANY_ROWS,
 ) -> dict[str, Any]:
-    """By how many modules of five rows each are on: what stands in place of all their rows, without them (``none``) and with them
-    (``all``); of the first module's rows, whose neighbours grow in number (``first``); and what all cost together.
+    """By how many modules of ``size`` rows each are on: what stands in place of all their rows, without them (``none``) and with
+    them (``all``); of the first module's rows, whose neighbours grow in number (``first``); and what all cost together.
 
     What is kept in ``keep`` is not fitted again.
     """
-    sets = [world.forget["c"][start : start + MANY_ROWS] for start in range(0, MANY_ROWS * max(counts), MANY_ROWS)]
+    sets = [world.forget["c"][start : start + size] for start in range(0, size * max(counts), size)]
     modules = [_kept(world, rows, i, cache, keep, progress, policy) for i, rows in enumerate(sets)]
     found = {}
     for count in counts:

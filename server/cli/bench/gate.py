@@ -23,7 +23,8 @@ def gate(
     policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
     overlap: Annotated[bool, typer.Option(help="Two modules that share rows as well.")] = False,
-    many: Annotated[str, typer.Option(help="Numbers of modules of five rows each, as in 1,5,20,60.")] = "",
+    many: Annotated[str, typer.Option(help="Numbers of modules of few rows each, as in 1,5,20,60.")] = "",
+    many_rows: Annotated[int, typer.Option(min=1, max=300, help="Rows of each of those.")] = 5,
     cache: Annotated[Path | None, typer.Option(help="Folder for what depends on the retain rows alone.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for the modules and each size's figures.")] = None,
     quick: Annotated[
@@ -42,8 +43,8 @@ def gate(
             raise UnbindError(
                 "--sizes: whole numbers from 3 to 300, as in 24,40; empty for --joint, --overlap or --many"
             )
-        if any(not 1 <= count <= 60 for count in counts):
-            raise UnbindError("--many: whole numbers from 1 to 60, as set C has 300 rows")
+        if any(not 1 <= count <= 300 // many_rows for count in counts):
+            raise UnbindError(f"--many: whole numbers from 1 to {300 // many_rows}, as set C has 300 rows")
         wanted = [gate.strip() for gate in gates.split(",")]
         if not set(wanted) <= {"paper", "paper-strict", "auto"}:
             raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
@@ -60,6 +61,7 @@ def gate(
                 joint=joint,
                 overlap=overlap,
                 many=counts,
+                many_rows=many_rows,
                 cache=cache,
                 keep=keep,
                 quick=quick,

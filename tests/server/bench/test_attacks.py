@@ -33,6 +33,7 @@ from server.bench.attacks.registry import ATTACKS, chosen
 from server.bench.attacks.rewriting import REWRITINGS
 from server.bench.gate.world import World
 from server.cli import build
+from tests.core.conftest import make_network_module
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import fim_prompt
@@ -237,6 +238,16 @@ def test_figures_have_the_documented_shape_and_what_needs_no_module_is_kept(
     assert again["attacks"] == {"assisted": found["attacks"]["assisted"]}
     # So what was kept of one serves both.
     assert (first_time, len(measured) - first_time) == (6, 1)
+
+
+def test_modules_are_attacked_together(material: Material, loaded: LoadedModel, make_module: MakeModule) -> None:
+    texts = [row_ids(material, row) for row in ROWS]
+    modules = make_module("one"), make_network_module(loaded.identity, "two"), make_module("three", layer=2, seed=1)
+    alone = [System("module", loaded, (module,)).gates(texts) for module in modules]
+    together = System("module", loaded, modules)
+    assert all(torch.equal(g, a | b | c) for g, a, b, c in zip(together.gates(texts), *alone, strict=True))
+    (_, both), (_, one) = (next(iter(System("module", loaded, some).served(texts))) for some in (modules, modules[:1]))
+    assert not torch.equal(both, one)
 
 
 def test_every_attack_runs_on_a_module(
