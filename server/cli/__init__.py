@@ -27,7 +27,7 @@ GROUPS = (
     "bench.step",
     "demo",
     "lab",
-    "takedown",
+    "takedown.commands",
     "module",
     "key",
     "audit",

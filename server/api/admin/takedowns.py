@@ -40,6 +40,7 @@ from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
 
 router = admin_router()
 T = TypeVar("T", bound=BaseModel)
+MANY_ROWS, PART_ROWS = 60, 40  # of one module: what is warned of, and what held in every attack (docs/benchmarks.md)
 
 
 @router.post("/takedowns", status_code=202)
@@ -89,7 +90,7 @@ async def post_takedown(
                     "scope": fields.options.scope,
                     "in_force": InForce.NONE,
                     "binds": f"nothing yet; once its {first} is active, {bound(fields.options.scope)}",
-                    "warnings": [*_warnings(fields, guard.facts if guard else None, answer["plan"]), *superseding],
+                    "warnings": [*_warnings(asked, guard.facts if guard else None, answer["plan"]), *superseding],
                 }
             )
         job, new = await asyncio.to_thread(_submit, served, asked, answer["plan"], actor, idempotency_key)
@@ -105,7 +106,7 @@ async def post_takedown(
         **answer,
         "created": new,
         **{name: takedown[name] for name in ("guard", "scope", "in_force", "binds")},
-        "warnings": [*_warnings(fields, takedown["guard"], answer["plan"]), *superseding],
+        "warnings": [*_warnings(asked, takedown["guard"], answer["plan"]), *superseding],
     }
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
 
@@ -119,9 +120,14 @@ class Asked:
     intake: Intake
 
 
-def _warnings(fields: TakedownFields, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
+def _warnings(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
     """What whoever posts may not have meant. ``guard``: the facts of the one that was made."""
-    options, warnings = fields.options, []
+    options, warnings = asked.fields.options, []
+    if options.protect != "guard" and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
+        warnings.append(
+            f"rows: one module of {len(asked.intake.rows)} rows opens late, and holds less where somebody asks from within a row; "
+            f"post them as takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split {PART_ROWS}` does"
+        )
     if plan is not None and plan["problem"]:
         warnings.append(
             f"plan: as this server sees it now the fit does not fit, and the worker will refuse it: {plan['problem']}"

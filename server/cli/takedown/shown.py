@@ -1,0 +1,101 @@
+"""How takedowns and jobs are told to people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from server.cli.client import Client
+from server.cli.console import notes, screen, write_json
+from server.registry.lifecycle import standing
+from unbind_core import UnbindError
+from unbind_core.files import told
+
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def show_answer(answer: Mapping[str, Any]) -> None:
+    """Field by field; its warnings apart."""
+    for field, value in answer.items():
+        if field != "warnings":
+            shown = {"guard": _guard, "plan": _plan}.get(field)
+            said = shown(value) if shown is not None and value is not None else value
+            screen.print(f"{field:18} {said}", highlight=False, soft_wrap=True)
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    fits = "fits" if plan["fits"] else "does not fit"
+    memory, disk = (
+        f"{told(plan[f'{what}_bytes'])} of {told(plan[f'free_{what}_bytes'])} free" for what in ("memory", "disk")
+    )
+    return f"{fits}: at most {memory} on {plan['device']}, {disk} on disk; about {plan['seconds']:.0f} s"
+
+
+def _guard(guard: Mapping[str, Any]) -> str:
+    known = (
+        f"version {guard['version']}: {standing(guard)}; " if "version" in guard else ""
+    )  # not of one that is only tried
+    return f"{known}{guard['action']} at runs of {guard['run']} lexemes, {guard['too_short']} rows too short"
+
+
+def warn(answer: Mapping[str, Any]) -> None:
+    """What whoever posted may not have meant."""
+    for warning in answer["warnings"]:
+        notes.print(Text("warning:", style="yellow"), warning, highlight=False, soft_wrap=True)
+
+
+def follow(client: Client, job_id: str, quietly: bool) -> dict[str, Any]:
+    """The job when it has ended; meanwhile how far it is. Raises UnbindError where the server went away."""
+    columns = (
+        TextColumn("{task.description:10}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} % {task.fields[note]}", markup=False),
+    )
+    job: dict[str, Any] = {}
+    with Progress(
+        *columns, TimeElapsedColumn(), console=notes, transient=True, disable=quietly or not notes.is_terminal
+    ) as bars:
+        bar = bars.add_task("waiting", total=1.0, note="")
+        for job in client.events(f"/jobs/{job_id}/events"):
+            left = f"{job['eta_seconds']:.0f} s left ({job['eta_basis']})  " if job["eta_seconds"] is not None else ""
+            bars.update(
+                bar, description=job["stage"] or job["state"], completed=job["progress"], note=f"{left}{job['message']}"
+            )
+    if job.get("state") not in ENDED:
+        raise UnbindError(f"the server went away while job {job_id} was running; it goes on when the server is back")
+    return job
+
+
+def show_ended(jobs: list[dict[str, Any]], as_json: bool, one: bool = True) -> None:
+    """Jobs that were followed; ``one``: as JSON by itself and in no list. Raises Exit where one has failed."""
+    if as_json:
+        write_json(jobs[0] if one else jobs)
+    else:
+        screen.print(table_of(jobs))
+    if any(job["state"] != "succeeded" for job in jobs):
+        raise typer.Exit(1)
+
+
+def table_of(jobs: list[dict[str, Any]]) -> Table:
+    """A line a job."""
+    table = Table("job", "module", "state", "stage", "progress", "left", "outcome", box=None)
+    for job in jobs:
+        left = "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s"
+        outcome = job["outcome"] or ""
+        if (made := job["result"] or {}).get("in_force"):
+            outcome = outcome if "guard_id" in made else standing({"state": outcome, **made})
+        table.add_row(
+            job["id"],
+            job["module"],
+            job["state"],
+            job["stage"],
+            f"{100 * job['progress']:.0f} %",
+            left,
+            job["error"] or (job["result"] or {}).get("remark") or outcome,
+        )
+    return table

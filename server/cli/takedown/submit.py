@@ -1,0 +1,176 @@
+"""``unbind takedown submit``: a forget set to a running server, as one takedown or in parts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from server.cli.client import LOCAL, Client, Key, Url
+from server.cli.console import clear_errors, screen, write_json
+from server.cli.takedown.shown import follow, show_answer, show_ended, warn
+from server.registry.lifecycle import SCOPE
+from unbind_core import UnbindError
+from unbind_core.rows import json_lines
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Field = Annotated[str | None, typer.Option()]
+NO_SCOPE = "none"
+NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is for those who said nothing
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="JSONL of rows, or .zip or .tar.gz of source files.", exists=True)],
+    name: Annotated[str, typer.Option(help="Name of the module.")],
+    claimant: Field = None,
+    work: Field = None,
+    reference: Field = None,
+    received_at: Field = None,
+    include: Annotated[str | None, typer.Option(help="Glob of files in an archive; * matches / too.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Glob of files to leave out.")] = None,
+    activation: Annotated[str, typer.Option(help="auto, manual or shadow.")] = "auto",
+    scope: Annotated[
+        str | None,
+        typer.Option(help="Enforced for: global, profile:NAME or key:ID; none: for no request that does not name it."),
+    ] = None,
+    effective_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
+    expires_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
+    seed: int = 0,
+    gate: Annotated[
+        str, typer.Option(help="auto; paper for the paper's gate; paper-strict for exactly the published fit.")
+    ] = "auto",
+    policy: Annotated[
+        str | None,
+        typer.Option(help="rewrite: other code is written; silent: the answer ends. rewrite with gate auto."),
+    ] = None,
+    effort: Annotated[
+        float, typer.Option(help="Share of the training steps; below 1 for a quick look. Of gate auto.")
+    ] = 1.0,
+    protect: Annotated[
+        str | None, typer.Option(help="both, guard or module; both where a row is long enough for a guard.")
+    ] = None,
+    guard_action: Annotated[str | None, typer.Option(help="steer, stop or report; steer where none is given.")] = None,
+    guard_run: Annotated[int | None, typer.Option(help="Lexemes of a run that no answer holds; 50.")] = None,
+    guard_bars: Annotated[int | None, typer.Option(help="Tokens that steering bars before it stops; 3.")] = None,
+    guard_fold: Annotated[bool, typer.Option(help="Runs with other names are the same run.")] = False,
+    split: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Post takedowns NAME-1, NAME-2 and so on of at most so many rows each. A module of many rows opens late; 40 hold.",
+        ),
+    ] = None,
+    replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions, memory, disk and time.")] = False,
+    idempotency_key: Field = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Post a forget set, whose guard holds from then on; prints the job that makes its module."""
+    if scope is None and not as_json and at_terminal():
+        scope = _ask_scope()
+    notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
+    asked = {"action": guard_action, "run": guard_run, "bars": guard_bars, "fold": guard_fold or None}
+    guard = {name: value for name, value in asked.items() if value is not None} or None
+    options = {
+        "protect": protect,
+        "guard": guard,
+        "activation": activation,
+        "scope": None if scope == NO_SCOPE else scope,
+        "effective_at": effective_at,
+        "expires_at": expires_at,
+        "seed": seed,
+        "gate": gate,
+        "policy": policy,
+        "effort": effort if effort != 1 else None,
+        "replace": replace,
+        "dry_run": dry_run,
+    }
+    fields = {
+        "notice": _given(notice),
+        "options": _given(options),
+        **({"include": include} if include else {}),
+        **({"exclude": exclude} if exclude else {}),
+    }
+    answers: list[dict[str, Any]] = []
+    with clear_errors(), ExitStack() as stack:
+        client = Client(url, key)
+        parts = [(name, file)] if split is None else stack.enter_context(_parts(file, name, split))
+        for number, (called, rows) in enumerate(parts, 1):
+            key_of = idempotency_key if split is None else f"{idempotency_key}-{number}"
+            headers = {"Idempotency-Key": key_of} if idempotency_key and key_of else {}
+            try:
+                answer = client.upload("/takedowns", {"name": called, **fields}, rows, headers)
+            except UnbindError as error:
+                posted = ", ".join(one for one, _ in parts[: number - 1])
+                raise UnbindError(f"{called}: {error}; posted before it: {posted}" if posted else str(error)) from None
+            if scope == NO_SCOPE:  # as was said; that a version which binds is superseded is still told
+                answer["warnings"] = [said for said in answer["warnings"] if not said.startswith(NONE_GIVEN)]
+            if not as_json:
+                if not watch or dry_run:
+                    show_answer(answer)
+                warn(answer)
+            answers.append(answer)
+        jobs = [follow(client, one["job_id"], as_json) for one in answers] if watch and not dry_run else []
+    if jobs:
+        show_ended(jobs, as_json, split is None)
+    elif as_json:
+        write_json(answers[0] if split is None else answers)
+
+
+@contextmanager
+def _parts(file: Path, name: str, most: int) -> Iterator[list[tuple[str, Path]]]:
+    """Names and files of the rows of ``file`` in parts of one size, but for a row; under its own name where one part is enough.
+    Raises UnbindError for what is no JSONL.
+    """
+    if file.name.endswith((".zip", ".gz", ".tgz", ".tar")):
+        raise UnbindError(f"--split: '{file.name}' is an archive; give the rows as JSONL, or post it as one takedown")
+    rows = [line for line in json_lines(file.read_bytes(), file.name) if line.strip()]
+    count = max(1, math.ceil(len(rows) / most))
+    if count == 1:
+        yield [(name, file)]
+        return
+    with TemporaryDirectory(prefix="unbind-") as folder:
+        parts = []
+        for number in range(count):
+            part = Path(folder) / f"{name}-{number + 1}.jsonl"
+            own = rows[len(rows) * number // count : len(rows) * (number + 1) // count]
+            part.write_text("".join(f"{row}\n" for row in own), encoding="utf-8")
+            parts.append((part.stem, part))
+        yield parts
+
+
+def at_terminal() -> bool:
+    """Whether somebody sits there to be asked: never in a pipe, a cron job or a service."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _ask_scope() -> str:
+    """The scope, asked for on a terminal; ``none`` for none."""
+    screen.print(
+        "Which requests must it bind?\n"
+        "  none           only those that name it: it is available, not enforced\n"
+        "  global         every request\n"
+        "  profile:NAME   every request under a profile\n"
+        "  key:ID         every request with a key",
+        highlight=False,
+    )
+    while True:
+        scope = str(typer.prompt("scope", default=NO_SCOPE)).strip()
+        if scope == NO_SCOPE or re.fullmatch(SCOPE, scope):
+            return scope
+        screen.print(f"'{scope}' is none of these", highlight=False)
+
+
+def _given(values: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in values.items() if value is not None})

@@ -1,0 +1,82 @@
+"""Forget sets that the command line posts in parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import build
+from tests.support.live import ADMIN_KEY, Live, live
+
+ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + {i} * left_{i}\n"} for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server without a worker."""
+    with live(checkpoint, tmp_path_factory.mktemp("submit")) as server:
+        yield server
+
+
+def file_of(folder: Path, rows: list[dict[str, str]], name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return path
+
+
+def submit(running: Live, file: Path, *arguments: str, code: int = 0) -> Any:
+    given = ["takedown", "submit", str(file), "--protect", "module", "--scope", "global", *arguments]
+    done = CliRunner(env={"NO_COLOR": "1"}).invoke(build(), [*given, "--url", running.url, "--key", ADMIN_KEY])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def posted(running: Live) -> dict[str, int]:
+    return {one["name"]: one["row_count"] for one in running.admin("/takedowns?limit=1000").body["data"]}
+
+
+def test_rows_are_posted_in_parts_of_one_size_and_a_repeated_call_posts_nothing_anew(
+    running: Live, tmp_path: Path
+) -> None:
+    file = file_of(tmp_path, ROWS)
+    asked = ("--name", "set", "--split", "2", "--idempotency-key", "k", "--json")
+    first = json.loads(submit(running, file, *asked).stdout)
+    assert [(one["module"], one["rows"]) for one in first] == [("set-1", 1), ("set-2", 2), ("set-3", 2)]
+    assert posted(running) == {"set-1": 1, "set-2": 2, "set-3": 2}
+    again = json.loads(submit(running, file, *asked).stdout)
+    assert [one["job_id"] for one in again] == [one["job_id"] for one in first]
+    assert not any(one["created"] for one in again)
+
+
+def test_what_is_small_enough_keeps_its_name(running: Live, tmp_path: Path) -> None:
+    (only,) = json.loads(
+        submit(running, file_of(tmp_path, ROWS[:2]), "--name", "small", "--split", "2", "--json").stdout
+    )
+    assert only["module"] == "small" and posted(running)["small"] == 2
+
+
+def test_a_part_that_is_refused_says_which_were_posted(running: Live, tmp_path: Path) -> None:
+    submit(running, file_of(tmp_path, ROWS[:1], "other.jsonl"), "--name", "half-2")
+    told = submit(running, file_of(tmp_path, ROWS), "--name", "half", "--split", "3", code=1).output
+    said = " ".join(told.split())
+    assert "half-2: " in said and "choose another name" in said and "posted before it: half-1" in said
+    assert {"half-1", "half-2"} <= posted(running).keys()
+
+
+def test_an_archive_is_not_split(running: Live, tmp_path: Path) -> None:
+    told = submit(running, file_of(tmp_path, ROWS, "rows.zip"), "--name", "z", "--split", "3", code=1).output
+    assert "--split: 'rows.zip' is an archive" in told and "z" not in posted(running)
+
+
+def test_many_rows_in_one_module_are_warned_of(running: Live) -> None:
+    rows = [{"prompt": f"def g{i}():\n", "continuation": f"    return {i} - right_{i}\n"} for i in range(61)]
+    for some, options, warned in ((rows, {}, 1), (rows[:60], {}, 0), (rows, {"gate": "paper"}, 0)):
+        options = {"protect": "module", "scope": "global", "dry_run": True, **options}
+        answer = running.admin("/takedowns", {"name": "many", "rows": some, "options": options}).body
+        told = [said for said in answer["warnings"] if said.startswith("rows: one module of 61 rows")]
+        assert len(told) == warned and all("--split 40" in said for said in told)
