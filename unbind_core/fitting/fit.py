@@ -6,6 +6,7 @@ Checks what is given, draws the partitions, makes sure that gradients are exact 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -57,8 +58,8 @@ def _check_options(options: FitOptions, layer_count: int) -> list[int]:
     if not options.effort > 0:
         raise DataError(f"effort: {options.effort} is not above 0; 1 is the usual one, 0.1 a quick look")
     for name, most in asdict(options.limits).items():
-        if not most >= 0:
-            raise DataError(f"budgets.{name}: {most} allows nothing, and no module costs less than 0; give 0 or more")
+        if math.isnan(most) or (most < 0 and name in ("kl", "open_rate")):  # the others may fall
+            raise DataError(f"budgets.{name}: {most} is met by no module; give 0 or more")
     if any(not 0 <= q <= 1 for q in options.quantiles) or not options.quantiles:
         raise DataError("quantiles: give at least one value between 0 and 1")
     if any(kappa < 0 for kappa in (*options.strengths, *options.norm_strengths)):

@@ -132,8 +132,8 @@ def test_what_a_gate_cannot_do_is_refused_by_name(loaded: LoadedModel) -> None:
         (FitOptions(effort=0.0), "effort: 0.0 is not above 0"),
         (FitOptions(quantiles=(0.5,)), "quantiles: gate 'auto' has no use for it; leave it out, or use gate 'paper'"),
         (FitOptions(full_scan=True), "full_scan: gate 'auto' has no use for it"),
-        (FitOptions(budgets=Budgets(nll=-0.01)), r"budgets\.nll: -0.01 allows nothing"),
-        (FitOptions(budgets=Budgets(kl=float("nan"))), r"budgets\.kl: nan allows nothing"),
+        (FitOptions(budgets=Budgets(kl=-0.01)), r"budgets\.kl: -0.01 is met by no module"),
+        (FitOptions(budgets=Budgets(nll=float("nan"))), r"budgets\.nll: nan is met by no module"),
         (FitOptions(beside=-1), "beside: -1 is no number of other modules"),
     ):
         with pytest.raises(DataError, match=message):
