@@ -111,13 +111,16 @@ def fit_figures(
 def bench_fit(
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
+    windows: Annotated[
+        int, typer.Option(min=1, max=8, help="Windows for which every target has an autograd call of its own.")
+    ] = 2,
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """One-pass gradients against one autograd call a target: accuracy and speed."""
     with clear_errors(), progress_bars(as_json) as progress:
-        figures = fit_figures(load(model, adapter, dtype, device), progress=progress)
+        figures = fit_figures(load(model, adapter, dtype, device), oracle_windows=windows, progress=progress)
     if as_json:
         write_json(figures)
         return
