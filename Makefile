@@ -43,8 +43,9 @@ $(VLLM)/.installed: requirements-vllm.lock pyproject.toml
 serve-vllm: install-vllm  ## serve the demo model under vLLM (ARGS as in serve)
 	@$(VLLM)/bin/unbind serve --engine vllm $(ARGS)
 
+# Its environment has Triton, too, which interprets the kernels of decode steps.
 test-vllm: install-vllm  ## the tests of the engine vllm, beside the embedded one
-	$(TEST_ENV) $(VLLM)/bin/python -m pytest -o filterwarnings=default tests/engines $(ARGS)
+	$(TEST_ENV) $(VLLM)/bin/python -m pytest -o filterwarnings=default tests/engines tests/core/applying/test_fused.py $(ARGS)
 
 test-cuda: install  ## the tests of a GPU, which it needs: the engine, a fit, a takedown
 	$(TEST_ENV) $(BIN)/python -m pytest -o filterwarnings=default tests/cuda $(ARGS)
