@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.live import ADMIN_KEY, Live, live
 from unbind_core.planning import room
+from unbind_core.planning.machine import Machine
 
 ROWS = [{"prompt": f"def secret_{i}(key):\n", "continuation": f"    return key + {i * 7919}\n" * 3} for i in range(4)]
 
@@ -38,10 +39,11 @@ def test_a_dry_run_tells_memory_disk_and_time_stage_by_stage(running: Live) -> N
     assert paper["memory_bytes"] == pytest.approx(plan["memory_bytes"], rel=0.2)
 
 
-def test_a_quick_look_is_planned_as_one(running: Live) -> None:
+def test_a_quick_look_is_planned_as_one(running: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "measured", lambda *_: Machine(1e8, 1e8))  # so slow that nothing is rounded to 0
     whole, quick = (submitted(running, "quick", dry_run=True, effort=effort)["plan"] for effort in (1, 0.1))
     seconds = [{stage["name"]: stage["seconds"] for stage in plan["stages"]}["correction"] for plan in (whole, quick)]
-    assert 0 < seconds[1] < 0.5 * seconds[0]
+    assert 0 < seconds[1] < 0.2 * seconds[0]
     for options in ({"effort": 0}, {"effort": 1.5}, {"effort": "all"}, {"effort": 0.5, "gate": "paper"}):
         body = {"name": "quick", "rows": ROWS, "options": options}
         answer = running.admin("/takedowns", body)
