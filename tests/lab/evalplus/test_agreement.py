@@ -1,7 +1,7 @@
 """The same verdicts as EvalPlus's own, and the same programs of completions: where EvalPlus 0.3.1 is importable, and
-UNBIND_EVALPLUS names the folder of its files.
+EVALPLUS_FILES names the folder of its files.
 
-By default on every sixteenth task; UNBIND_EVALPLUS_STEP=1 takes all, which takes half an hour of a core.
+By default on every sixteenth task; EVALPLUS_STEP=1 takes all, which takes half an hour of a core.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from unbind_lab.evalplus.judge import Part, solves
 from unbind_lab.evalplus.oracles import PRESENT
 from unbind_lab.evalplus.problems import HUMAN_EVAL, MBPP, Problem, read
 
-FOLDER = os.environ.get("UNBIND_EVALPLUS", "")
-STEP = int(os.environ.get("UNBIND_EVALPLUS_STEP", "16"))
+FOLDER = os.environ.get("EVALPLUS_FILES", "")
+STEP = int(os.environ.get("EVALPLUS_STEP", "16"))
 AVAILABLE = bool(FOLDER) and importlib.util.find_spec("evalplus") is not None
 OUTER = 60.0  # EvalPlus's own, where the paper has 10 s
 COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.In: ast.NotIn}
