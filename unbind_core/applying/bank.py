@@ -89,8 +89,8 @@ class ModuleBank:
         if self._kernels is not None and self._dtype is not None and module.heads is not None:
             self._kernels.prepare(module.w.shape[1], self._dtype, paged=self._one_table)
         with self._lock:
-            if others := self._modules.keys() - {module.name}:
-                module.require(self._modules[others.pop()].model)
+            if other := next((one for one in self._modules.values() if one.name != module.name), None):
+                module.require(other.model)
             if replaced := self._modules.get(module.name):
                 if replaced.digest == module.digest:
                     return

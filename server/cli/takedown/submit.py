@@ -107,8 +107,8 @@ def submit(
         client = Client(url, key)
         parts = [(name, file)] if split is None else stack.enter_context(_parts(file, name, split))
         for number, (called, rows) in enumerate(parts, 1):
-            key_of = idempotency_key if split is None else f"{idempotency_key}-{number}"
-            headers = {"Idempotency-Key": key_of} if idempotency_key and key_of else {}
+            own = "" if split is None else f"-{number}"
+            headers = {"Idempotency-Key": f"{idempotency_key}{own}"} if idempotency_key else {}
             try:
                 answer = client.upload("/takedowns", {"name": called, **fields}, rows, headers)
             except UnbindError as error:
