@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from server.engine.vllm.batch import Batch
 from server.engine.vllm.edits import Edits
@@ -42,3 +46,19 @@ def test_a_selection_lasts_until_the_batch_or_the_bank_changes(monkeypatch: pyte
     assert looked_up == [1, 1, 2]
     edits.bank.remove("m")
     assert edits._selection_of(Batch.of(["s"], [{}], CPU)) is None
+
+
+@pytest.mark.parametrize(("full", "windows"), [(12, 0), (6, 6), (4, 22), (3, 9), (1, 7)])
+def test_pages_and_gates_fit_the_memory_that_is_planned(full: int, windows: int) -> None:
+    edits = Edits(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns=500)
+    heads: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    kinds: list[KVCacheSpec] = [FullAttentionSpec(**heads)] * full + [
+        SlidingWindowSpec(**heads, sliding_window=32)
+    ] * windows
+    config, memory = VllmConfig(), 10**9
+    config.cache_config.kv_cache_layout = "LBNHC"
+    groups = get_kv_cache_groups(config, {f"layer.{number}": kind for number, kind in enumerate(kinds)})
+    planned = get_kv_cache_config_from_groups(config, groups, int(memory * edits.share_of_pages(kinds)))
+    a_block = sum(tensor.size for tensor in planned.kv_cache_tensors[:1]) / planned.num_blocks
+    taken = planned.num_blocks * (a_block + 4 * edits.columns * heads["block_size"])
+    assert 0.6 * memory < taken <= memory

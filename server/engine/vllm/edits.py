@@ -5,7 +5,8 @@ One :class:`Edits` for each process of the model. The operator is opaque to comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -77,7 +78,7 @@ class Edits:
         """Make the gates' memory once vLLM has planned its pages. Raises UnbindError where no layer keeps all of its pages."""
         for group in config.kv_cache_groups:
             spec = group.kv_cache_spec
-            if type(spec).__name__ == "FullAttentionSpec":
+            if _full(spec):
                 self._attention = group.layer_names[0]
                 self._memory = PagedMemory(config.num_blocks, spec.block_size, self.columns, self._runner.device)
                 return
@@ -85,9 +86,16 @@ class Edits:
             "no layer of this model has full attention, whose pages the gates need; use the embedded engine"
         )
 
-    def bytes_a_position(self) -> int:
-        """Of the gates' memory."""
-        return 4 * self.columns
+    def share_of_pages(self, layers: Iterable[Any]) -> float:
+        """How much of the memory for keys and values is theirs, by vLLM's ``layers``' specs; the rest is the gates'.
+
+        Layers of several kinds, as of full attention and of windows, take turns: vLLM has them in groups that share the pages,
+        of as many layers as the rarest kind has, or more. A group of more leaves the gates more than they need.
+        """
+        kinds = Counter(layers)
+        full = [spec.page_size_bytes / spec.block_size for spec in kinds if _full(spec)]
+        kept = min(kinds.values(), default=0) * max(full, default=0.0)  # 0: of a model that is refused with its pages
+        return float(kept / (kept + 4 * self.columns))
 
     def apply(self, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
         """Add to ``hidden`` [N,d] in place; with ``residual`` it makes the layer's output."""
@@ -220,6 +228,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise UnbindError(f"{type(model).__name__}: its decoder layers are not found; use the embedded engine")
     return layers
+
+
+def _full(spec: Any) -> bool:
+    """Whether these are keys and values of full attention, all of whose pages a sequence keeps."""
+    return type(spec).__name__ == "FullAttentionSpec"
 
 
 def _edited(forward: Any, index: int) -> Any:

@@ -56,9 +56,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
     def determine_available_memory(self) -> int:
         """What is left for keys and values beside the gates' memory of the same pages."""
         available = int(super().determine_available_memory())
-        specs = self.model_runner.get_kv_cache_spec().values()
-        kept = sum(spec.page_size_bytes / spec.block_size for spec in specs)
-        return int(available * kept / (kept + self.edits.bytes_a_position()))
+        return int(available * self.edits.share_of_pages(self.model_runner.get_kv_cache_spec().values()))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pages, and the gates' rows of them."""
