@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,19 @@ from unbind_core.files import write_text, write_whole
 def digest(made_of: Any) -> str:
     """SHA-256 of JSON values in their canonical form."""
     return hashlib.sha256(canonical_json(made_of).encode()).hexdigest()
+
+
+def code_of(*modules: ModuleType | None) -> str:
+    """SHA-256 of what modules are written in: their files, or those of a package, tables in TOML among them."""
+    return hashlib.sha256(
+        b"".join(file.read_bytes() for module in modules if module for file in files_of(module))
+    ).hexdigest()
+
+
+def files_of(module: ModuleType) -> list[Path]:
+    """A module's file, or those of a package."""
+    path = Path(str(module.__file__))
+    return [path] if path.name != "__init__.py" else sorted({*path.parent.glob("*.py"), *path.parent.glob("*.toml")})
 
 
 class Kept:

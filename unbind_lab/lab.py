@@ -6,7 +6,6 @@ configuration of its grid, it keeps the one with the highest FU-H there, and is 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from unbind_core.rows import ForgetRow, forget_digest
 from unbind_lab import served as served_by
 from unbind_lab.filters.filter import Absent, Filter
 from unbind_lab.filters.models import FULL
-from unbind_lab.keeping import Kept, digest
+from unbind_lab.keeping import Kept, code_of, digest
 from unbind_lab.protocols import main
 from unbind_lab.protocols.known import PROTOCOLS
 from unbind_lab.protocols.protocol import Protocol
@@ -121,7 +120,7 @@ class Lab:
             options = {"system": entry.system.name, "configuration": entry.label, "options": dict(entry.options)}
             return {**options, **protocol.summary(found)}
 
-        measured_by = [_code(inspect.getmodule(protocol.records), *protocol.further), self._measured_by]
+        measured_by = [code_of(inspect.getmodule(protocol.records), *protocol.further), self._measured_by]
         files = protocol.files_of(self.setting)
         made_of = digest([self._made_of(entry.system), entry.options, measured_by, *files])
         found = self.kept.value(name, made_of, work)
@@ -268,7 +267,7 @@ class Lab:
 
     @cached_property
     def _measured_by(self) -> str:
-        return _code(main, served_by, scores, metrics)
+        return code_of(main, served_by, scores, metrics)
 
     def _made_of(self, system: System) -> list[Any]:
         """What a system's artifacts depend on: the setting, of its modules the one that it is, its code, and the loop's where it is
@@ -277,19 +276,9 @@ class Lab:
         own = inspect.getmodule(system.loss if isinstance(system, Trained) else system.build)
         module, further = (system.module, system.further) if isinstance(system, Filter) else (None, (training, step))
         described = {**self._described, "modules": self._described["modules"].get(module)}
-        return [described, system.name, _code(own, *further)]
+        return [described, system.name, code_of(own, *further)]
 
 
 def _configuration(system: Trained, described: Mapping[str, Any]) -> Configuration:
     options = {name: described[name] for name in system.paper.options}
     return Configuration(described["learning_rate"], described["updates"], options)
-
-
-def _code(*modules: Any) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for module in modules for file in _files(module))).hexdigest()
-
-
-def _files(module: Any) -> list[Path]:
-    """A module's file, or those of a package, tables in TOML among them."""
-    path = Path(str(module.__file__))
-    return [path] if path.name != "__init__.py" else sorted({*path.parent.glob("*.py"), *path.parent.glob("*.toml")})

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from unbind_core import fitting
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import numerics
@@ -18,7 +19,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import ForgetRow, forget_digest
 from unbind_lab.filters.filter import Absent, Filter, Options
-from unbind_lab.keeping import digest
+from unbind_lab.keeping import code_of, digest
 from unbind_lab.served import Served
 from unbind_lab.setting import Bench
 
@@ -107,7 +108,8 @@ def fitted(
 
 def _made_of(bench: Bench, rows: Sequence[ForgetRow], options: FitOptions) -> str:
     every = [[asdict(row) for row in part] for part in (rows, bench.retain_training, bench.retain_validation)]
-    return digest([bench.full.identity.fingerprint, numerics(bench.full.model), options.to_json(), every])
+    made_on = bench.full.identity.fingerprint, numerics(bench.full.model), options.to_json()
+    return digest([*made_on, every, code_of(fitting)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,4 +141,4 @@ def _under(full: Served, module: UnbindModule, strength: float = 1.0) -> Modular
 
 REWRITE, SILENT = (_shipped(policy, FitOptions(policy=policy)) for policy in ("rewrite", "silent"))
 PAPER = _shipped("paper", FitOptions(gate=PAPER_GATE))
-STRICT = Filter("unbind-strict", strict)
+STRICT = Filter("unbind-strict", strict, further=(fitting,))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.nn import functional
 
+from unbind_core import fitting
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_lab.filters.unbind import Modular
@@ -52,5 +53,5 @@ PROTOCOL = Protocol(
     summary,
     (("cos(w,v)", "cosine", "+.3f"), *varied.COLUMNS),
     variants={f"layer-{layer}": f"layer {layer}" for layer in range(MOST)},
-    further=(varied,),
+    further=(varied, fitting),  # of modules that are fitted for it
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from unbind_core import fitting
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow
 from unbind_lab.protocols import main, varied
@@ -100,5 +101,5 @@ PROTOCOL = Protocol(
     summary,
     COLUMNS,
     variants={AT_ONCE: "all in one", **{f"after-{n}": f"after {n}" for n in range(1, MOST + 1)}},
-    further=(varied,),
+    further=(varied, fitting),  # of modules that are fitted for it
 )
