@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,18 @@ def kept(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def run(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Lab, Path]:
+@pytest.fixture(scope="module")
+def run(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
     """Three takedowns, of the paper's module and of gradient ascent."""
-    monkeypatch.setattr(successive, "SIZE", 3)
-    write_rows(tmp_path / "forget.jsonl", forget("secret", 10))
-    made = with_module(replace(setting, forget=tmp_path / "forget.jsonl"), tmp_path, "fisher")
-    made = replace(made, modules={"paper": made.modules["rewrite"]})
-    lab = Lab(made, tmp_path)
-    lab.run(chosen(["m-full", "unbind-paper", "ga"]), ["main", "successive"], ["shipped", "paper"])
-    return lab, tmp_path / setting.name
+    home = tmp_path_factory.mktemp("successive")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(successive, "SIZE", 3)
+        write_rows(home / "forget.jsonl", forget("secret", 10))
+        made = with_module(replace(setting, forget=home / "forget.jsonl"), home, "fisher")
+        made = replace(made, modules={"paper": made.modules["rewrite"]})
+        lab = Lab(made, home)
+        lab.run(chosen(["m-full", "unbind-paper", "ga"]), ["main", "successive"], ["shipped", "paper"])
+        yield lab, home / setting.name
 
 
 def test_takedowns_follow_each_other(run: tuple[Lab, Path]) -> None:
