@@ -28,19 +28,27 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fitted(plain: Path) -> UnbindModule:
-    loaded = load_model(plain)
-    options = FitOptions(effort=0.2, seed=1)  # not every quick fit of so small a model holds when it is quantised
-    module, report = fit(
-        loaded.model, loaded.tokenizer, FORGET, RETAIN, name="m", identity=loaded.identity, options=options
-    )
-    assert report.outcome == "calibrated"
-    return module
+def quantised(plain: Path) -> LoadedModel:
+    return load_model(fp8(plain, plain.parent / "fp8"))
 
 
 @pytest.fixture(scope="module")
-def quantised(plain: Path) -> LoadedModel:
-    return load_model(fp8(plain, plain.parent / "fp8"))
+def fitted(plain: Path, quantised: LoadedModel) -> UnbindModule:
+    """The first of eight quick fits that holds when so small a model is quantised: which of them do differs between processors."""
+    loaded = load_model(plain)
+    for seed in range(8):
+        module, report = fit(
+            loaded.model,
+            loaded.tokenizer,
+            FORGET,
+            RETAIN,
+            name="m",
+            identity=loaded.identity,
+            options=FitOptions(effort=0.2, seed=seed),
+        )
+        if report.outcome == "calibrated" and run(quantised, module).module is not None:
+            return module
+    raise AssertionError("none of the modules holds on the quantised model")
 
 
 def run(loaded: LoadedModel, module: UnbindModule, rows: list[ForgetRow] = FORGET, **more: Any) -> Adoption:
