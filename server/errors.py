@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
 from server.registry.objects import StoreUnreachable
-from server.registry.refusals import AWAY, DatabaseGone
+from server.registry.refusals import AWAY, DatabaseDamaged, DatabaseGone
 from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule
 
 log = logging.getLogger("unbind.api")
@@ -90,8 +90,8 @@ def disk_full() -> ApiError:
 
 
 def unreachable(error: Exception) -> ApiError:
-    """503 for a database that does not answer or is gone, 507 for one that cannot write."""
-    if isinstance(error, DatabaseGone):
+    """503 for a database that does not answer, is gone or damaged, 507 for one that cannot write."""
+    if isinstance(error, (DatabaseGone, DatabaseDamaged)):
         return ApiError(503, str(error), code="data_lost", headers={"Retry-After": "60"})
     if isinstance(error, DBAPIError) and "disk is full" in str(error.orig):  # as SQLite says it
         return disk_full()

@@ -15,19 +15,26 @@ class Outage:
         self._what, self._log, self._patience = what, log, patience
         self._lock = threading.Lock()
         self._reason: str | None = None
+        self._lasts = False
         self._seen = time.monotonic()
 
     def begins(self, error: BaseException) -> None:
-        """It failed."""
-        reason = " ".join(f"{type(error).__name__}: {getattr(error, 'orig', None) or error}".split())[:300]
+        """It failed; where the error is ``lasting``, it fails until this process ends, whatever else works."""
+        lasts = bool(getattr(error, "lasting", False))
+        said = error if lasts else getattr(error, "orig", None) or error
+        reason = " ".join(f"{type(error).__name__}: {said}".split())[:300]
         with self._lock:
             if self._reason is None:
                 self._log.error("%s: fails (%s); what is loaded is served, and it is tried again", self._what, reason)
-            self._reason = reason
+            if lasts or not self._lasts:
+                self._reason = reason
+            self._lasts = self._lasts or lasts
 
     def ends(self) -> None:
         """It worked."""
         with self._lock:
+            if self._lasts:
+                return
             if self._reason is not None:
                 self._log.warning("%s: works again", self._what)
             self._reason, self._seen = None, time.monotonic()

@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import flag, with_settings
 from server.registry import database
+from server.registry.refusals import DatabaseDamaged
 from server.registry.registry import Registry
 from server.settings import Settings
 from unbind_core import UnbindError
@@ -42,8 +43,6 @@ def backup(settings: Settings, out: Path | None, as_json: bool) -> None:
     """Copy an SQLite database, consistent while servers run."""
     target = out or settings.data_dir / "backups" / f"unbind-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.sqlite"
     with clear_errors(), _open(settings) as engine:
-        if target.exists():
-            raise UnbindError(f"--out: {target} is there already; choose another name")
         database.backup(engine, target)
     if as_json:
         write_json({"backup": str(target)})
@@ -77,6 +76,8 @@ def _open(settings: Settings) -> Iterator[Engine]:
     engine = database.connect(settings.database_address)
     try:
         yield engine
+    except DatabaseDamaged as error:
+        raise UnbindError(str(error)) from None
     except OperationalError as error:
         raise UnbindError(f"the database cannot be reached: {error.orig}") from None
     finally:

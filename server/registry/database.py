@@ -18,14 +18,14 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from server.registry.anchor import Anchor
-from server.registry.refusals import DatabaseGone, DatabaseRefused
+from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused
 from server.registry.tables import Base
-from unbind_core.files import locked
+from unbind_core.files import locked, write_whole
 
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
 
@@ -59,7 +59,8 @@ _EXAMPLES = "give sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
 def open_database(url: str | Path, backups: Path | None = None) -> Engine:
     """An engine on a database of this version's schema. ``url`` may be the path of an SQLite file.
 
-    An SQLite file is made or upgraded, after a copy to ``backups`` (its own folder unless given). Raises DatabaseRefused.
+    An SQLite file is made or upgraded, after a copy to ``backups`` (its own folder unless given), and looked through. Raises
+    DatabaseRefused.
     """
     engine = connect(f"sqlite:///{url}" if isinstance(url, Path) else url)
     try:
@@ -69,6 +70,7 @@ def open_database(url: str | Path, backups: Path | None = None) -> Engine:
             with locked(file.with_name(f"{file.name}.lock")):
                 if status(engine) != "current":
                     upgrade(engine, backups)
+                _require_sound(engine)
         elif status(engine) != "current":
             raise DatabaseRefused(f"the database is at revision {revision(engine)}: run `unbind db upgrade` first")
     except BaseException:
@@ -95,6 +97,8 @@ def status(engine: Engine) -> str:
     """ "current", or "behind" where an upgrade is needed. Raises DatabaseRefused for a newer or an unreachable one."""
     try:
         at = revision(engine)
+    except DatabaseDamaged as error:
+        raise DatabaseRefused(str(error)) from None
     except OperationalError as error:
         raise DatabaseRefused(f"the database cannot be reached: {error.orig}") from None
     known = {script.revision for script in _scripts().walk_revisions()} | {"none"}
@@ -123,16 +127,29 @@ def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
 
 
 def backup(engine: Engine, target: Path) -> Path:
-    """A consistent copy of an SQLite database while others use it. Raises DatabaseRefused for PostgreSQL, which has pg_dump."""
+    """A consistent copy of an SQLite database while others use it, whole or not there at all.
+
+    Raises DatabaseRefused for PostgreSQL, which has pg_dump, where ``target`` is there already, and where it cannot be written.
+    """
     if engine.dialect.name != "sqlite":
         raise DatabaseRefused("this database is PostgreSQL: back it up with pg_dump")
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target.touch(mode=0o600, exist_ok=False)
-    with (
-        closing(sqlite3.connect(engine.url.database or "", timeout=LOCK_SECONDS)) as source,
-        closing(sqlite3.connect(target)) as copy,
-    ):
-        source.backup(copy)
+    if target.exists():
+        raise DatabaseRefused(f"{target} is there already; choose another name for the copy")
+
+    def write(temporary: Path) -> None:
+        with (
+            closing(sqlite3.connect(engine.url.database or "", timeout=LOCK_SECONDS)) as source,
+            closing(sqlite3.connect(temporary)) as copy,
+        ):
+            source.backup(copy)
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(target, write)
+    except (sqlite3.Error, OSError) as error:
+        raise DatabaseRefused(
+            f"the database cannot be copied to {target} ({error}); make room there, or choose another place"
+        ) from None
     return target
 
 
@@ -150,6 +167,17 @@ def damage(engine: Engine) -> list[str]:
         found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check")]
         found += [f"foreign key: {tuple(row)}" for row in connection.exec_driver_sql("PRAGMA foreign_key_check")]
     return [line for line in found if line != "ok"]
+
+
+def _require_sound(engine: Engine) -> None:
+    """See that an SQLite file holds together before anything rests on it, a server's promises first. Raises DatabaseRefused."""
+    try:
+        with engine.connect() as connection:
+            found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+    except DatabaseDamaged as error:
+        raise DatabaseRefused(str(error)) from None
+    if found != "ok":
+        raise DatabaseRefused(str(DatabaseDamaged(Path(engine.url.database or ""), " ".join(found.split()))))
 
 
 def unguarded(engine: Engine) -> list[str]:
@@ -227,7 +255,8 @@ def _postgresql(address: URL) -> Engine:
 def _sqlite(file: Path) -> Engine:
     """The database file, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait.
 
-    From then on it must stay that file: every transaction raises DatabaseGone once it was removed or replaced.
+    From then on it must stay that file: every transaction raises DatabaseGone once it was removed or replaced, and DatabaseDamaged
+    where it meets what is no part of a database.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600)
@@ -238,6 +267,12 @@ def _sqlite(file: Path) -> Engine:
     def check() -> None:
         if (lost := anchor.lost) is not None:
             raise DatabaseGone(lost)
+
+    @event.listens_for(engine, "handle_error")
+    def _translate(context: ExceptionContext) -> None:
+        # SQLite's word for a file that it cannot make sense of; whatever else goes wrong is of a class derived from this.
+        if type(context.original_exception) is sqlite3.DatabaseError:
+            raise DatabaseDamaged(file, context.original_exception) from None
 
     @event.listens_for(engine, "do_connect")
     def _before(*_: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -58,6 +60,22 @@ class CancelRequested(Exception):
 
 class DatabaseRefused(UnbindError):
     """The database cannot be used as it is; the message says what to do."""
+
+
+class DatabaseDamaged(OperationalError):
+    """The database's file does not hold what was written there. For whoever waits out an outage it is one."""
+
+    lasting = True  # what lies elsewhere in the file may still be read, and the file does not heal
+
+    def __init__(self, file: Path, reason: object) -> None:
+        super().__init__(None, None, Exception(str(reason)))
+        self.message = (
+            f"the registry's database file {file} is damaged ({reason}): stop what uses it, keep the file for whoever looks "
+            "into it, put a copy in its place (docs/operations.md, Backup and restore), and start again"
+        )
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class DatabaseGone(OperationalError):

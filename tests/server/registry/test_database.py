@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import stat
@@ -14,12 +15,15 @@ import pytest
 from alembic import command
 from sqlalchemy import text
 
+from server.errors import translate
 from server.registry import database
 from server.registry.access import Access
-from server.registry.refusals import DatabaseRefused
+from server.registry.refusals import AWAY, DatabaseRefused
 from server.registry.registry import Registry
 from tests.server.registry.test_modules import make
 from tests.server.registry.test_registry import ADMIN, submit
+from tests.support.disks import small_disk
+from tests.support.folders import files_in
 
 
 def at_revision(url: str, revision: str) -> None:
@@ -140,6 +144,50 @@ def test_a_copy_made_while_others_write_restores(tmp_path: Path) -> None:
     assert database.damage(restored.transactions.engine) == [] and restored.audit_problems() == []
     assert json.dumps(restored.modules.get("m")) == json.dumps(record)
     restored.close()
+
+
+def test_a_copy_that_has_no_room_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    engine = database.open_database(tmp_path / "unbind.sqlite")
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill([os.getpid()])
+        try:
+            with pytest.raises(DatabaseRefused, match=r"disk/copy.sqlite \(.*\); make room there"):
+                database.backup(engine, disk.folder / "copy.sqlite")
+        finally:
+            disk.free([os.getpid()])
+        assert files_in(disk.folder) == []
+        copy = database.backup(engine, disk.folder / "copy.sqlite")
+        assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+        with pytest.raises(DatabaseRefused, match="is there already"):
+            database.backup(engine, copy)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("start", [0, 4096])  # the head of the file, so that it is no database; and a page within
+def test_a_damaged_file_is_refused_by_name_with_the_remedy(tmp_path: Path, start: int) -> None:
+    path = tmp_path / "unbind.sqlite"
+    database.open_database(path).dispose()
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\xa5" * (path.stat().st_size - start))
+    with pytest.raises(DatabaseRefused, match=r"unbind.sqlite is damaged \(.*put a copy in its place"):
+        database.open_database(path)
+
+
+def test_damage_that_is_met_while_the_file_is_open_is_an_outage(tmp_path: Path) -> None:
+    path = tmp_path / "unbind.sqlite"
+    registry = Registry(database.open_database(path))
+    make(registry)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xa5" * (path.stat().st_size - 100))
+    with pytest.raises(AWAY, match="damaged") as raised:
+        registry.modules.get("m")
+    refusal = translate(raised.value)
+    assert (refusal.status, refusal.code) == (503, "data_lost") and "put a copy in its place" in refusal.message
+    registry.close()
 
 
 def test_the_database_is_its_owner_s_alone(tmp_path: Path) -> None:
