@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from server.registry import records
 from server.registry.audit import Actor, newest
 from server.registry.lifecycle import LIVE, Action, follow
-from server.registry.records import CLOCK, NewModule, module_view
+from server.registry.records import CLOCK, GUARD_PREFIX, NewModule, module_view
 from server.registry.refusals import AWAY, JointOutdated, NotAllowed
 from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
 from server.registry.transactions import Transactions
@@ -78,12 +78,17 @@ class Modules:
         columns = ModuleRow.__table__.columns  # and no objects of rows, which take longer than the database
         query = select(*columns).where(ModuleRow.state.in_(LIVE), which).order_by(ModuleRow.name)
         before = self._viewed.get(what, _Viewed())
-        with self._transactions.look() as session:
-            now = _Viewed(_mark(session))
-            if now.mark == before.mark:
-                now = before
-            else:
-                rows = session.execute(query).all()
+        try:
+            with self._transactions.look() as session:
+                now = _Viewed(_mark(session))
+                if now.mark == before.mark:
+                    now = before
+                else:
+                    rows = session.execute(query).all()
+        except AWAY:
+            if not self.withheld or what not in self._viewed:
+                raise
+            now = before  # what is withheld goes though nothing can be read
         if now is not before:
             for row in rows:
                 known = before.by_id.get(row.id)
@@ -121,16 +126,31 @@ class Modules:
     def withhold(self, reference: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
         """Suspend a module where nothing can be written: in this process, at once; ``pass_time`` writes it as soon as it can.
 
-        Returns the record as it is written now. Raises as ``act``.
+        Returns the record as it is written now, or, where nothing can be read either, as it was read last. Raises as ``act``.
         """
-        with self._transactions.look() as session:
-            row = records.find(session, reference, self._model)
-            if row.state != ModuleState.SUSPENDED:  # else it was written, and the failure came after
-                records.check_revision(module_view(row), expected)
-                follow(ModuleState(row.state), Action.SUSPEND, row.kind)
-                self.withheld[row.id] = (actor, now)
-                log.warning("%s '%s' is suspended in this process; it is written once it can be", row.kind, row.name)
-            return module_view(row)
+        try:
+            found = self.get(reference)
+        except AWAY:
+            found = self._remembered(reference) or {}
+            if not found:
+                raise
+        if found["state"] != ModuleState.SUSPENDED:  # else it was written, and the failure came after
+            records.check_revision(found, expected)
+            follow(ModuleState(found["state"]), Action.SUSPEND, found["kind"])
+            self.withheld[found["id"]] = (actor, now)
+            log.warning(
+                "%s '%s' is suspended in this process; it is written once it can be", found["kind"], found["name"]
+            )
+        return found
+
+    def _remembered(self, reference: str) -> dict[str, Any] | None:
+        """What ``get`` would find among the records that are loaded here, as they were read last."""
+        views = [view for viewed in self._viewed.values() for _, view in viewed.by_id.values()]
+        here = [view for view in views if view["kind"] == Kind.GUARD or view["fingerprint"] == self._model]
+        name = reference.removeprefix(GUARD_PREFIX)
+        kinds = (Kind.GUARD,) if name != reference else (Kind.MODULE, Kind.GUARD)
+        named = [view for kind in kinds for view in here if view["kind"] == kind and view["name"] == name]
+        return next(iter([*(view for view in here if view["id"] == reference), *named]), None)
 
     def _write_withheld(self, now: float) -> None:
         for identifier, (actor, asked) in list(self.withheld.items()):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,33 @@ def without_registry(checkpoint: Path, tmp_path: Path) -> None:
             assert applied(server.complete()) == []
 
 
+def without_anything_to_read(checkpoint: Path, tmp_path: Path) -> None:
+    with postgres() as database:
+        url = database.new_database()
+        engine = connect(url)
+        upgrade(engine)
+        engine.dispose()
+        with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
+            adopt(server, "held", "global")
+            adopt(server, "other", "")
+            database.kill()
+            until(lambda: reasons(server) != [])
+            answer = server.call(
+                "/admin/v1/modules/held/suspend", {}, key=ADMIN_KEY, headers={"If-Match": "*"}, method="POST"
+            )
+            assert answer.status == 202 and "this server process only" in answer.body["withheld"]
+            assert applied(server.complete()) == [] and applied(server.complete(unbind={"modules": ["other"]})) == [
+                "other"
+            ]
+            unknown = server.call(
+                "/admin/v1/modules/none/suspend", {}, key=ADMIN_KEY, headers={"If-Match": "*"}, method="POST"
+            )
+            assert (unknown.status, unknown.error["code"]) == (503, "registry_unreachable")
+            database.start()
+            until(lambda: reasons(server) == [])
+            until(lambda: server.admin("/modules/held").body["state"] == "suspended")
+
+
 def without_writing(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database:
         url = database.new_database()
@@ -98,7 +127,34 @@ def without_writing(checkpoint: Path, tmp_path: Path) -> None:
 
 if PROGRAMS:
     test_without_the_registry_a_server_enforces_what_it_has_and_says_so = without_registry
+    test_where_the_registry_is_away_a_module_is_suspended_all_the_same = without_anything_to_read
     test_where_the_registry_takes_no_changes_a_module_is_suspended_all_the_same = without_writing
+
+
+def test_damage_to_the_registry_is_told_until_the_end_and_a_module_can_be_suspended(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.registry.modules.WHOLE_SECONDS", 0.1)  # records are read again so often
+    with live(checkpoint, tmp_path, refresh_seconds=REFRESH) as server:
+        adopt(server, "held", "global")
+        file = tmp_path / "data" / "unbind.sqlite"
+        with closing(sqlite3.connect(file)) as other:
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            size = other.execute("PRAGMA page_size").fetchone()[0]
+            pages = [row[0] for row in other.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'modules'")]
+        with file.open("r+b") as damaged:
+            for page in pages:
+                damaged.seek((page - 1) * size)
+                damaged.write(b"\xa5" * size)
+        until(lambda: reasons(server) != [])
+        assert "unbind.sqlite is damaged" in reasons(server)[0] and applied(server.complete()) == ["held"]
+        time.sleep(5 * REFRESH)  # keys and rules are still read
+        assert reasons(server) != []
+        answer = server.call(
+            "/admin/v1/modules/held/suspend", {}, key=ADMIN_KEY, headers={"If-Match": "*"}, method="POST"
+        )
+        assert answer.status == 202 and applied(server.complete()) == []
+        assert server.admin("/modules").error["code"] == "data_lost"
 
 
 def test_without_the_store_a_server_enforces_what_it_has_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
