@@ -27,6 +27,7 @@ from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefu
 from server.registry.tables import Base
 from unbind_core.files import locked, write_whole
 
+log = logging.getLogger("unbind.registry")
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
 
 LOCK_SECONDS = 10
@@ -123,6 +124,10 @@ def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
         if at == _FIRST:
             command.stamp(config, _FIRST)
         command.upgrade(config, "head")
+    if kept is not None:
+        log.info(
+            "the registry was upgraded from revision %s to %s; before that it was copied to %s", at, newest(), kept
+        )
     return kept
 
 

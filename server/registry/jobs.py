@@ -168,7 +168,7 @@ class Jobs:
             raise CancelRequested(f"job {claim.job_id} was cancelled")
 
     def stage_done(self, claim: Claim, stage: str, done: Mapping[str, Any]) -> None:
-        """Record a finished stage ({"seconds", "folder", "result"}), which nobody need repeat. Raises LeaseLost."""
+        """Record a finished stage ({"seconds", "folder", "files", "result"}), which nobody need repeat. Raises LeaseLost."""
         with self._transactions.change() as session:
             job = _held(session, claim)
             job.stages = {**job.stages, stage: dict(done)}

@@ -133,6 +133,7 @@ def run(task: Task, stages: Mapping[str, Stage], voice: Voice) -> None:
             done[stage] = {
                 "seconds": round(time.monotonic() - started, 3),
                 "folder": Path(task.folder).name,
+                "files": sorted(path.name for path in Path(task.folder).iterdir() if path.is_file()),
                 "result": result,
             }
             save_json(Path(task.folder) / f"{stage}.json", done[stage])

@@ -34,7 +34,7 @@ UNSETTLED = "joint_unsettled"  # the modules in force changed whenever the joint
 
 @dataclass(frozen=True)
 class Task:
-    """A job as its child process gets it. ``done``: finished stage -> {"folder", "result"}; ``folder`` is this attempt's."""
+    """A job as its child gets it. ``done``: finished stage -> {"folder", "files", "result"}; ``folder`` is this attempt's."""
 
     job_id: str
     kind: JobKind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,13 @@ class Scratch:
             self._bring(claim, self._store, [forget_name(claim.forget_digest)])
         return path
 
-    def has(self, claim: Claim, attempt: str) -> bool:
-        """Whether the files of an earlier attempt are there. Raises StageFailed."""
+    def has(self, claim: Claim, attempt: str, names: Collection[str]) -> bool:
+        """Whether these files of an earlier attempt are there. Raises StageFailed."""
         folder = self.job(claim.job_id) / attempt
         if self._store is not None and not folder.is_dir():
             store, under = self._store, f"jobs/{claim.job_id}/{attempt}"
             self._bring(claim, store, self._ask(claim, "listed", lambda: store.names(under)))
-        return folder.is_dir()
+        return folder.is_dir() and all((folder / name).is_file() for name in names)
 
     def keep(self, claim: Claim, attempt: Path) -> None:
         """A stage has ended: what it left goes to the store. Raises StageFailed, LeaseLost."""

@@ -217,8 +217,10 @@ class Worker:
         done: dict[str, Any] = {}
         for stage in PLANS[claim.kind]:
             finished = claim.stages.get(stage)
-            if finished is None or not self._scratch.has(claim, str(finished.get("folder"))):
-                break  # where the files are gone, it is done again, and all that rests on it
+            # A version from before stages told their files may have left others than this one reads.
+            files = (finished or {}).get("files")
+            if finished is None or files is None or not self._scratch.has(claim, str(finished["folder"]), files):
+                break  # where files are missing, it is done again, and all that rests on it
             done[stage] = finished
         return done
 

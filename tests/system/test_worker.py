@@ -307,6 +307,22 @@ def test_a_checkpoint_that_is_gone_is_made_again_with_all_that_rests_on_it(shop:
     assert {done["folder"] for done in shop.registry.jobs.stages(job_id).values()} == {"attempt-2"}
 
 
+@pytest.mark.parametrize("what", ["a file is missing", "an older version left it"])
+def test_a_checkpoint_that_lacks_what_is_read_of_it_is_made_again(shop: Workshop, what: str) -> None:
+    job_id = shop.submit("m", fails="joint")
+    shop.start()
+    shop.ended(job_id)
+    if what == "a file is missing":  # as in a folder that was restored in part
+        (shop.settings.data_dir / "jobs" / job_id / "attempt-1" / "module.safetensors").unlink()
+    else:
+        with closing(sqlite3.connect(shop.settings.data_dir / "unbind.sqlite")) as old, old:
+            old.execute("UPDATE jobs SET stages = json_remove(stages, '$.fit.files')")
+    shop.registry.jobs.retry(job_id, ADMIN, time.time())
+    shop.ended(job_id)
+    folders = {stage: done["folder"] for stage, done in shop.registry.jobs.stages(job_id).items()}
+    assert folders == {"check": "attempt-1", "fit": "attempt-2", "verify": "attempt-2"}
+
+
 def test_a_stage_that_fails_says_why_and_can_be_retried(shop: Workshop) -> None:
     failed, broken = shop.submit("a", fails="verify"), shop.submit("b", breaks="fit")
     shop.start()

@@ -81,14 +81,16 @@ def test_a_database_of_the_first_version_is_carried_over(database_url: str) -> N
     registry.close()
 
 
-def test_an_old_sqlite_file_upgrades_itself_after_a_copy(tmp_path: Path) -> None:
+def test_an_old_sqlite_file_upgrades_itself_after_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "unbind.sqlite"
     at_revision(f"sqlite:///{path}", "0001")
     with closing(sqlite3.connect(path)) as connection:  # as the first version made it, before revisions were recorded
         connection.execute("DROP TABLE alembic_version")
         connection.commit()
-    database.open_database(path, tmp_path / "backups").dispose()
+    with caplog.at_level("INFO", "unbind.registry"):
+        database.open_database(path, tmp_path / "backups").dispose()
     (copy,) = (tmp_path / "backups").iterdir()
+    assert f"from revision 0001 to {database.newest()}; before that it was copied to {copy}" in caplog.text
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
     old = database.connect(f"sqlite:///{copy}")
     assert database.revision(old) == "0001"
