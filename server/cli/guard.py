@@ -20,6 +20,7 @@ from server.settings import Settings
 def guard(settings: Settings, as_json: bool) -> None:
     """Guard the server at --upstream: its completions and chats are passed on, and what a takedown protects is not."""
     from server.exposure import check_exposure
+    from server.keys import check_keys
     from server.proxy.app import create_guard
     from server.proxy.upstream import checked_address
 
@@ -28,6 +29,7 @@ def guard(settings: Settings, as_json: bool) -> None:
         checked_address(settings.upstream)
         check_exposure(settings)
         open_registry(settings).close()  # a database that cannot be used is told of here
+        check_keys(settings)
         listening = bind(settings.host, settings.port)
     app = create_guard(settings)
 

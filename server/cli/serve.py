@@ -21,6 +21,7 @@ def serve(settings: Settings, as_json: bool) -> None:
     """Serve the model with its modules, and a worker for takedowns beside it."""
     from server.app import create_app
     from server.exposure import check_exposure
+    from server.keys import check_keys
 
     set_up_logging(settings.log_level, settings.log_format)
     with clear_errors():
@@ -32,6 +33,7 @@ def serve(settings: Settings, as_json: bool) -> None:
         screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
     with clear_errors():
         open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
+        check_keys(settings)
         listening = bind(settings.host, settings.port)
         with not_ready(listening, settings):
             loaded = load_served(settings)

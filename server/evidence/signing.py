@@ -17,8 +17,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from unbind_core.canonical import canonical_json
+from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 
+EVIDENCE_KEY = "evidence.key"  # in the data folder
 FORMAT, ALGORITHM = "unbind-evidence/1", "ed25519"
 _SIGNED = ("format", "payload", "html")
 _SIGNATURE = {"algorithm", "public_key", "fingerprint", "value"}
@@ -34,14 +36,22 @@ class BadEvidence(Exception):
 
 
 def signing_key(data_dir: Path) -> Ed25519PrivateKey:
-    """The key of this data directory."""
-    path = data_dir / "evidence.key"
+    """The key of this data directory. Raises UnbindError where its file is there and holds none: what is signed must stay told by
+    one fingerprint.
+    """
+    path = data_dir / EVIDENCE_KEY
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
         made = base64.b64encode(Ed25519PrivateKey.generate().private_bytes_raw()).decode()
         with contextlib.suppress(FileExistsError):  # somebody else made one meanwhile
             write_text(path, made + "\n", new=True)
-    return Ed25519PrivateKey.from_private_bytes(base64.b64decode(path.read_bytes()))
+    try:
+        return Ed25519PrivateKey.from_private_bytes(base64.b64decode(path.read_bytes()))
+    except ValueError:
+        raise UnbindError(
+            f"{path}: holds no Ed25519 key in base64; restore it from a backup, or move it away to have a new one made, whose "
+            "fingerprint is another"
+        ) from None
 
 
 def fingerprint(public_key: bytes) -> str:

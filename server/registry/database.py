@@ -23,7 +23,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from server.registry.anchor import Anchor
-from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused
+from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, unusable
 from server.registry.tables import Base
 from unbind_core.files import locked, write_whole
 
@@ -49,6 +49,8 @@ def connect(url: str) -> Engine:
             return _sqlite(Path(parsed.database or ""))
         if parsed.get_backend_name() == "postgresql":
             return _postgresql(parsed)
+    except OSError as error:
+        raise unusable(error) from None
     except (ArgumentError, NoSuchModuleError) as error:
         raise DatabaseRefused(f"database_url: {error}; {_EXAMPLES}") from None
     raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")
@@ -60,8 +62,7 @@ _EXAMPLES = "give sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
 def open_database(url: str | Path, backups: Path | None = None) -> Engine:
     """An engine on a database of this version's schema. ``url`` may be the path of an SQLite file.
 
-    An SQLite file is made or upgraded, after a copy to ``backups`` (its own folder unless given), and looked through. Raises
-    DatabaseRefused.
+    An SQLite file is made or upgraded, after a copy to ``backups`` or beside it, and looked through. Raises DatabaseRefused.
     """
     engine = connect(f"sqlite:///{url}" if isinstance(url, Path) else url)
     try:
@@ -98,10 +99,9 @@ def status(engine: Engine) -> str:
     """ "current", or "behind" where an upgrade is needed. Raises DatabaseRefused for a newer or an unreachable one."""
     try:
         at = revision(engine)
-    except DatabaseDamaged as error:
-        raise DatabaseRefused(str(error)) from None
     except OperationalError as error:
-        raise DatabaseRefused(f"the database cannot be reached: {error.orig}") from None
+        damaged = isinstance(error, DatabaseDamaged)
+        raise DatabaseRefused(str(error) if damaged else f"the database cannot be reached: {error.orig}") from None
     known = {script.revision for script in _scripts().walk_revisions()} | {"none"}
     if at not in known:
         raise DatabaseRefused(
@@ -132,10 +132,7 @@ def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
 
 
 def backup(engine: Engine, target: Path) -> Path:
-    """A consistent copy of an SQLite database while others use it, whole or not there at all.
-
-    Raises DatabaseRefused for PostgreSQL, which has pg_dump, where ``target`` is there already, and where it cannot be written.
-    """
+    """A consistent copy of an SQLite file while others use it, whole or not at all. Raises DatabaseRefused, also for PostgreSQL."""
     if engine.dialect.name != "sqlite":
         raise DatabaseRefused("this database is PostgreSQL: back it up with pg_dump")
     if target.exists():
@@ -175,14 +172,14 @@ def damage(engine: Engine) -> list[str]:
 
 
 def _require_sound(engine: Engine) -> None:
-    """See that an SQLite file holds together before anything rests on it, a server's promises first. Raises DatabaseRefused."""
+    """See that an SQLite file holds together before anything rests on it. Raises DatabaseRefused."""
     try:
         with engine.connect() as connection:
             found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+        if found != "ok":
+            raise DatabaseDamaged(Path(engine.url.database or ""), " ".join(found.split()))
     except DatabaseDamaged as error:
         raise DatabaseRefused(str(error)) from None
-    if found != "ok":
-        raise DatabaseRefused(str(DatabaseDamaged(Path(engine.url.database or ""), " ".join(found.split()))))
 
 
 def unguarded(engine: Engine) -> list[str]:
@@ -260,8 +257,7 @@ def _postgresql(address: URL) -> Engine:
 def _sqlite(file: Path) -> Engine:
     """The database file, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait.
 
-    From then on it must stay that file: every transaction raises DatabaseGone once it was removed or replaced, and DatabaseDamaged
-    where it meets what is no part of a database.
+    From then on it must stay that file: DatabaseGone is raised once it was removed or replaced, DatabaseDamaged where it is.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600)

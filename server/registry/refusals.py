@@ -62,6 +62,14 @@ class DatabaseRefused(UnbindError):
     """The database cannot be used as it is; the message says what to do."""
 
 
+def unusable(error: OSError) -> DatabaseRefused:
+    """The refusal of a database's file that this account may not make, open or keep from others."""
+    return DatabaseRefused(
+        f"the registry's database file {error.filename}: {error.strerror}; the account that runs this must own it and its "
+        "folder: change their owner, or choose another data_dir or database_url"
+    )
+
+
 class DatabaseDamaged(OperationalError):
     """The database's file does not hold what was written there. For whoever waits out an outage it is one."""
 

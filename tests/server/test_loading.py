@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.cli.loading import bind, not_ready
+from server.keys import check_keys
 from server.settings import Settings
 from unbind_core.errors import UnbindError
 
@@ -56,3 +58,27 @@ def test_an_address_that_cannot_be_had_is_named_with_the_remedy() -> None:
             bind("127.0.0.1", port)
     with pytest.raises(UnbindError, match="choose another --host"):
         bind("nowhere.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("evidence.key", r"evidence\.key: holds no Ed25519 key in base64; restore it from a backup"),
+        ("guard.key", r"guard\.key: holds no key of 32 bytes; restore it"),
+    ],
+)
+def test_a_key_that_is_none_is_told_of_before_anything_starts(tmp_path: Path, name: str, says: str) -> None:
+    settings = Settings(data_dir=tmp_path / "data")
+    check_keys(settings)
+    assert not (settings.data_dir / "evidence.key").exists()
+    (settings.data_dir / name).write_text("bm8ga2V5\n")
+    with pytest.raises(UnbindError, match=says):
+        check_keys(settings)
+
+
+@pytest.mark.parametrize("name", ["admin.key", "guard.key", "evidence.key"])
+def test_a_key_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+    settings = Settings(data_dir=tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UnbindError, match=rf"data_dir: .*{name}: Is a directory; the account that serves must own"):
+        check_keys(settings)
