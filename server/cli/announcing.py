@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -52,6 +53,9 @@ class AnnouncingServer(uvicorn.Server):
         if not self.started:
             return
         self._loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup asks for
+            # A terminal that closes, or a tool that means to have files opened anew: what runs is to end in order all the same.
+            signal.signal(signal.SIGHUP, lambda _, frame: self.handle_exit(signal.SIGTERM, frame))
         service: BaseService = self._application.state.service
         port = self.servers[0].sockets[0].getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)  # noqa: S104

@@ -109,7 +109,8 @@ class Voice:
 def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
     """Wait for a task on standard input and run its stages. ``sys.argv[1]`` is the worker's process id."""
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGHUP):  # the worker decides what Ctrl-C means, and a terminal that closes
+        signal.signal(number, signal.SIG_IGN)
     # Libraries print what they like: standard output goes where the log goes, and the pipe stays ours.
     voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)

@@ -176,15 +176,16 @@ class Heart:
 
 
 def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES) -> None:
-    """Run a worker in this process until SIGTERM, SIGINT or, with ``parent``, until that process is gone.
+    """Run a worker in this process until SIGTERM, SIGINT, SIGHUP or, with ``parent``, until that process is gone.
 
     ``stages`` is the command of its child processes. Ends with status 1 where the registry cannot be opened.
     """
     from server.worker.worker import Worker
 
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda *_: stop.set())
     if parent is not None:
         die_with_parent(signal.SIGTERM, parent)
     os.nice(settings.worker_nice)

@@ -295,6 +295,29 @@ def test_the_server_ends_in_good_order_and_takes_its_worker_along(checkpoint: Pa
     assert json.dumps(server.log).count("Traceback") == 0
 
 
+def test_a_terminal_that_closes_ends_the_server_in_good_order_and_nohup_keeps_it(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True})
+    with serving(checkpoint, tmp_path) as server:
+        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        stream = connection.getresponse()  # with its first token
+        server.process.send_signal(signal.SIGHUP)
+        said = stream.read()
+        connection.close()
+        assert said.endswith(b"data: [DONE]\n\n") and b'"error"' not in said and b'"length"' in said
+        server.process.wait(20)
+    asked = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a child inherits
+    try:
+        with serving(checkpoint, tmp_path / "nohup", worker=False) as server:
+            server.process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert server.complete(PROMPT, max_tokens=2) and server.process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, asked)
+
+
 @pytest.mark.slow
 def test_streams_at_the_limit_are_ended_as_documented_and_the_process_is_gone_in_time(
     checkpoint: Path, tmp_path: Path
