@@ -14,8 +14,10 @@ from sqlalchemy.exc import OperationalError
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import flag, with_settings
 from server.registry import database
+from server.registry.objects import DamagedObject, ObjectStore
 from server.registry.refusals import DatabaseDamaged
 from server.registry.registry import Registry
+from server.registry.tables import ModuleState, Origin
 from server.settings import Settings
 from unbind_core import UnbindError
 
@@ -52,14 +54,18 @@ def backup(settings: Settings, out: Path | None, as_json: bool) -> None:
 
 @with_settings([_JSON])
 def check(settings: Settings, as_json: bool) -> None:
-    """Is the schema this version's, are the files sound, is the audit trail whole and guarded? Ends with code 1 where not."""
+    """Is the schema this version's, are the database's and the store's files sound, is the audit trail whole and guarded? Ends with
+    code 1 where not.
+    """
     with clear_errors(), _open(settings) as engine:
         problems = [] if database.status(engine) == "current" else ["the schema is behind: run `unbind db upgrade`"]
         if not problems:
             problems += [f"schema: {difference}" for difference in database.differences(engine)]
             problems += [f"file: {line}" for line in database.damage(engine)]
             problems += [f"guard: {line}" for line in database.unguarded(engine)]
-            problems += [f"audit: {line}" for line in Registry(engine, settings.audit_head_file).audit_problems()]
+            registry = Registry(engine, settings.audit_head_file)
+            problems += [f"audit: {line}" for line in registry.audit_problems()]
+            problems += [f"store: {line}" for line in _unreadable(registry, ObjectStore(settings.published_store))]
         found = database.revision(engine)
     if as_json:
         write_json({"revision": found, "sound": not problems, "problems": problems})
@@ -68,6 +74,18 @@ def check(settings: Settings, as_json: bool) -> None:
             screen.print(f"revision {found}: {problem}", soft_wrap=True, highlight=False)
     if problems:
         raise typer.Exit(1)
+
+
+def _unreadable(registry: Registry, store: ObjectStore) -> Iterator[str]:
+    """The modules and guards that are in use, or may be again, whose files the store does not give."""
+    for record in registry.modules.versions():
+        if record["state"] == ModuleState.RETIRED or record["origin"] == Origin.SHIPPED:
+            continue
+        try:
+            store.get(record["file"], record["digest"])
+        except (OSError, DamagedObject) as error:
+            said = getattr(error, "strerror", None) or error
+            yield f"{record['kind']} '{record['name']}' ({record['id']}, {record['state']}), {record['file']}: {said}"
 
 
 @contextmanager

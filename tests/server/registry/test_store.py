@@ -15,7 +15,9 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
 
+from server.cli import build
 from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.lifecycle import Action
@@ -346,6 +348,26 @@ def test_an_object_is_read_once_while_it_is_live_and_again_when_it_is_live_again
     place.registry.modules.act("one", Action.ACTIVATE, "*", ADMIN, 3.0)
     scan = place.store.scan()
     assert scan.modules == {} and list(scan.absent) == ["one"]
+
+
+def test_the_check_names_the_files_that_are_missing_or_damaged_and_not_those_of_retired_modules(
+    place: Place, make_module: MakeModule, tmp_path: Path
+) -> None:
+    for name in ("whole", "missing", "damaged", "retired"):
+        make_module(name, seed=len(name)).save(place.published / f"{name}.safetensors")
+    place.store.scan()
+    records = {record["name"]: record for record in place.registry.modules.versions()}
+    place.registry.modules.act(records["retired"]["id"], Action.RETIRE, "*", ADMIN, 1.0)
+    for name in ("missing", "retired"):
+        (place.published / records[name]["file"]).unlink()
+    with (place.published / records["damaged"]["file"]).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xa5")
+    where = ["--database-url", f"sqlite:///{tmp_path / 'r.sqlite'}", "--module-store", str(place.published)]
+    checked = CliRunner().invoke(build(), ["db", "check", "--data-dir", str(tmp_path), *where, "--json"])
+    first, second = sorted(json.loads(checked.stdout)["problems"])
+    assert checked.exit_code == 1 and "module 'damaged'" in first and "restore it from a backup" in first
+    assert first.startswith("store: ") and "module 'missing'" in second and "No such file" in second
 
 
 def test_a_remote_store_keeps_and_gives_the_same_bytes(
