@@ -21,6 +21,8 @@ from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotA
 from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
 from server.registry.transactions import Transactions
 
+UNBELIEVED_SECONDS = 3600.0  # ahead of now, beyond which a lease that runs so long says only that a clock was wrong
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -122,7 +124,9 @@ class Jobs:
 
         A job that ``max_attempts`` workers died on is failed instead.
         """
-        free = (Job.state == JobState.QUEUED) | ((Job.state == JobState.RUNNING) & (Job.lease_expires < now))
+        # No worker asks for so long: the clock was ahead when that was written, and would keep the job for as long as it was.
+        silent = (Job.lease_expires < now) | (Job.lease_expires > now + max(lease, UNBELIEVED_SECONDS))
+        free = (Job.state == JobState.QUEUED) | ((Job.state == JobState.RUNNING) & silent)
         with self._transactions.look() as session:  # looking costs nothing; claiming takes the writer's lock
             if session.scalar(select(Job.id).where(free).limit(1)) is None:
                 return None

@@ -98,6 +98,17 @@ def test_a_silent_worker_loses_its_job_and_may_write_nothing_more(registry: Regi
     assert registry.jobs.get(job_id, 15.3)["state"] == "running"
 
 
+def test_a_clock_that_was_ahead_keeps_no_job_from_other_workers(registry: Registry) -> None:
+    ahead, job_id = 30 * 86_400.0, submit(registry)
+    stale = claim(registry, "w1", ahead)  # and it dies; then the clock is put right
+    fresh = claim(registry, "w2", 10.0)
+    assert (fresh.job_id, fresh.attempt) == (job_id, 2) and fresh.fence > stale.fence
+    assert registry.jobs.claim("w3", 10.0, LEASE, 3) is None  # a believable lease is kept
+    assert registry.jobs.claim("w3", 10.0 - 600.0, LEASE, 3) is None  # also by a machine that is some minutes behind
+    with pytest.raises(LeaseLost):
+        registry.jobs.report(stale, ahead + 1.0, LEASE)
+
+
 def test_the_next_worker_finds_what_the_last_one_finished(registry: Registry) -> None:
     job_id = submit(registry)
     done = {"seconds": 2.5, "folder": "attempt-1", "result": {"memorised": True}}
