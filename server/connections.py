@@ -7,6 +7,8 @@ middleware, which can answer as any refusal does; here only what comes of a body
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 from enum import Enum, auto
 from typing import Any
 
@@ -18,6 +20,8 @@ from uvicorn.server import ServerState
 from server.errors import ApiError, response
 from server.settings import Settings
 
+log = logging.getLogger("unbind.http")
+OTHER_DESCRIPTORS = 200  # the database, the store, the worker's pipes and what is read for a moment
 MOST_PIPELINED = 64  # requests that wait on one connection behind the one that is answered
 LINGER_SECONDS = 2.0  # so long a refused client may go on sending, else the refusal would be lost on its way,
 LINGER_BYTES = 1024 * 1024  # and so much
@@ -38,6 +42,27 @@ class ServerConfig(uvicorn.Config):
             **more,
         )
         self.limits = settings
+
+
+def allow_descriptors(settings: Settings) -> None:
+    """Have this process open as many files as its connections may take, as far as it may say so itself; warn where it may not.
+
+    What systems allow at first, often 1,024, is less than twice the default of ``max_connections``.
+    """
+    wanted = 2 * settings.max_connections + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "max_connections: %d connections may take %d open files, and %d are allowed: raise the limit (ulimit -n, LimitNOFILE) "
+            "or lower max_connections; once they are used up, nobody is answered",
+            settings.max_connections,
+            wanted,
+            allowed,
+        )
 
 
 class _Part(Enum):

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from server.base_service import BaseService
 from server.cli.console import notes, screen, write_json
-from server.connections import ServerConfig
+from server.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
 
 AS_JSON = inspect.Parameter(
@@ -43,7 +43,8 @@ class AnnouncingServer(uvicorn.Server):
             # one second for the last bytes: all requests have ended by then
             ServerConfig(application, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
         )
-        self._application, self._settings, self._as_json, self._announce = application, settings, as_json, announce
+        self.settings = settings
+        self._application, self._as_json, self._announce = application, as_json, announce
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
@@ -58,7 +59,7 @@ class AnnouncingServer(uvicorn.Server):
             signal.signal(signal.SIGHUP, lambda _, frame: self.handle_exit(signal.SIGTERM, frame))
         service: BaseService = self._application.state.service
         port = self.servers[0].sockets[0].getsockname()[1]
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.host, self._settings.host)  # noqa: S104
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if self._as_json:
             modules = [entry.label for entry in service.modules.current.values()]
@@ -90,6 +91,7 @@ class AnnouncingServer(uvicorn.Server):
 
 def run(server: AnnouncingServer, listening: socket.socket) -> None:
     """Serve until a signal ends it; ends the command with status 3 where it could not start."""
+    allow_descriptors(server.settings)
     try:
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # uvicorn raises it again once everything is put away

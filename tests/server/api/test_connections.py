@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -208,3 +210,17 @@ def test_the_port_has_the_same_limits_while_the_model_loads() -> None:
                 with connected(port, request()) as connection:
                     refused(read_all(connection), 503, "too_many_connections")
                 assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("hard", "allowed", "warned"), [(4096, 1000, False), (600, 600, True)])
+def test_a_server_may_open_as_many_files_as_its_connections_take_or_warns(
+    hard: int, allowed: int, warned: bool
+) -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, %d)); from server.connections import allow_descriptors; "
+        "from server.settings import Settings; allow_descriptors(Settings(max_connections=400)); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", script % hard], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == allowed
+    assert ("max_connections: 400 connections may take 1000 open files, and 600 are allowed" in done.stderr) == warned
