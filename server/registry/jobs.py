@@ -21,7 +21,7 @@ from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotA
 from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
 from server.registry.transactions import Transactions
 
-UNBELIEVED_SECONDS = 3600.0  # ahead of now, beyond which a lease that runs so long says only that a clock was wrong
+UNBELIEVED_SECONDS = 86_400.0  # ahead of now: a lease that runs on for longer says only that a clock was wrong
 
 
 @dataclass(frozen=True)
