@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from server.cli.console import notes, screen, write_json
 from server.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
 
+log = logging.getLogger("unbind.http")
 AS_JSON = inspect.Parameter(
     "as_json",
     inspect.Parameter.KEYWORD_ONLY,
@@ -63,10 +65,9 @@ class AnnouncingServer(uvicorn.Server):
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if self._as_json:
             modules = [entry.label for entry in service.modules.current.values()]
-            write_json({"url": url, "model": service.title, "modules": modules, "pid": os.getpid()})
+            say(lambda: write_json({"url": url, "model": service.title, "modules": modules, "pid": os.getpid()}))
         else:
-            self._announce(url)
-        sys.stdout.flush()
+            say(lambda: self._announce(url))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once."""
@@ -87,6 +88,19 @@ class AnnouncingServer(uvicorn.Server):
             self._drain = asyncio.ensure_future(drain())
 
         self._loop.call_soon_threadsafe(begin)
+
+
+def say(what: Callable[[], None]) -> None:
+    """Say something on standard output, which is no reason not to serve: its reader may have ended, or its disk be full."""
+    try:
+        what()
+        sys.stdout.flush()
+    except (OSError, SystemExit) as error:  # the latter is what rich makes of a pipe without a reader
+        reason = error if isinstance(error, OSError) else "nobody reads it"
+        log.warning("standard output cannot be written (%s); nothing more is said there", reason)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
 
 
 def run(server: AnnouncingServer, listening: socket.socket) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from server.cli.announcing import AS_JSON, AnnouncingServer, run, show
+from server.cli.announcing import AS_JSON, AnnouncingServer, run, say, show
 from server.cli.console import clear_errors, screen
 from server.cli.flags import with_settings
 from server.cli.loading import bind, not_ready
@@ -30,7 +30,7 @@ def serve(settings: Settings, as_json: bool) -> None:
         check_exposure(settings)
     if not as_json:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
-        screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True)
+        say(lambda: screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True))
     with clear_errors():
         open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
         check_keys(settings)

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,8 +18,9 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI, RateLimitError
 
+from server.worker.process import python
 from tests.support.modules import build_module
-from tests.system.conftest import ServerProcess, serving
+from tests.system.conftest import ROOT, ServerProcess, serving
 from unbind_core.architecture import load_model
 
 PROMPT = "def add(first, second):\n"
@@ -316,6 +319,47 @@ def test_a_terminal_that_closes_ends_the_server_in_good_order_and_nohup_keeps_it
             assert server.complete(PROMPT, max_tokens=2) and server.process.poll() is None
     finally:
         signal.signal(signal.SIGHUP, asked)
+
+
+@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads"])
+def test_a_server_serves_though_nothing_can_be_said_on_standard_output(
+    checkpoint: Path, tmp_path: Path, where: str
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    reading, writing = os.pipe()
+    os.close(reading)
+    output = os.open("/dev/full", os.O_WRONLY) if where == "a full disk" else writing
+    command = [
+        *python("server", "serve"),
+        "--model",
+        str(checkpoint),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--no-worker",
+    ]
+    limits = ["--port", str(port), "--modules-dir", str(tmp_path), "--max-model-len", "512"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, *limits], stdout=output, stderr=log, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+    try:
+        deadline, status = time.monotonic() + 120, 0
+        while status != 200 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+            with suppress(OSError):
+                connection = HTTPConnection("127.0.0.1", port, timeout=10)
+                connection.request("GET", "/ready")
+                status = connection.getresponse().status
+                connection.close()
+        said = (tmp_path / "log").read_text()
+        assert status == 200 and "standard output cannot be written" in said, said
+    finally:
+        process.terminate()
+        process.wait(30)
+        for descriptor in {writing, output}:
+            os.close(descriptor)
 
 
 @pytest.mark.slow
