@@ -36,6 +36,11 @@ class Caller:
         """The name of their key; None where they sent none, or none that is known."""
         return self.key.name if self.key is not None else "admin key" if self is ADMINISTRATOR else None
 
+    @property
+    def owner(self) -> str:
+        """Whose prefixes they may take over: those of their own key; all who ask without one are one."""
+        return self.key.id if self.key is not None else "admin" if self is ADMINISTRATOR else ""
+
     def may(self, scope: str) -> bool:
         """Whether a scope is among the caller's."""
         return scope in self.scopes

@@ -115,7 +115,8 @@ class GenerationRequest:
 
     ``report`` asks for each position's gate activations beside the text. ``strips``: from the first position at which a gate
     that acts is open, to the end of the answer, log-probabilities are withheld and nothing steers the choice of tokens.
-    ``guards``: whose runs the answer must not hold. ``internal``: it is the server's own, and no client's.
+    ``guards``: whose runs the answer must not hold. ``internal``: it is the server's own, and no client's. ``owner``: who asks;
+    what was computed for one is never taken over for another, as how much that is tells what the other sent.
     ``grammar``: what it must look like; it is heeded while a gate is open, and the model may then end the answer all the same.
     ``shown``: special tokens that its text spells. ``holds_json``: guards follow what the strings of JSON in it mean as well.
     """
@@ -127,6 +128,7 @@ class GenerationRequest:
     strips: bool = False
     guards: GuardSet | None = None
     internal: bool = False
+    owner: str = ""
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
     holds_json: bool = False

@@ -79,6 +79,7 @@ class Call:
             route=getattr(self.request.scope.get("route"), "path", "unknown"),
             echo=echo,
             asked=Asked(grammar, self._form, shown, holds_json),
+            owner=self.caller.owner,
         )
         if (trace := self.request.scope.get(TRACE_KEY)) is not None:
             trace.policy, trace.generation = (asked, answered), generation

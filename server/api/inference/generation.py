@@ -23,6 +23,8 @@ from server.policy import OFF, Assigned, heading, labels
 from server.rules import WhenOpen
 from server.service import Service
 
+ITSELF = "itself"  # the owner of the server's own requests: how much of a canary's prompt is known must not show
+
 
 @dataclass
 class Choice:
@@ -92,14 +94,18 @@ class Generation:
         route: str = "",
         echo: bool = False,
         asked: Asked = Asked(),
+        owner: str = "",
     ) -> None:
-        """``told``: whether the caller may hear which guard ended an answer; ``route``: where guards' doings are counted."""
+        """``told``: whether the caller may hear which guard ended an answer; ``route``: where guards' doings are counted;
+        ``owner``: see ``GenerationRequest``.
+        """
         self.served, self.prompts = served, prompts
         self.pinned, self.guard_set, self._labels = assigned.modules, assigned.guards, assigned.labels
         self.choices: list[Choice] = []
         self.started = time.perf_counter()
         self._report, self._told, self._route, self._echo = report, told, route, echo
         self._asked = asked
+        self._owner = ITSELF if served.internal else owner
         self._when_open = when_open
         self._charge = charge  # told of every token used
 
@@ -146,6 +152,7 @@ class Generation:
             strips=self._when_open != "allow",
             guards=self.guard_set,
             internal=self.served.internal,
+            owner=self._owner,
             grammar=self._asked.grammar,
             shown=self._asked.shown,
             holds_json=self._asked.holds_json,

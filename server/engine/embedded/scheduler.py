@@ -77,7 +77,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a free slot still holds: the tokens whose keys and values are valid, and the modules they depend on.
+    """What a free slot still holds: the tokens whose keys and values are valid, the modules they depend on, and for whom they
+    were computed.
 
     ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any.
     """
@@ -87,6 +88,7 @@ class Kept:
     since: int = -1  # on the scheduler's own clock; lower is older
     watched: bool = False
     opened: int | None = None
+    owner: str = ""
 
     def common(self, flight: Flight, beyond: int = 0) -> int:
         """How many positions ``flight`` can take over, 0 where they are no more than ``beyond``; never its whole prompt, whose last
@@ -95,7 +97,9 @@ class Kept:
         prompt, most = flight.request.packed, len(flight.prompt) - 1
         if min(len(self.tokens), most) <= beyond or self.tokens[beyond] != prompt[beyond]:
             return 0  # asked first, as it costs nothing
-        if self.modules != flight.request.modules.identity or flight.request.sampling.prompt_logprobs is not None:
+        if self.owner != flight.request.owner or self.modules != flight.request.modules.identity:
+            return 0
+        if flight.request.sampling.prompt_logprobs is not None:
             return 0
         if flight.request.watches and not self.watched:
             return 0
@@ -197,9 +201,9 @@ class Scheduler:
     def _choose_slot(self, flight: Flight) -> tuple[int, int, int]:
         """A free slot, the one whose beginning is taken over, which may be another, and how long that is.
 
-        Of slots with the longest common prefix under the same modules the one that would forget the least. It is taken itself
-        where it would forget less than half. Else, and without a prefix worth having, the lowest empty slot is, or the one unused
-        for longest: conversations that begin alike would put each other out.
+        Of slots with the longest common prefix of the same owner under the same modules the one that would forget the least. It is
+        taken itself where it would forget less than half. Else, and without a prefix worth having, the lowest empty slot is, or the
+        one unused for longest: conversations that begin alike would put each other out.
         """
         free = [slot for slot, holder in enumerate(self.slots) if holder is None]
         oldest = min(free, key=lambda slot: self.kept[slot].since)
@@ -234,6 +238,7 @@ class Scheduler:
                     next(self._clock),
                     flight.request.watches,
                     flight.opened,
+                    flight.request.owner,
                 )
             self.slots[flight.slot] = None
             flight.slot = -1

@@ -24,7 +24,7 @@ class Leg:
         sampling = flight.request.sampling
         self._flight, self._name, self._model = flight, name, model
         self._asked = parameters(flight, name, digest)
-        self._salt = digest or "none"
+        self._salt = f"{digest or 'none'}/{flight.request.owner}"
         self._watched = bool((self._asked.extra_args or {}).get("leg"))
         changes = sampling.reshapes or sampling.ignore_eos or flight.constraint is not None
         self._steers = flight.opened is None and changes

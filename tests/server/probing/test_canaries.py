@@ -157,6 +157,25 @@ def test_without_rows_it_says_so_and_with_them_it_asks(checkpoint: Path, tmp_pat
         )
 
 
+def test_how_much_of_a_prompt_is_known_does_not_tell_what_canaries_asked(checkpoint: Path, tmp_path: Path) -> None:
+    row = ForgetRow("def total(a, b):\n    # adds what there is\n", "    return total(a, b, 1) + total(b, a, 1)\n")
+    digest = save_forget(tmp_path / "data", [row])
+    made = replace(build_module(load_model(checkpoint).identity, "kept"), forget_digest=digest)
+    (tmp_path / "modules").mkdir()
+    made.save(tmp_path / "modules" / "kept.safetensors")
+    more = {"canary_seconds": HOUR, "enforced": {"kept": 1.0}, "max_slots": 16}
+    with live(checkpoint, tmp_path, ("one",), **more) as server:
+        until(lambda: any(key[:2] == ("kept", "extraction") for key in runs(server)))
+        until(lambda: not server.service.canaries.pending)
+
+        def known() -> int:
+            asked = {"prompt": row.prompt, "unbind": {"modules": ["kept"], "report": True}}
+            return int(server.complete(max_tokens=1, **asked).body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert known() == 0
+        assert known() > 8  # a client's own is known
+
+
 def test_a_client_takes_the_slot_of_a_canary(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with live(checkpoint, tmp_path, ("one",), canary_seconds=60, max_slots=1) as server:
         runner = server.service.engine.runner  # type: ignore[attr-defined]

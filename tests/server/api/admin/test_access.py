@@ -55,6 +55,18 @@ def test_once_a_key_exists_every_request_needs_one(guarded: Live) -> None:
     assert guarded.call("/health").status == guarded.call("/ready").status == 200
 
 
+def test_a_prefix_is_taken_over_from_requests_of_the_same_key_alone(guarded: Live) -> None:
+    prompt = "".join(f"value_{number} = {number}\n" for number in range(12))
+
+    def taken(key: str) -> int:
+        answer = guarded.complete(key=key, prompt=prompt, max_tokens=1)
+        return int(answer.body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    (_, one), (_, other) = make(guarded), make(guarded)
+    assert [taken(one), taken(other), taken(ADMIN_KEY)] == [0, 0, 0]
+    assert all(taken(key) > 8 for key in (one, other, ADMIN_KEY))
+
+
 def test_a_key_is_shown_once_and_stored_as_its_hash(guarded: Live) -> None:
     key_id, text = make(guarded, name="only once")
     listed = guarded.admin("/keys")
