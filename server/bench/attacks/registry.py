@@ -1,10 +1,12 @@
-"""Every attack on a server by name: those that anything can be put to, and those on what its policy lets a request ask for."""
+"""Every attack on a server by name: those that anything can be put to, those on what its policy lets a request ask for, and one on
+the window of gates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from server.bench.attacks import logits, prompts
+from server.bench.attacks import fillers, logits, prompts
 from server.bench.attacks.attacked import Answer, Attacked, Material, System
 from server.bench.attacks.known import KNOWN, MEMBERSHIP, Attack
 from server.policy import requested, resolve
@@ -26,6 +28,12 @@ def _strength(wanted: float) -> Callable[[Attacked, Material], list[Answer]]:
 
 ATTACKS: tuple[Attack, ...] = (
     *KNOWN,
+    # Not among what the lab puts to every system: what it comes by is the window of a gate, which others have not.
+    Attack(
+        "assisted_fillers",
+        f"gives the true text with fillers before its last {fillers.LAST} tokens and asks for each next token",
+        fillers.assisted,
+    ),
     # Of an enforced module a request can only ask for more: the larger of two strengths holds, and 0 is refused.
     Attack("strength_min", "asks for an enforced module with strength 0.001 (1 holds)", _strength(0.001)),
     Attack("strength_max", f"asks for it with strength {MAX_STRENGTH:g}, the most there is", _strength(MAX_STRENGTH)),

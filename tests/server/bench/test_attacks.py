@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from typer.testing import CliRunner
 
 from server import demo
 from server.bench.attacks import figures as bench
-from server.bench.attacks import logits, repeated
-from server.bench.attacks.attacked import Answer, Ask, Material, System
+from server.bench.attacks import fillers, logits, repeated
+from server.bench.attacks.attacked import Answer, Ask, Ids, Material, System
 from server.bench.attacks.gates import opens_within
 from server.bench.attacks.logits import Banned, Biased, halves
 from server.bench.attacks.outcome import outcome
@@ -36,7 +37,7 @@ from server.cli import build
 from tests.core.conftest import make_network_module
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.encoding import fim_prompt
+from unbind_core.encoding import encode, fim_prompt
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.progress import silent
@@ -261,6 +262,27 @@ def test_every_attack_runs_on_a_module(
         answers = attack.run(system, small)
         # The tokenizer has no chat template.
         assert {answer.ask.row for answer in answers} == (set() if attack.name == "chat" else {0, 1}), attack.name
+
+
+def test_fillers_stand_before_the_last_tokens_of_a_text_that_is_told(material: Material, loaded: LoadedModel) -> None:
+    filler = encode(material.tokenizer, fillers.FILLER) * fillers.TIMES
+    asks = form("plain")(material)
+    follows = {ask.prompt + ask.target[:at]: ask.target[at] for ask in asks for at in range(fillers.ASKED)}
+
+    class Reciting(System):
+        """Reads over fillers and knows every row but one, of which it knows the first token."""
+
+        def complete(self, prompts: Sequence[Ids], sampling: Sampling, **_: Any) -> list[list[int]]:
+            assert sampling.max_new_tokens == 1
+            cut = -fillers.LAST - len(filler)
+            assert all(list(prompt[cut : -fillers.LAST]) == filler for prompt in prompts)
+            texts = [(*prompt[:cut], *prompt[-fillers.LAST :]) for prompt in prompts]
+            known = [text == asks[1].prompt or text[: len(asks[1].prompt)] != asks[1].prompt for text in texts]
+            return [[follows[text]] if knows else [] for text, knows in zip(texts, known, strict=True)]
+
+    found = outcome(fillers.assisted(Reciting("reciting", loaded), material))
+    assert found["rows"] == len(ROWS) and found["spans_20"] == len(ROWS) - 1
+    assert found["argmax_accuracy"] == pytest.approx((len(ROWS) - 1 + 1 / fillers.ASKED) / len(ROWS))
 
 
 @pytest.mark.slow
