@@ -11,9 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
@@ -66,6 +77,10 @@ def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Mod
         for path, part in candidates
         if not any(path != other and path.startswith(other + ".") for other, _ in candidates)
     ]
+    if len(outer) > 1 and text is not config:  # a model that reads images too may have as many layers for those
+        decoder: Any = inner.get_decoder()  # type: ignore[operator]
+        inside = {id(part) for part in decoder.modules()}
+        outer = [(path, part) for path, part in outer if id(part) in inside]
     if len(outer) != 1:
         what = "no list" if not outer else f"{len(outer)} lists ({', '.join(path for path, _ in outer)})"
         raise UnsupportedArchitecture(f"{name}: {what} of {count} decoder layers found; {_remedy(model)}")
@@ -128,6 +143,39 @@ def _folder(path: str | Path, needed: str, what: str) -> Path:
     return folder
 
 
+def _configuration(folder: Path) -> PreTrainedConfig:
+    """Raises UnsupportedArchitecture where the library has no such model of its own: code that a checkpoint brings is never run."""
+    settings = PreTrainedConfig.get_config_dict(folder, local_files_only=True)[0]
+    kind = settings.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        brings = "; the code that the checkpoint brings (auto_map) is never run" if "auto_map" in settings else ""
+        raise UnsupportedArchitecture(
+            f"model: '{folder}' is of model_type '{kind}', which transformers {transformers.__version__} does not have{brings}; "
+            "take a checkpoint in transformers' own format, or a release of it that has this architecture"
+        )
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _loader(config: PreTrainedConfig) -> Any:
+    """The library's class that loads such a model, to answer text alone where it reads images as well.
+
+    Raises UnsupportedArchitecture where it is not a causal decoder.
+    """
+    named = (config.architectures or [type(config).__name__])[0]
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedArchitecture(
+            f"{named} is an encoder-decoder model; modules work on the states of a decoder-only model"
+        )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # Mistral 3, Qwen3-VL
+        return AutoModelForImageTextToText
+    raise UnsupportedArchitecture(
+        f"{named} is not a causal language model; modules work on the states of a decoder-only model"
+    )
+
+
 def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A checkpoint folder's architecture without its weights, on the meta device, and its tokenizer.
 
@@ -135,9 +183,9 @@ def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn
     """
     folder = _folder(path, "config.json", "model")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _configuration(folder)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: nn.Module = _loader(config).from_config(config, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UnbindError(f"model: '{path}' could not be read as a causal language model: {error}") from error
@@ -172,18 +220,14 @@ def load_model(
     _require_device(device)
     folder = _folder(path, "config.json", "model")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if getattr(config, "is_encoder_decoder", False):
-            kind = (config.architectures or [type(config).__name__])[0]
-            raise UnsupportedArchitecture(
-                f"{kind} is an encoder-decoder model; modules work on the states of a decoder-only model"
-            )
+        config = _configuration(folder)
+        loader = _loader(config)
         quantised = settings_of(config)
         if quantised is not None:
             require_packages(quantised)
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
-        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+        loaded: Any = loader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
