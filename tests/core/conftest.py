@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPTBigCodeConfig,
@@ -94,6 +95,21 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], PreTrainedConfig]] = {
         num_experts=4,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
+        **ids,
+    ),
+    "deepseek_v3": lambda ids: DeepseekV3Config(  # values are narrower than keys
+        **_SHAPE | {"num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
         **ids,
     ),
 }

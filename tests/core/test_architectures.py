@@ -30,7 +30,7 @@ from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.module import UnbindModule
 
 PROMPTS = ["def add(first, second):", "for index in"]
-TARGETS = {"gpt_bigcode": ["c_attn"]}
+TARGETS = {"gpt_bigcode": ["c_attn"], "deepseek_v3": ["q_b_proj", "kv_b_proj"]}
 
 
 def make_adapter(base: Path, folder: Path, *, name: str = "default", seed: int = 1, alpha: int = 16) -> Path:

@@ -22,11 +22,11 @@ NAME, REPLACES = "unbind_shared_keys", "sdpa"
 
 
 def one_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """query [B,Hq,1,D], key and value [B,H,L,D], mask [B,1,1,L] or None -> [B,1,Hq,D]."""
+    """query [B,Hq,1,D], key [B,H,L,D], value [B,H,L,Dv], mask [B,1,1,L] or None -> [B,1,Hq,Dv]; Dv is smaller in DeepSeek's."""
     count, heads, _, size = query.shape
     folded = query.reshape(count, key.shape[1], heads // key.shape[1], size)
     out = functional.scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return out.reshape(count, 1, heads, size)
+    return out.reshape(count, 1, heads, value.shape[-1])
 
 
 def _attend(

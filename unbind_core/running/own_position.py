@@ -30,8 +30,8 @@ class _OwnPositionAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
     ) -> Tensor:
-        """q, k, v [B,H,T,D] of one dtype; additive mask [B or 1, H or 1, T, T] or None (causal); returns [B,H,T,D]."""
-        out = torch.empty_like(q)
+        """q, k [B,H,T,D], v [B,H,T,Dv], one dtype; additive mask [B or 1, H or 1, T, T] or None (causal); returns [B,H,T,Dv]."""
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
         for rows, weights, _ in _weights(q, k, mask, scaling, softcap):
             out[:, :, rows] = weights.to(q.dtype) @ v[:, :, : rows.stop]
         ctx.save_for_backward(q, k, v, out, mask)
