@@ -12,6 +12,8 @@ from transformers import (
     BertConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedConfig,
@@ -25,6 +27,7 @@ from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import decoder_layers, load_model, outline
 from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.running.recording import recording
 
 IDS = torch.tensor([[9, 30, 41, 50, 17, 23]])
 TEXT: dict[str, Any] = {
@@ -108,3 +111,22 @@ def test_what_is_no_decoder_is_refused_by_its_name_in_one_line(tmp_path: Path) -
     for config in (ViTConfig(), SiglipVisionConfig()):
         said = refused(tmp_path, config)
         assert said.startswith(f"{type(config).__name__} is not a causal language model") and len(said) < 200
+
+
+def test_layers_with_several_states_a_token_are_refused_where_they_are_recorded() -> None:
+    config = Gemma3nTextConfig(
+        **TEXT | {"num_hidden_layers": 2},
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        vocab_size_per_layer_input=384,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=None,
+    )
+    model = Gemma3nForCausalLM(config).eval()
+    with (
+        torch.no_grad(),
+        pytest.raises(UnsupportedArchitecture, match=r"Gemma3nForCausalLM: .* \[4, 1, 6, 32\], not one state"),
+        recording(model, [1]),
+    ):
+        model(input_ids=IDS, use_cache=False)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unbind_core.architecture import decoder_layers
+from unbind_core.architecture import decoder_layers, unwrap
+from unbind_core.errors import UnsupportedArchitecture
 
 
 @contextmanager
@@ -28,19 +29,32 @@ def frozen(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+def states_in(output: Any, name: str) -> Tensor:
+    """The states [B,T,d] in what a decoder layer of a model of class ``name`` puts out. Raises UnsupportedArchitecture."""
+    states = output[0] if isinstance(output, tuple) else output
+    if not isinstance(states, Tensor) or states.dim() != 3:
+        found = f"a tensor {list(states.shape)}" if isinstance(states, Tensor) else f"a {type(states).__name__}"
+        raise UnsupportedArchitecture(
+            f"{name}: a decoder layer puts out {found}, not one state [batch, positions, width] for each token (Gemma 3n "
+            "keeps several), so no module can work there; take another model, or let `unbind guard` stand before a server of it"
+        )
+    return states
+
+
 @contextmanager
 def recording(model: nn.Module, layers: Sequence[int], *, differentiable: bool = False) -> Iterator[dict[int, Tensor]]:
     """Collect the outputs [B,T,d] of the given decoder layers during a forward pass.
 
     ``differentiable`` starts the autograd graph at the lowest of them, so that nothing below it costs a backward pass.
+    Raises UnsupportedArchitecture where a layer puts out anything else.
     """
-    states: dict[int, Tensor] = {}
+    name, states = type(unwrap(model)).__name__, dict[int, Tensor]()
     blocks = decoder_layers(model)
     handles: list[RemovableHandle] = []
 
     def hook(index: int, first: bool) -> Any:
         def record(_module: nn.Module, _args: Any, output: Any) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = states_in(output, name)
             if differentiable and first:
                 hidden = hidden.detach().requires_grad_(True)
                 output = (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from server.engine.embedded.sight import attention_kinds, kept_tensors
+from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
+from unbind_core.running.recording import recording
 
 SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory; the rest is for activations and for whoever else runs there
 MOST_SLOTS = {"cpu": 16, "cuda": 128}  # on a CPU more rows a step make each wait longer and the sum hardly faster
@@ -48,13 +51,15 @@ class MemoryPlan:
 def plan_memory(model: Any, slots: int = 0, length: int = 0, free: int | None = None) -> MemoryPlan:
     """The slots to allocate; 0 leaves a number to what the model can use and the device has free.
 
-    Raises DoesNotFit where the numbers given, or a single slot, need more than there is, or the model has fewer positions.
+    Raises DoesNotFit where the numbers given, or a single slot, need more than there is, or the model has fewer positions, and
+    UnsupportedArchitecture where it keeps more than keys and values.
     """
+    config = model.config.get_text_config()
+    attention_kinds(config, type(unwrap(model)).__name__)
     device = next(model.parameters()).device
     free = free_bytes(device) if free is None else free
     budget = int(free * SHARE.get(device.type, 0.5))
     position = position_bytes(model)
-    config = model.config.get_text_config()
     trained = getattr(config, "max_position_embeddings", None) or LONGEST
     if (short := _short_positions(config)) and length > short:
         raise DoesNotFit(
@@ -96,7 +101,11 @@ def _short_positions(config: Any) -> int | None:
 
 @torch.inference_mode()
 def position_bytes(model: Any) -> int:
-    """Bytes of keys and values of one position, all layers: measured on one token, as families differ in what they keep."""
+    """Bytes of keys and values of one position, all layers: measured on one token, as families differ in what they keep.
+
+    Raises UnsupportedArchitecture where that is anything else, and where a layer's states are nothing that a module could edit.
+    """
     ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    return sum(part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values))
+    with recording(model, range(len(decoder_layers(model)))):
+        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+    return sum(part.numel() * part.element_size() for part in kept_tensors(cache, type(unwrap(model)).__name__))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from server.engine.embedded.attention import SlotAttention
 from server.engine.embedded.scheduler import Chunk
+from server.engine.embedded.sight import attention_kinds
 from server.engine.embedded.slots import Placement, SlotCache, placed
 from server.engine.request import Flight
 from unbind_core.applying.bank import ModuleBank
@@ -44,7 +45,7 @@ class Runner:
         self.max_length = max_length
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self._config: Any = self.model.config.get_text_config()
-        self._full, self._window = _attention_kinds(self._config, type(model).__name__)
+        self._full, self._window = attention_kinds(self._config, type(model).__name__)
         self.cache = SlotCache(len(decoder_layers(model)), slots, max_length)
         self.device = next(model.parameters()).device
         self.gate_memory = GateMemory(slots, max_length, self.device)
@@ -211,9 +212,9 @@ class Runner:
             raise
         except Exception as error:
             raise UnsupportedArchitecture(
-                f"{type(self.model).__name__} does not run on the slot cache ({type(error).__name__}: {error}), as models whose "
-                "positions are in the attention itself (ALiBi: Bloom, Falcon with alibi) do not; serve a model with rotary or "
-                "learned positions, or use unbind_core.attach"
+                f"{type(self.model).__name__} does not run on the slot cache ({type(error).__name__}: {error}), as models with "
+                "positions in the attention itself (ALiBi: Bloom) or attention of their own (Falcon) do not; serve a model with "
+                "rotary or learned positions, or use unbind_core.attach"
             ) from error
         with torch.inference_mode():
             ids = torch.tensor([[*probe, *flight.output]], device=self.device)
@@ -257,18 +258,3 @@ class Runner:
 def _looks(flight: Flight) -> bool:
     """Whether it still matters to a request where a gate opens."""
     return flight.request.watches and flight.opened is None
-
-
-def _attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:
-    """Whether some layers see everything, and the window of those that do not (None: none)."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedArchitecture(
-            f"{name} has layers of kind {', '.join(sorted(unknown))}, which keep more than keys and values; "
-            "serve a model with full or sliding-window attention"
-        )
-    if not kinds:
-        return window is None, window
-    return "full_attention" in kinds, window if "sliding_attention" in kinds else None

@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from server.engine.embedded.memory import DoesNotFit, plan_memory
+from unbind_core.errors import UnsupportedArchitecture
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -49,3 +61,34 @@ def test_a_slot_of_a_dynamic_rope_ends_where_its_frequencies_would_change() -> N
         assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
         model(torch.ones((1, plan.length + 1), dtype=torch.int64), use_cache=False)
         assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+def test_layers_that_keep_more_than_keys_and_values_are_refused_before_anything_is_planned() -> None:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    kinds = {"layer_types": ["linear_attention"], "head_dim": 16, "shared_expert_intermediate_size": 16}
+    mixed = Qwen3NextForCausalLM(Qwen3NextConfig(**SHAPE, **experts, **linear, **kinds))
+    with pytest.raises(
+        UnsupportedArchitecture, match="Qwen3NextForCausalLM has layers of kind linear_attention, for which"
+    ):
+        plan_memory(mixed, free=10**9)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
+    recurrent = RwkvForCausalLM(RwkvConfig(vocab_size=64, **sizes)).eval()
+    with pytest.raises(
+        UnsupportedArchitecture, match=r"RwkvForCausalLM has layers that keep .* than keys and values; serve"
+    ):
+        plan_memory(recurrent, free=10**9)
+
+
+def test_windows_that_are_counted_inside_the_attention_are_refused() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    mixed = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]]))
+    with pytest.raises(UnsupportedArchitecture, match="GPTNeoForCausalLM has windows that no mask can move"):
+        plan_memory(mixed, free=10**9)
+    whole = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]])).eval()
+    assert plan_memory(whole, free=10**9).length == 2048
