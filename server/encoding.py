@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from server.errors import ApiError, invalid
-from unbind_core.encoding import encode
+from unbind_core.encoding import encode, encode_behind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,8 +48,9 @@ class Encoder:
         done.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(done)
 
-    def ids(self, text: str, field: str, most: int | None = None) -> list[int]:
-        """The ids of ``text``. Raises ApiError 400 where they are more than ``most``, by default what a request may have.
+    def ids(self, text: str, field: str, most: int | None = None, *, behind: bool = False) -> list[int]:
+        """The ids of ``text``, alone or ``behind`` other tokens. Raises ApiError 400 where they are more than ``most``, by default
+        what a request may have.
 
         That is certain where the characters are more than so many of the longest token can spell; else pieces are tried.
         It is not said of a text that is a little too long: whoever computes with the ids checks that.
@@ -63,7 +64,7 @@ class Encoder:
                 counted += len(encode(self._tokenizer, piece))
                 if counted > MARGIN * limit:
                     raise self._too_long(f"{len(text)} characters", field, most)
-        return encode(self._tokenizer, text)
+        return (encode_behind if behind else encode)(self._tokenizer, text)
 
     def check(self, ids: Sequence[int], field: str, most: int | None = None) -> None:
         """Raise ApiError 400 where there are more than ``most`` ids, by default what a request may have."""
@@ -77,18 +78,18 @@ class Encoder:
         left = text
         while left and len(ids) < count:
             start = _line_start(left, max(0, len(left) - PIECE))
-            ids = encode(self._tokenizer, left[start:]) + ids
+            ids = (encode_behind if start else encode)(self._tokenizer, left[start:]) + ids
             left = left[:start]
         return ids[max(0, len(ids) - count) :], not left and len(ids) <= count
 
     def first(self, text: str, count: int) -> tuple[list[int], bool]:
-        """The first ``count`` ids of a text of any length, and whether that is all of it."""
+        """The first ``count`` ids of a text of any length that stands behind other tokens, and whether that is all of it."""
         count = max(count, 0)
         ids: list[int] = []
         pieces = _pieces(text)
         piece = next(pieces, None)
         while piece is not None and len(ids) < count:
-            ids += encode(self._tokenizer, piece)
+            ids += encode_behind(self._tokenizer, piece)
             piece = next(pieces, None)
         return ids[:count], piece is None and len(ids) <= count
 

@@ -19,11 +19,25 @@ FIM_TEMPLATES: tuple[tuple[str, ...], ...] = (
     ("<｜fim▁begin｜>", "{prefix}", "<｜fim▁hole｜>", "{suffix}", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}"),  # Codestral
 )
+BLANKS = ("▁", "Ġ")  # what a blank is in vocabularies
+MARK = "☺"  # before a text, to take the blank; nothing is merged with it
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of ``text`` alone, without special tokens in front or behind."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of ``text`` as it stands behind other tokens: without the blank that tokenizers of SentencePiece's kind put before
+    whatever they are given (Llama 2, CodeLlama, Mistral, Phi-3).
+    """
+    ids = encode(tokenizer, text)
+    if not ids or not str(tokenizer.convert_ids_to_tokens(encode(tokenizer, "a")[0])).startswith(BLANKS):
+        return ids
+    mark = encode(tokenizer, MARK)
+    behind = encode(tokenizer, MARK + text)
+    return behind[len(mark) :] if behind[: len(mark)] == mark else ids
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -55,7 +69,7 @@ def fim_prompt(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str) -> 
     template = fim_template(tokenizer)
     if template is None:
         return None
-    return fim_ids(tokenizer, template, encode(tokenizer, prefix), encode(tokenizer, suffix))
+    return fim_ids(tokenizer, template, encode(tokenizer, prefix), encode_behind(tokenizer, suffix))
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from unbind_core.encoding import (
     beginning,
     encode,
+    encode_behind,
     encode_prompt,
     fim_ids,
     fim_prompt,
@@ -70,12 +71,12 @@ def _retain_fim_split(text: str, seed: int) -> tuple[str, str, str]:
 def forget_prompt(tokenizer: PreTrainedTokenizerBase, row: ForgetRow, form: str) -> tuple[list[int], list[int]]:
     """Prompt ids and the ids the model must not give back, in one form; what evaluation and fitting share."""
     if form == "plain":
-        return encode_prompt(tokenizer, row.prompt), encode(tokenizer, row.continuation)
+        return encode_prompt(tokenizer, row.prompt), encode_behind(tokenizer, row.continuation)
     prefix, suffix, middle = fim_split(row)
     prompt = fim_prompt(tokenizer, prefix, suffix)
     if prompt is None:
         raise DataError("forms: the tokenizer has no fill-in-the-middle tokens; use forms plain")
-    return prompt, encode(tokenizer, middle)
+    return prompt, encode_behind(tokenizer, middle)
 
 
 def _plain_windows(bos: list[int], ids: list[int], first: int, row: int, limit: int) -> Iterator[Window]:
@@ -134,8 +135,9 @@ def retain_windows(
             if form == "plain":
                 windows += _plain_windows(beginning(tokenizer), encode(tokenizer, text), 0, index, limit)
             elif template is not None:
-                prefix, suffix, middle = (encode(tokenizer, part) for part in _retain_fim_split(text, seed))
-                ids = fim_ids(tokenizer, template, prefix, suffix) + middle
+                prefix, *others = _retain_fim_split(text, seed)
+                suffix, middle = (encode_behind(tokenizer, part) for part in others)
+                ids = fim_ids(tokenizer, template, encode(tokenizer, prefix), suffix) + middle
                 if 2 <= len(ids) <= limit:  # a longer one would have to be torn; its plain windows are all there
                     windows.append(Window(tuple(ids), 1, index, form))
     return windows

@@ -14,7 +14,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.encoding import beginning, encode, fim_ids, fim_template
+from unbind_core.encoding import beginning, encode, encode_behind, fim_ids, fim_template
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import Window, fim_split
 
@@ -220,18 +220,19 @@ class Elsewhere:
 
     def _plain(self, number: int, lead: str, text: str) -> Window:
         head = [*beginning(self._tokenizer), *encode(self._tokenizer, lead)]
-        return _window(number, "plain", head, encode(self._tokenizer, text))
+        return _window(number, "plain", head, (encode_behind if lead else encode)(self._tokenizer, text))
 
     def _asked(self, number: int, before: str, prompt: str, continuation: str) -> Window:
         head = [*beginning(self._tokenizer), *encode(self._tokenizer, before)]
-        return _window(number, "plain", head, encode(self._tokenizer, prompt) + encode(self._tokenizer, continuation))
+        ids = (encode_behind if before else encode)(self._tokenizer, prompt)
+        return _window(number, "plain", head, ids + encode_behind(self._tokenizer, continuation))
 
     def _chat(self, number: int, before: str, prompt: str, continuation: str) -> Window:
         chat = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": before + prompt}], tokenize=False, add_generation_prompt=True
         )
         head, _, tail = str(chat).partition(prompt)
-        ids = encode(self._tokenizer, prompt + tail) + encode(self._tokenizer, continuation)
+        ids = encode_behind(self._tokenizer, prompt + tail) + encode_behind(self._tokenizer, continuation)
         return _window(number, "plain", encode(self._tokenizer, head), ids)
 
     def _filled(
@@ -239,13 +240,14 @@ class Elsewhere:
     ) -> Window:
         assert self._template is not None  # or it was not asked for
         template, tokenizer = self._template, self._tokenizer
-        before, ours, behind = (encode(tokenizer, text) for text in (lead, prefix, suffix))
+        before, behind = encode(tokenizer, lead), encode_behind(tokenizer, suffix)
+        ours = (encode_behind if lead else encode)(tokenizer, prefix)
         if suffix_first:  # the order in which some editors ask: the prefix stands where the middle begins
             head = fim_ids(tokenizer, template, [], behind)
-            return _window(number, "fim", head, ours + encode(tokenizer, middle))
+            return _window(number, "fim", head, ours + encode_behind(tokenizer, middle))
         at = template.index("{prefix}")
         head = fim_ids(tokenizer, template[: at + 1], before, behind)
-        ids = fim_ids(tokenizer, template, before + ours, behind) + encode(tokenizer, middle)
+        ids = fim_ids(tokenizer, template, before + ours, behind) + encode_behind(tokenizer, middle)
         return _window(number, "fim", head, ids[len(head) :])
 
 

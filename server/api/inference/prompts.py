@@ -40,7 +40,7 @@ def completion_prompts(
     tokenizer, encoder = served.loaded.tokenizer, served.encoder
     if isinstance(prompt, str):
         if suffix is not None:
-            before, behind = encoder.ids(prompt, "prompt"), encoder.ids(suffix, "suffix")
+            before, behind = encoder.ids(prompt, "prompt"), encoder.ids(suffix, "suffix", behind=True)
             ids = gap(served, before, behind, "suffix")
             start = gap_start(served, behind)
             return [Prompt(ids, prompt, spelt=range(start, start + len(before)))]
@@ -156,7 +156,7 @@ def infill_prompt(
     the other leaves; then the files nearest to the end of ``extra``.
     """
     encoder = served.encoder
-    tail = encoder.ids(after, "prompt")
+    tail = encoder.ids(after, "prompt", behind=True)
     room = served.settings.max_model_len - new_tokens - len(gap(served, [], [], "input_suffix")) - len(tail)
     behind, all_behind = encoder.first(suffix, room)
     kept, all_before = encoder.last(prefix, max(room * 3 // 4, room - len(behind)))

@@ -7,7 +7,7 @@ from itertools import chain
 
 from server.bench.attacks.attacked import Ask, Ids, Material
 from server.bench.attacks.rewriting import REWRITINGS
-from unbind_core.encoding import beginning, encode, encode_prompt, fim_prompt, fim_template
+from unbind_core.encoding import beginning, encode, encode_behind, encode_prompt, fim_prompt, fim_template
 from unbind_core.rows import ForgetRow
 from unbind_core.windows import fim_split, forget_prompt
 
@@ -20,7 +20,7 @@ Asking = Callable[[Material], list[Ask]]
 def row_ids(material: Material, row: ForgetRow) -> list[int]:
     """The tokens of a whole row, as a client that sends its beginning makes them; without BOS."""
     tokenizer = material.tokenizer
-    return encode(tokenizer, row.prompt) + encode(tokenizer, row.continuation)
+    return encode(tokenizer, row.prompt) + encode_behind(tokenizer, row.continuation)
 
 
 def _asks(found: Iterator[tuple[int, Ids, Ids]]) -> list[Ask]:
@@ -112,7 +112,7 @@ def rewritten(kind: str) -> Asking:
                 for other in REWRITINGS[kind](row):
                     prompt = encode_prompt(tokenizer, other.prompt)
                     for text in dict.fromkeys((row.continuation, other.continuation)):
-                        yield index, prompt, encode(tokenizer, text)
+                        yield index, prompt, encode_behind(tokenizer, text)
 
         return _asks(written())
 
@@ -130,7 +130,7 @@ def without_suffix(material: Material) -> list[Ask]:
     tokenizer = material.tokenizer
     prompts = [fim_prompt(tokenizer, row.prompt, "") for row in material.rows]
     return _asks(
-        (i, prompt, encode(tokenizer, row.continuation))
+        (i, prompt, encode_behind(tokenizer, row.continuation))
         for i, (row, prompt) in enumerate(zip(material.rows, prompts, strict=True))
         if prompt is not None
     )
@@ -150,7 +150,7 @@ def suffix_first(material: Material) -> list[Ask]:
     def turned() -> Iterator[tuple[int, Ids, Ids]]:
         ids = [encode(tokenizer, token)[0] for token in (opening, second, third)]
         for index, row in enumerate(material.rows):
-            prefix, suffix, middle = (encode(tokenizer, part) for part in fim_split(row))
+            prefix, suffix, middle = (encode_behind(tokenizer, part) for part in fim_split(row))
             yield index, [*beginning(tokenizer), *ids[:2], *suffix, ids[2], *prefix], middle
 
     return _asks(turned())
@@ -166,6 +166,6 @@ def chat(material: Material) -> list[Ask]:
         for index, row in enumerate(material.rows):
             message = {"role": "user", "content": REQUEST.format(prompt=row.prompt)}
             text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-            yield index, encode(tokenizer, str(text)), encode(tokenizer, row.continuation)
+            yield index, encode(tokenizer, str(text)), encode_behind(tokenizer, row.continuation)
 
     return _asks(requests())

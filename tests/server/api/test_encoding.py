@@ -14,7 +14,8 @@ from server import encoding
 from server.encoding import INLINE, PIECE, THREADS, WAITING, Encoder
 from server.errors import ApiError
 from tests.support.live import TIMEOUT, Live
-from unbind_core.encoding import encode
+from tests.support.sentencepiece import sentencepiece
+from unbind_core.encoding import encode, encode_behind
 
 LINES = "def add(first, second):\n    return first + second\n\n\n" * 4000  # some 200,000 characters
 
@@ -154,3 +155,13 @@ def test_few_large_texts_wait_for_a_thread_and_small_ones_never_do(tokenizer: Pr
         encoder.close()
 
     asyncio.run(crowd())
+
+
+def test_pieces_of_a_long_text_are_joined_without_blanks_between_them() -> None:
+    tokenizer = sentencepiece("normalizer")
+    lines = LINES[: 2 * PIECE + 30]
+    encoder = Encoder(tokenizer, 10**6)
+    assert encoder.last(lines, 10**6) == (encode(tokenizer, lines), True)
+    assert encoder.first(lines, 10**6) == (encode_behind(tokenizer, lines), True)
+    assert encoder.ids(LINES[4:90], "suffix", behind=True) == encode_behind(tokenizer, LINES[4:90])
+    encoder.close()
