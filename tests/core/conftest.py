@@ -76,6 +76,8 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.15,  # wide enough that layers differ and greedy choices are not ties
 }
+_LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+_ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
 
 CONFIGS: dict[str, Callable[[dict[str, Any]], PreTrainedConfig]] = {
     "qwen2": lambda ids: Qwen2Config(**_SHAPE, **ids),
@@ -97,21 +99,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], PreTrainedConfig]] = {
         decoder_sparse_step=1,
         **ids,
     ),
-    "deepseek_v3": lambda ids: DeepseekV3Config(  # values are narrower than keys
-        **_SHAPE | {"num_key_value_heads": 4},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        **ids,
-    ),
+    "deepseek_v3": lambda ids: DeepseekV3Config(**_SHAPE | _LATENT | _ROUTED, first_k_dense_replace=1, **ids),
 }
 FAMILIES = tuple(CONFIGS)
 
