@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers.quantizers.auto import AutoHfQuantizer
 
 # What each format needs beside transformers: (name to import, name to install). A format that is not here needs nothing more.
 PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -85,7 +86,15 @@ def _said(settings: Mapping[str, Any], part: str = "") -> Iterator[str]:
 
 
 def require_packages(settings: Mapping[str, Any]) -> None:
-    """Raise ImportError, naming what to install, where a package that the format needs is missing."""
+    """Raise ImportError, naming what to install, where a package that the format needs is missing.
+
+    ValueError where the library does not know the format: it would take stored numbers for weights and leave their scales out.
+    """
+    if not AutoHfQuantizer.supports_quant_method(settings):
+        raise ValueError(
+            f"its weights are quantised ({told(settings)}), a format that transformers does not read; take a checkpoint of the "
+            "model that is not quantised, or one in another format (compressed-tensors, FP8, bitsandbytes)"
+        )
     missing = [package for module, package in PACKAGES.get(method_of(settings), ()) if not _there(module)]
     if missing:
         raise ImportError(

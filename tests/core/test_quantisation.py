@@ -70,6 +70,18 @@ def test_a_module_s_file_does_not_change_with_what_an_identity_says(quantised: P
     assert set(module.describe()["model"]) == {"fingerprint", "name", "hidden_size", "num_layers"}
 
 
+def test_a_format_that_the_library_does_not_read_is_refused_before_its_numbers_pass_for_weights(
+    quantised: Path, tmp_path: Path
+) -> None:
+    folder = said_to_be(
+        Path(shutil.copytree(quantised, tmp_path / "it")), {"quant_method": "modelopt", "quant_algo": "FP8"}
+    )
+    with pytest.raises(
+        UnbindError, match=r"quantised \(modelopt\), a format that transformers does not read; take a check"
+    ):
+        load_model(folder)
+
+
 @pytest.mark.parametrize(
     ("settings", "package"),
     [
