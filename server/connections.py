@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.errors import ApiError, response
+from server.framing import Parser, without_chunks
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
@@ -83,7 +84,9 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, ServerConfig)
+        self.parser = Parser(self)
         self._limits = config.limits
+        self._again = False  # the head that is parsed is ``head_again``
         self._timer: asyncio.TimerHandle | None = None
         self._part = _Part.BETWEEN
         self._headers = self._head_bytes = 0  # of the request that arrives, as far as they are parsed
@@ -130,6 +133,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a head."""
+        if self._again:
+            return
         super().on_message_begin()
         self._part = _Part.HEAD
         self._headers = self._head_bytes = 0
@@ -137,17 +142,24 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of the address."""
+        if self._again:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer behind a body."""
+        if self._again:
+            return
         self._headers += 1
         self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is whole: the request begins, or waits for those before it."""
+        if self._again:
+            self._again = False
+            return
         if len(self.pipeline) >= MOST_PIPELINED:
             self._raise(
                 ApiError(400, f"more than {MOST_PIPELINED} requests at once on one connection", code="pipelined")
@@ -163,6 +175,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request has come whole."""
+        if self.parser.should_upgrade() and self._framing:  # its body is still to come, behind ``head_again``
+            return
         super().on_message_complete()
         self._enter(_Part.BETWEEN)
         if self.cycle.response_complete:  # its answer left before; from now on the connection is idle
@@ -171,6 +185,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+
+    @property
+    def _framing(self) -> list[tuple[bytes, bytes]]:
+        """The headers that say how long the body is; none where there is no body."""
+        return [(name, value) for name, value in self.headers if name in (b"content-length", b"transfer-encoding")]
+
+    def head_again(self) -> bytes:
+        """What is parsed before the body of a request that offered another protocol; empty where it has none."""
+        framing = b"".join(name + b": " + value + b"\r\n" for name, value in self._framing)
+        self._again = bool(framing)
+        version = self.parser.get_http_version().encode()
+        return b"POST / HTTP/" + version + b"\r\n" + framing + b"\r\n" if framing else b""
 
     def on_response_complete(self) -> None:
         """An answer has left. What still comes of its body is taken in for a while, and thrown away."""
@@ -187,6 +213,8 @@ class BoundedProtocol(HttpToolsProtocol):
         limit = self._limits.max_connections
         full = len(self.connections) > limit or len(self.tasks) >= limit
         answering: Any = _full if full and cycle.scope["path"] != ALWAYS_ANSWERED else app
+        if cycle.scope["http_version"] == "1.0":
+            answering = without_chunks(cycle, answering)
         super()._start_asgi_task(cycle, answering)
 
     # Limits.

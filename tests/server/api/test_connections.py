@@ -165,6 +165,57 @@ def test_pipelined_requests_are_answered_in_order(bounded: Live) -> None:
     assert places == sorted(places)
 
 
+OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
+def test_a_request_that_offers_http_2_as_javas_client_does_is_answered_and_so_are_those_behind_it(
+    bounded: Live,
+) -> None:
+    length = len(json.dumps(ASK))
+    chunked = request(headers=OFFER + "Transfer-Encoding: chunked\r\n").replace(b"Content-Length: %d\r\n" % length, b"")
+    head, _, body = chunked.partition(b"\r\n\r\n")
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:9], body[9:])) + b"0\r\n\r\n"
+    bare = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{OFFER}\r\n".encode()
+    asked = [request(headers=OFFER), bare, head + b"\r\n\r\n" + chunks, request(), bare, request({}, OFFER)]
+    for step in (None, 1, 50):  # as one piece, or with a pause before its last bytes, or among its body
+        with connected(bounded.port) as connection:
+            whole = b"".join(asked)
+            if step is None:
+                connection.sendall(whole)
+            else:
+                cut = whole.index(b'{"prompt"') + 5 if step == 1 else len(whole) - step
+                connection.sendall(whole[:cut])
+                time.sleep(0.05)
+                connection.sendall(whole[cut:])
+            answers = read_all(connection)
+        statuses = [int(line[9:12]) for line in answers.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+        assert answers.count(b"HTTP/1.1 ") == len(asked), answers
+        assert answers.count(b'"object":"text_completion"') == 3
+        assert answers.count(b'{"status":"ok"}') == 2
+        assert b"prompt" in answers.rpartition(b"HTTP/1.1 4")[2], statuses
+
+
+def test_a_head_over_the_limits_that_offers_http_2_gets_431_and_a_late_body_408(bounded: Live) -> None:
+    with connected(bounded.port, request(headers=OFFER + "X: 1\r\n" * 30)) as connection:
+        refused(read_all(connection), 431, "headers_too_large")
+    with connected(bounded.port, request(headers=OFFER)[:-3]) as connection:
+        refused(read_all(connection), 408, "body_timeout")
+
+
+def test_http_1_0_gets_streams_without_chunks(bounded: Live) -> None:
+    asked = request({**ASK, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    with connected(bounded.port, asked) as connection:
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    events = body.split(b"\n\n")
+    assert all(event.startswith(b"data: ") for event in events[:-1])
+    assert events[-2:] == [b"data: [DONE]", b""]
+    with connected(bounded.port, request().replace(b"HTTP/1.1", b"HTTP/1.0")) as connection:
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+
+
 def test_more_pipelined_requests_than_are_held_end_the_connection(bounded: Live) -> None:
     with connected(bounded.port, request({**ASK, "max_tokens": 40}) + b"GET / HTTP/1.1\r\n\r\n" * 500) as connection:
         assert read_all(connection).count(b"HTTP/1.1") <= 1

@@ -1,0 +1,58 @@
+"""Where a message's body begins and ends, for clients whose HTTP is not what uvicorn's protocol expects: 1.0, or an offer of 2."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import httptools
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class Reader(Protocol):
+    """Whom a parser calls; beside httptools' own ``on_...``."""
+
+    def head_again(self) -> bytes:
+        """The head to parse before the body of a request that offered another protocol; empty where it has no body."""
+
+
+class Parser(httptools.HttpRequestParser):
+    """Takes a request that offers another protocol for one without the offer, which no server has to take up.
+
+    Java's client offers HTTP/2 with its first request. httptools ends such a request with its head and leaves the rest to the
+    other protocol: so the rest is parsed behind a head that announces the body alone.
+    """
+
+    def __init__(self, protocol: Reader) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        """Parse bytes, with the protocol's ``on_...`` called on the way."""
+        while data:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = self._protocol.head_again() + data[offer.args[0] :]
+
+
+def without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
+    """``app`` for a client of HTTP/1.0, which knows no chunks: an answer without a length ends where the connection does."""
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = None if has_length else False  # what uvicorn has decided when it is not None
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares each part with it
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return answering
