@@ -143,6 +143,10 @@ def translate(error: Exception) -> ApiError:
             return disk_full()
         case _ if isinstance(error, AWAY):
             return unreachable(error)
+        case HTTPException(__cause__=UnicodeDecodeError()):
+            return ApiError(400, "the body is not valid JSON: its bytes are no UTF-8", code="invalid_json")
+        case HTTPException(__cause__=RecursionError()):
+            return ApiError(400, "the body is nested too deeply to be read", code="invalid_json")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:

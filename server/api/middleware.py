@@ -155,7 +155,8 @@ class TimeLimit:
 
 
 class BodyLimit:
-    """413 for a body larger than the limit, whether its length is announced or not; 408 for one that does not arrive.
+    """413 for a body larger than the limit, announced or not; 408 for one that does not arrive; 415 for one that is compressed,
+    whose size is not known.
 
     What the administrator posts may be larger: uploads are, and requests for inference are held by everybody.
     """
@@ -172,7 +173,11 @@ class BodyLimit:
             return
         name, limit = self._uploads if scope["path"].startswith(ADMINISTRATION) else self._others
         too_large = ApiError(413, f"the body is larger than {limit} bytes ({name})", code="body_too_large")
-        announced = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+            await response(_compressed(), scope["path"])(scope, receive, send)
+            return
+        announced = headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
             await response(too_large, scope["path"])(scope, receive, send)
             return
@@ -206,6 +211,11 @@ class BodyLimit:
             if started:
                 raise
             await response(refused.error, scope["path"])(scope, receive, send)
+
+
+def _compressed() -> ApiError:
+    text = "a compressed body is not read; send it as it is, without the header Content-Encoding"
+    return ApiError(415, text, code="unsupported_encoding")
 
 
 class _Refused(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -35,6 +36,18 @@ def test_a_slash_too_many_is_an_error_and_never_a_redirect_that_loses_the_profil
         answer = server.call(door + path, body, headers={"Host": "localhost"})
         assert answer.status == status and answer.error["message"]
         assert "location" not in answer.headers
+
+
+def test_a_body_that_is_compressed_or_no_utf_8_is_refused_by_what_is_wrong_with_it(server: Live) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    for name in ("gzip", "br", "zstd"):
+        answer = server.call("/v1/completions", gzip.compress(body), headers={"Content-Encoding": name})
+        assert answer.status == 415 and "Content-Encoding" in answer.error["message"]
+        assert answer.error["code"] == "unsupported_encoding" and answer.headers["x-should-retry"] == "false"
+    assert server.call("/v1/completions", body, headers={"Content-Encoding": "identity"}).status == 200
+    for broken, words in ((b"\x1f\x8b\x08\x00", "UTF-8"), (b'{"prompt": ' + b"[" * 100_000, "nested too deep")):
+        answer = server.call("/v1/completions", broken)
+        assert answer.status == 400 and answer.error["code"] == "invalid_json" and words in answer.error["message"]
 
 
 def _head(live: Live, path: str, key: str, length: int) -> bytes:
