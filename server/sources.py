@@ -17,6 +17,9 @@ from server.settings import FROM_FILES, PREFIX, SECRETS, Settings
 
 # An empty variable means "none" for these.
 NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
+CLIENTS = (
+    "url"  # UNBIND_URL is where the server is, for those who ask it: in the shell that starts one it may stand as well
+)
 KNOWN = Settings.model_fields.keys() | {f"{key}_file" for key in FROM_FILES}
 
 
@@ -38,6 +41,7 @@ def load_settings(
         key.removeprefix(PREFIX).lower(): value for key, value in (environment or {}).items() if key.startswith(PREFIX)
     }
     config = from_environment.pop("config", None)
+    from_environment.pop(CLIENTS, None)
     path = file or (Path(config) if config else None)
     for origin, given in (
         (f"file {path}", _read(path) if path else {}),

@@ -15,7 +15,7 @@ import typer
 from server.settings import PREFIX
 from unbind_core import UnbindError
 
-Url = Annotated[str, typer.Option("--url", help="Address of the server.")]
+Url = Annotated[str, typer.Option("--url", envvar="UNBIND_URL", help="Address of the server.")]
 Key = Annotated[
     str | None, typer.Option("--key", help="Admin key; else UNBIND_ADMIN_KEY, else the one kept in the data folder.")
 ]

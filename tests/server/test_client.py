@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from server.cli import build
 from server.cli.client import Client
 from unbind_core.errors import UnbindError
 
@@ -109,3 +111,13 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown() -> None:
     with pytest.raises(UnbindError, match="Authorization: only characters of Latin-1") as caught:
         Client("http://127.0.0.1:9", "ключ").call("/x")
     assert "ключ" not in str(caught.value)
+
+
+def test_the_address_of_the_server_is_taken_from_the_environment_where_no_flag_gives_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNBIND_URL", "nowhere")
+    told = CliRunner().invoke(build(), ["takedown", "cancel", "job", "--key", "k"])
+    assert told.exit_code == 1 and "'nowhere' is not an address" in told.output
+    told = CliRunner().invoke(build(), ["takedown", "cancel", "job", "--key", "k", "--url", url, "--json"])
+    assert json.loads(told.output)["method"] == "POST"

@@ -18,6 +18,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     file = tmp_path / "unbind.toml"
     file.write_text('port = 1\nmax_slots = 2\nqueue_limit = 3\nhost = "127.0.0.2"\n')
     environment = {"UNBIND_CONFIG": str(file), "UNBIND_PORT": "11", "UNBIND_MAX_SLOTS": "12", "OTHER": "x"}
+    environment["UNBIND_URL"] = "http://127.0.0.1:8000"  # is the commands' that ask a server
     made = load_settings({"port": "21", "host": None}, environment)
     assert (made.port, made.max_slots, made.queue_limit, made.host) == (21, 12, 3, "127.0.0.2")
 
