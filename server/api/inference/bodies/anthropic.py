@@ -22,7 +22,7 @@ from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.conversation import as_chat
 from server.api.inference.bodies.fields import Text, TokenCount
 from server.api.inference.bodies.generation import GenerationBody
-from server.api.inference.bodies.tools import FunctionName
+from server.api.inference.bodies.tools import FunctionName, of_the_client
 from server.errors import field_error
 
 # a chat's field -> what it is called here
@@ -138,7 +138,7 @@ class Turn(BaseModel):
 class Tool(BaseModel):
     """A tool of the client's own; there are no others here."""
 
-    type: Literal["custom"] = "custom"
+    type: Annotated[Literal["custom"], of_the_client("custom")] = "custom"
     name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]

@@ -22,7 +22,7 @@ from server.api.inference.bodies.conversation import as_chat
 from server.api.inference.bodies.fields import Text, TokenCount
 from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.bodies.messages import CalledFunction
-from server.api.inference.bodies.tools import Function, Named
+from server.api.inference.bodies.tools import Function, FunctionType, Named
 from server.errors import field_error
 
 LOGPROBS = "message.output_text.logprobs"
@@ -130,7 +130,7 @@ class TextOptions(BaseModel):
 class _OfFunctions(BaseModel):
     """There are no other tools here."""
 
-    type: Literal["function"]
+    type: FunctionType
 
 
 class FunctionTool(Function, _OfFunctions):  # in this order the type is looked at first

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, StrictBool, StrictStr, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, model_validator
 
 from server.api.inference.bodies.generation import LenientBody
 from server.errors import field_error
 
 FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+def of_the_client(kind: str) -> BeforeValidator:
+    """For the ``type`` of a tool: ``kind`` is a function of the client's own, all else what a server would carry out."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, str) and given != kind:
+            told = (
+                f"must be '{kind}': functions of the client's own can be called, and no other tools; leave this one out"
+            )
+            raise field_error("", told, "unsupported_parameter")
+        return given
+
+    return BeforeValidator(check)
+
+
+FunctionType = Annotated[Literal["function"], of_the_client("function")]
 
 
 class Function(BaseModel):
@@ -25,7 +42,7 @@ class Function(BaseModel):
 class Tool(BaseModel):
     """One of ``tools``."""
 
-    type: Literal["function"]
+    type: FunctionType
     function: Function
 
 

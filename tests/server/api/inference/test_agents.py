@@ -160,6 +160,18 @@ def test_answers_have_the_form_that_was_asked_for(openai: OpenAI, anthropic: Ant
     assert json.loads(message.content[0].text)["city"] in ("Paris", "Rome")
 
 
+def test_tools_that_a_server_would_carry_out_are_refused_as_what_is_not_built(server: Live) -> None:
+    chat: Any = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (
+        ("/v1/responses", {"input": "a", "tools": [*TOOLS, {"type": "web_search"}]}),
+        ("/v1/chat/completions", {**chat, "tools": [*CHAT_TOOLS, {"type": "custom", "custom": {"name": "patch"}}]}),
+        ("/v1/messages", {**chat, "max_tokens": 1, "tools": [*THEIR_TOOLS, {"type": "bash_20250124", "name": "bash"}]}),
+    ):
+        answer = server.call(path, body)
+        assert answer.status == 400 and answer.error["param"] == "tools.1.type", answer.raw
+        assert answer.error["code"] == "unsupported_parameter" and "leave this one out" in answer.error["message"]
+
+
 def test_what_is_wrong_with_tools_is_named_as_it_was_sent(server: Live) -> None:
     hollow = {"type": "nonsense"}
     for path, wrong, field in (
