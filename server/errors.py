@@ -222,6 +222,26 @@ def _other_method(request: Request, error: HTTPException) -> ApiError:
     return ApiError(405, f"{request.url.path[:200]} takes {allowed}, not {request.method}", headers=error.headers)
 
 
+def describe_refusals(description: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAPI description in which every operation may answer with an error object, and none with FastAPI's own 422."""
+    schemas = description["components"]["schemas"]
+    schemas.pop("HTTPValidationError", None)
+    schemas.pop("ValidationError", None)
+    text, perhaps = {"type": "string"}, {"type": ["string", "null"]}
+    told = {"type": text, "message": text, "param": perhaps, "code": perhaps}
+    error = {"type": "object", "properties": told, "required": list(told)}
+    whole = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    theirs = {**whole, "properties": {"type": {"const": "error"}, "error": error}, "required": ["type", "error"]}
+    schemas |= {"Error": whole, "AnthropicError": theirs}
+    for path, operations in description["paths"].items():
+        name = "AnthropicError" if is_anthropic(path) else "Error"
+        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {"description": "A refusal, or an error", "content": body}
+    return description
+
+
 def install(app: FastAPI) -> None:
     """Every exception of every route goes through ``response``."""
 

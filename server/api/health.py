@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.api.caller import Caller, holder, onlooker
 from server.base_service import BaseService, base_service
-from server.errors import ApiError
+from server.errors import ApiError, describe_refusals
 from server.policy import unavailable
 from server.telemetry.build import release_of
 
@@ -84,7 +84,7 @@ async def describe(request: Request) -> dict[str, Any]:
     """The machine's description of the API."""
     # in a thread: it is built when first asked for, which takes a second
     found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
-    return found
+    return describe_refusals(found)
 
 
 @router.get("/version")
