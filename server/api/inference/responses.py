@@ -60,7 +60,7 @@ class _Answering:
         self._generation, self._body = generation, body
         self._choice = generation.choices[0]
         self._speech = calling.speech() if calling else Speech()
-        self._created = time.time()
+        self._created = int(time.time())
         self._id = f"resp_{uuid.uuid4().hex}"
         self._sent = 0
         self._items: list[Event] = []
@@ -189,7 +189,7 @@ class _Answering:
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": time.time() if status == "completed" else None,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": over} if status == "incomplete" else None,

@@ -50,6 +50,13 @@ def test_a_response_says_what_the_chat_says(client: OpenAI, server: Live) -> Non
     assert (ended.status, ended.output_text, ended.incomplete_details) == ("completed", made.output_text[:1], None)
 
 
+def test_times_are_whole_seconds_as_servers_between_demand(server: Live) -> None:
+    said = chatted(server, [{"role": "user", "content": "hello"}])["message"]["content"]
+    body = server.call("/v1/responses", {**ASKED, "stop": [said[1:3]]}).body
+    assert body["status"] == "completed"
+    assert isinstance(body["created_at"], int) and isinstance(body["completed_at"], int)
+
+
 def test_an_input_is_counted_as_the_prompt_that_it_becomes(client: OpenAI, server: Live) -> None:
     tools: Any = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
     for more in ({}, {"instructions": "Be brief."}, {"tools": tools, "tool_choice": "none"}):
