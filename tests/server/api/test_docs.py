@@ -106,6 +106,8 @@ def test_the_editors_recipes_parse() -> None:
         "VS Code",
         "Kilo",
         "JetBrains AI Assistant",
+        "Codex",
+        "OpenCode",
     )
     for editor in (*editors, "LiteLLM", "lm-evaluation-harness"):
         assert f"\n## {editor}\n" in EDITORS
