@@ -112,7 +112,10 @@ async def _events(
     async for choice, delta in generation.merged():
         if choice.index not in begun:  # not before, so that what fails until then is an error with its own status
             begun.add(choice.index)
-            yield {**event(choice.index, {"role": "assistant", "content": ""}), **of_prompt}
+            content = (
+                None if body.demanded else ""
+            )  # of a call alone there is no text, and clients would show an empty one
+            yield {**event(choice.index, {"role": "assistant", "content": content}), **of_prompt}
             of_prompt = {}
         more: dict[str, Any] = {"logprobs": chat_logprobs(tokenizer, delta.logprobs)} if delta.logprobs else {}
         if body.return_token_ids and delta.tokens:

@@ -137,6 +137,9 @@ def test_a_demanded_call_fits_its_schema_whole_and_streamed(family: tuple[str, L
             assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
             assert len(calls_of(choice["message"])) == 1
         events = server.call("/v1/chat/completions", {**body, "stream": True}).events
+        assert not any(
+            "content" in d and d["content"] is not None for d in (e["choices"][0]["delta"] for e in events[:-1])
+        )
         streamed = joined(events, 2)
         assert [calls_of(one) for one in streamed] == [calls_of(c["message"]) for c in answer.body["choices"]]
         ends = [e["choices"][0]["finish_reason"] for e in events[:-1] if e["choices"][0]["finish_reason"]]
