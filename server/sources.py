@@ -17,9 +17,8 @@ from server.settings import FROM_FILES, PREFIX, SECRETS, Settings
 
 # An empty variable means "none" for these.
 NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
-CLIENTS = (
-    "url"  # UNBIND_URL is where the server is, for those who ask it: in the shell that starts one it may stand as well
-)
+# UNBIND_URL is where the server is, for those who ask it: in the shell that starts one it may stand as well.
+CLIENTS = "url"
 KNOWN = Settings.model_fields.keys() | {f"{key}_file" for key in FROM_FILES}
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from server.base_service import BaseService
 from server.cli.console import notes, screen, write_json
-from server.connections import ServerConfig, allow_descriptors
+from server.http.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")

@@ -15,8 +15,8 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from server.connections import ServerConfig
 from server.errors import ApiError, response
+from server.http.connections import ServerConfig
 from server.settings import Settings
 from unbind_core.errors import UnbindError
 

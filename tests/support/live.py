@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from server.app import create_app
 from server.base_service import REFRESH_SECONDS
-from server.connections import ServerConfig
+from server.http.connections import ServerConfig
 from server.service import Service
 from server.settings import Settings
 from tests.support.modules import build_module

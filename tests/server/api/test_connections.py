@@ -268,7 +268,8 @@ def test_a_server_may_open_as_many_files_as_its_connections_take_or_warns(
     hard: int, allowed: int, warned: bool
 ) -> None:
     script = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, %d)); from server.connections import allow_descriptors; "
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, %d)); "
+        "from server.http.connections import allow_descriptors; "
         "from server.settings import Settings; allow_descriptors(Settings(max_connections=400)); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

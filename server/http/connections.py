@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.errors import ApiError, response
-from server.framing import Parser, without_chunks
+from server.http.framing import Parser, without_chunks
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")

@@ -1,0 +1,1 @@
+"""HTTP as it comes over connections: limits, and clients whose HTTP is of another version."""
