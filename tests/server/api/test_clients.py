@@ -212,7 +212,7 @@ def test_a_recorded_request_is_answered_as_its_client_needs(
 
 def test_every_client_is_there() -> None:
     editors = {"continue", "zed", "llama-vscode", "llama-vim", "minuet", "codecompanion", "twinny", "tabby", "cline"}
-    agents = {"vscode", "kilo", "jetbrains"}
+    agents = {"vscode", "kilo", "jetbrains", "codex", "opencode"}
     assert {path.stem for path in FOLDER.glob("*.json")} == editors | agents | {"litellm", "lm-evaluation-harness"}
 
 
