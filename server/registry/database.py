@@ -276,8 +276,10 @@ def _sqlite(file: Path) -> Engine:
             raise DatabaseDamaged(file, context.original_exception) from None
 
     @event.listens_for(engine, "do_connect")
-    def _before(*_: Any) -> None:
-        check()  # else SQLite would make an empty file in its place
+    def _open(_dialect: Any, _record: Any, _arguments: Any, options: dict[str, Any]) -> Any:
+        check()
+        # for reading and writing what is there: else SQLite makes an empty file where one was taken away at this very moment
+        return sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True, **options)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:

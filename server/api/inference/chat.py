@@ -112,9 +112,8 @@ async def _events(
     async for choice, delta in generation.merged():
         if choice.index not in begun:  # not before, so that what fails until then is an error with its own status
             begun.add(choice.index)
-            content = (
-                None if body.demanded else ""
-            )  # of a call alone there is no text, and clients would show an empty one
+            # of a call alone there is no text, and clients would show an empty one
+            content = None if body.demanded else ""
             yield {**event(choice.index, {"role": "assistant", "content": content}), **of_prompt}
             of_prompt = {}
         more: dict[str, Any] = {"logprobs": chat_logprobs(tokenizer, delta.logprobs)} if delta.logprobs else {}
