@@ -108,10 +108,11 @@ def _plain(given: Any, levels: int) -> bool:
 _Rule = tuple[Callable[[Any], bool], str]
 _TEXT: _Rule = (_is_text, "text")
 _NUMBER: _Rule = (is_number, "a finite number in single precision")
+_COUNT_OR_NULL: _Rule = (lambda value: value is None or _is_count(value), "a whole number below 2**31, or null")
 _NUMBER_OR_NULL: _Rule = (lambda value: value is None or is_number(value), "a finite number, or null")
 _COUNT: _Rule = (_is_count, "a whole number, not negative and below 2**31")
 _FREE: _Rule = (_is_free, f"an object of text and finite numbers, nested at most {MOST_NESTED} levels")
-_MAY_BE_MISSING = ("detector", "window", "tau_close")
+_MAY_BE_MISSING = ("detector", "window", "tau_close", "hold")
 _MODEL: Mapping[str, _Rule] = {"fingerprint": _TEXT, "name": _TEXT, "hidden_size": _COUNT, "num_layers": _COUNT}
 _FIELDS: Mapping[str, _Rule] = {
     "name": _TEXT,
@@ -134,6 +135,7 @@ _FIELDS: Mapping[str, _Rule] = {
     "first": _COUNT,
     "least": _COUNT,
     "tau_close": _NUMBER_OR_NULL,
+    "hold": _COUNT_OR_NULL,
     "correction": _TEXT,
     "policy": _TEXT,
     "calibrated": (

@@ -35,7 +35,8 @@ class UnbindModule:
     "network": w [h,d], b [h], heads [K,h], heads_b [K]; f(h) = heads relu(w h + b) + heads_b; where the largest head's mean
     of f over the last ``window`` positions is tau above s_ref the gate opens, where it is less than tau_close above it
     closes (``tau_close`` None: tau); its amount is 1 while it is open (``unbind_core/applying/gates.py``). Positions of a sequence
-    before ``first`` are no part of the mean, and fewer than ``least`` count as so many.
+    before ``first`` are no part of the mean, and fewer than ``least`` count as so many. With ``hold``, a longer window, it closes
+    only where the mean over that one is less than tau_close above s_ref as well.
 
     ``correction`` "push": v [d] of unit length; h becomes h - amount kappa v. "lowrank": u [d,r], a [r,d], c [d], with r from 1 to
     256; h becomes h + amount kappa (u (a h) + c) (``unbind_core/applying/corrections.py``). ``policy`` says what the module aims
@@ -68,6 +69,7 @@ class UnbindModule:
     first: int = 0
     least: int = 1
     tau_close: float | None = None
+    hold: int | None = None
     b: Tensor | None = None
     heads: Tensor | None = None
     heads_b: Tensor | None = None

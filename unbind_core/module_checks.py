@@ -110,7 +110,13 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
     """The detector's tensors, its window and its second threshold."""
     if module.detector == "fisher":
         yield from _tensor_problems("w", module.w, (size,))
-        for field, needed in (("window", (1,)), ("first", (0,)), ("least", (1,)), ("tau_close", (None, module.tau))):
+        for field, needed in (
+            ("window", (1,)),
+            ("first", (0,)),
+            ("least", (1,)),
+            ("tau_close", (None, module.tau)),
+            ("hold", (None,)),
+        ):
             if getattr(module, field) not in needed:
                 yield (
                     field,
@@ -128,6 +134,8 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
         yield "first", f"is {module.first!r}; it must be a whole number of positions from 0 to {MAX_GATE_WINDOW}"
     if type(module.least) is not int or not 1 <= module.least <= module.window:
         yield "least", f"is {module.least!r}; it must be a whole number of positions from 1 to the window"
+    if module.hold is not None and not (type(module.hold) is int and module.window < module.hold <= MAX_GATE_WINDOW):
+        yield "hold", f"is {shown(module.hold)}; it must be longer than the window, at most {MAX_GATE_WINDOW}, or null"
     if not module.tau > 0:
         yield "tau", f"is {module.tau!r}; a network's threshold must lie above s_ref"
     close = module.tau_close

@@ -17,7 +17,7 @@ from torch import Tensor
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import ModuleFileError
 
-FORMAT = 2
+FORMAT = 3
 KEY = "unbind"
 # What reading bytes that mean to do harm can raise, of safetensors, torch and json.
 UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
@@ -25,8 +25,17 @@ TENSORS = ("w", "v", "b", "heads", "heads_b", "u", "a", "c")
 DETECTORS = {"fisher": {"w"}, "network": {"w", "b", "heads", "heads_b"}}  # kind -> the tensors it has
 CORRECTIONS = {"push": {"v"}, "lowrank": {"u", "a", "c"}}
 FLOAT32: Mapping[str, Any] = {"dtype": "float32", "quantisation": None}
-# What format 1 had no fields for. A module that is all of this is still written so: its bytes, and with them its digest, stay.
-_FIRST: Mapping[str, Any] = {"correction": "push", "policy": "silent", "calibrated": FLOAT32, "first": 0, "least": 1}
+# What formats before had no fields for. A module that is all of this is still written so: its bytes and its digest stay.
+_SECOND: Mapping[str, Any] = {"hold": None}
+_FIRST: Mapping[str, Any] = {
+    "correction": "push",
+    "policy": "silent",
+    "calibrated": FLOAT32,
+    "first": 0,
+    "least": 1,
+    **_SECOND,
+}
+_IMPLIED = {1: _FIRST, 2: _SECOND}
 
 
 def _checksum(tensors: Mapping[str, Tensor], unsealed: str) -> str:
@@ -40,9 +49,10 @@ def _checksum(tensors: Mapping[str, Tensor], unsealed: str) -> str:
 
 
 def filed(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata as a file holds it, with its format: 1, without the fields that it implies, where that says it all."""
-    if all(described.get(key) == value for key, value in _FIRST.items()):
-        return {key: value for key, value in described.items() if key not in _FIRST} | {"format": 1}
+    """The metadata as a file holds it, with its format: the first that says it all, without the fields that it implies."""
+    for version, implied in _IMPLIED.items():
+        if all(described.get(key) == value for key, value in implied.items()):
+            return {key: value for key, value in described.items() if key not in implied} | {"format": version}
     return {**described, "format": FORMAT}
 
 
@@ -87,7 +97,7 @@ def read(data: bytes, origin: str, known: bool = False) -> tuple[dict[str, Tenso
     claimed = described.pop("checksum", None)
     if not known:
         _require_unaltered(tensors, text, described, claimed, origin)
-    whole = described if version == FORMAT else {**_FIRST, **described}
+    whole = {**_IMPLIED.get(version, {}), **described}
     if filed(whole) != described:
         raise ModuleFileError(f"{origin}: its fields are not those of format {version}; restore the original file")
     return tensors, {key: value for key, value in whole.items() if key != "format"}

@@ -177,10 +177,26 @@ def test_with_a_digest_held_against_a_known_one_fields_and_tensors_are_still_loo
     UnbindModule.from_bytes(save_tensors(far, metadata={"unbind": text}), digest=digest)
 
 
+@pytest.mark.parametrize(
+    ("changes", "version"), [({}, 1), (lowrank(16), 2), ({"hold": 9}, 3), ({"hold": 9, **lowrank(16)}, 3)]
+)
+def test_a_module_is_written_in_the_first_format_that_says_it_all(changes: dict[str, Any], version: int) -> None:
+    module = make_network_module(MODEL, **changes)
+    data = module.to_bytes()
+    described = metadata_of(data)
+    assert described["format"] == version and ("hold" in described) == (version == 3)
+    again = UnbindModule.from_bytes(data)
+    assert again == module and again.hold == changes.get("hold")
+    if version > 1:
+        other = with_metadata(data, described | {"format": version - 1})
+        with pytest.raises(ModuleFileError, match=f"not those of format {version - 1}"):
+            UnbindModule.from_bytes(other, digest=hashlib.sha256(other).hexdigest())
+
+
 def test_a_later_format_asks_for_an_upgrade() -> None:
     data = make_module(MODEL).to_bytes()
-    with pytest.raises(ModuleFileError, match=r"format 3 .* upgrade"):
-        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 3}))
+    with pytest.raises(ModuleFileError, match=r"format 4 .* upgrade"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 4}))
 
 
 def test_not_a_number_in_the_file_is_refused() -> None:

@@ -74,6 +74,7 @@ def some_modules(drawn: random.Random, d: int, count: int) -> list[UnbindModule]
             "first": drawn.choice((0, 0, 3)),
             "least": min(window, drawn.choice((1, 1, 4))),
             "tau_close": drawn.choice((None, 0.0, 0.5)),
+            "hold": drawn.choice((None, window + 1, 100)),
             "tau": drawn.choice((0.5, 1.0, 2.0)),
             "s_ref": drawn.choice((-2.0, 0.5, 1.5)),
             "kappa": drawn.choice((0.25, 3.0)),

@@ -20,7 +20,7 @@ from torch import Tensor
 from unbind_core.applying.counts import PHASES, Counters
 from unbind_core.applying.fused import kernels_of
 from unbind_core.applying.gate_memory import Columns
-from unbind_core.applying.gates import FisherGates, NetworkGates
+from unbind_core.applying.gates import FisherGates, NetworkGates, windows_of
 from unbind_core.applying.kept_gates import LONGEST, KeptGates
 from unbind_core.applying.looks import NOTHING_SEEN, Look, Requests
 from unbind_core.applying.networks import Blocks, Networks
@@ -125,7 +125,7 @@ class ModuleBank:
         columns = self._columns.setdefault(self._home(module.layer), Columns())
         size = module.w.shape[1]
         most = size if self._summed_columns is None else self._summed_columns
-        if self._summed[module.layer] + wanted <= most or module.window > LONGEST:
+        if self._summed[module.layer] + wanted <= most or max(module.window, module.hold or 0) > LONGEST:
             self._summed[module.layer] += wanted
             self._starts[module.name] = columns.take(module.name, wanted)
             return
@@ -236,7 +236,7 @@ class ModuleBank:
                     if module.layer == layer and module.detector == kind and (module.name in self._halves) == kept
                 ]
                 # As gates with memory want them, and in the order of their columns, which is quicker to read.
-                modules.sort(key=lambda module: (module.window, module.first, self._column(module.name)))
+                modules.sort(key=lambda module: (*windows_of(module), self._column(module.name)))
                 if modules:
                     parts.setdefault(layer, []).append(self._part(layer, modules, rows))
         if not parts:
@@ -280,9 +280,9 @@ class ModuleBank:
             blocks.append(self._blocks.of(slots, some, [self._tensors[module.name] for module in some]))
         return Networks(blocks)
 
-    def _neighbourhood(self, module: UnbindModule) -> tuple[int, int, int]:
+    def _neighbourhood(self, module: UnbindModule) -> tuple[int, ...]:
         size = _BLOCK if module.name in self._halves else _BLOCK_COLUMNS
-        return module.window, module.first, self._column(module.name) // size
+        return *windows_of(module), self._column(module.name) // size
 
     def _changed(self) -> None:
         """Selections are made anew from now on; of the same blocks, but for those where something came or went."""

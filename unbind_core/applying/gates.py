@@ -102,7 +102,8 @@ class NetworkGates:
     """Gates whose detector is a small network with one head or more, a window and two thresholds; M modules in one product.
 
     z_k = (f_k(h) - s_ref) / tau, clipped to +-2 and rounded to 1/1024; e = max over heads of the mean of z over the window, as
-    :func:`windowed` takes it; opens at e >= 1, closes below tau_close / tau. An open gate acts with kappa whatever e is.
+    :func:`windowed` takes it; opens at e >= 1, closes below tau_close / tau, and with a longer window ``hold`` only where the mean
+    over that is below it too, which then stands for e. An open gate acts with kappa whatever e is.
     """
 
     def __init__(
@@ -128,27 +129,30 @@ class NetworkGates:
             each = zip(starts, counts, strict=True)
             every = [start + k * (k < count) for start, count in each for k in range(self._most)]
             self._spread = torch.tensor(every, device=device)
-        windows = [(module.window, module.first) for module in modules]
+        groups = [windows_of(module) for module in modules]
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self.close = torch.tensor(closes, device=device)
         own = zip(columns, counts, modules, strict=True)
-        # Of each module its first column, heads, window, first and least.
-        self.described = [(column, heads, one.window, one.first, one.least) for column, heads, one in own]
+        # Of each module its first column, heads, window, first, least and hold.
+        self.described = [
+            (column, heads, one.window, one.first, one.least, one.hold or one.window) for column, heads, one in own
+        ]
 
-        self._windows = tuple(sorted(set(windows)))
-        # What sums up to a position are divided by, one row a position until it is the same for all that follow; none counts
-        # before the first that does.
-        window, first, least = (
+        together = sorted(set(groups))
+        self._windows = tuple((window, start) for window, start, _ in together)
+        holds = any(module.hold for module in modules)
+        self._holds = tuple((hold, start) for _, start, hold in together) if holds else ()
+        first, least = (
             torch.tensor([getattr(module, name) for module in modules], dtype=torch.float32)
-            for name in ("window", "first", "least")
+            for name in ("first", "least")
         )
-        counted = torch.arange(1, 1 + max(sum(one) for one in windows))[:, None] - first
-        over = torch.maximum(torch.minimum(counted, window), least) * GRAIN
-        self._over = over.masked_fill_(counted <= 0, torch.inf).to(device)
+        self._over, self._over_hold = (
+            _divisors([group[at] for group in groups], first, least).to(device) for at in (0, 2)
+        )
         own_columns = [range(column, column + count) for column, count in zip(columns, counts, strict=True)]
         by_window = [
-            [c for own, window in zip(own_columns, windows, strict=True) if window == wanted for c in own]
-            for wanted in self._windows
+            [c for own, group in zip(own_columns, groups, strict=True) if group == wanted for c in own]
+            for wanted in together
         ]
         in_order, states = [c for part in by_window for c in part], [own.stop for own in own_columns]
         self._columns, self._states, self._both = (
@@ -179,21 +183,28 @@ class NetworkGates:
         if real is not None:
             real = real.reshape(-1, 1)
             z = z.masked_fill_(~real, 0)  # whatever padding holds, NaN included
+        lags = (*self._windows, *self._holds)
         if places.alone:  # all that one position needs is there already: read at once, written at once
-            found = places.read(layer, places.behind(((1, 0), *self._windows)), self.table_width, self._part)
+            found = places.read(layer, places.behind(((1, 0), *lags)), self.table_width, self._part)
             before, lagged = found[: len(z)], found[len(z) :]
             sums = z.add_(before[:, self._read_columns])
         else:
             before = places.read(layer, places.before, self.table_width, self._part)
             sums = places.summed(z, before[:, self._read_columns])
             places.write(layer, self._columns, sums)
-            lagged = places.read(layer, places.behind(self._windows), self.table_width, self._part)
-        e = self._means(sums, lagged, places.positions)
+            lagged = places.read(layer, places.behind(lags), self.table_width, self._part)
+        near, far = lagged[: len(z) * len(self._windows)], lagged[len(z) * len(self._windows) :]
+        e = self._means(sums, near, self._over, places.positions)
         was_open = before[:, self._read_states] > 0
         opens, closes = e >= 1, e < self.close
+        if self._holds:
+            holding = self._means(sums, far, self._over_hold, places.positions)
+            below, closes = closes, closes & (holding < self.close)
         if real is not None:
             opens, closes = opens & real, closes & real
         held = places.held(opens, closes, was_open)
+        if self._holds:
+            e = torch.where(held & below, holding, e)
         if places.alone:
             places.write(layer, self._both, torch.cat((sums, held.int()), -1))
         else:
@@ -201,15 +212,32 @@ class NetworkGates:
         e, held = (part.view(*states.shape[:-1], -1) for part in (e, held))
         return e, held if self._on is None else held & of_rows(self._on, states, pass_.rows)
 
-    def _means(self, sums: Tensor, lagged: Tensor, positions: Tensor) -> Tensor:
-        """e [N,M] from the sums of grains up to each state, and those up to where each window begins, [windows x N,part]."""
+    def _means(self, sums: Tensor, lagged: Tensor, over: Tensor, positions: Tensor) -> Tensor:
+        """The largest head's mean [N,M] from the sums of grains up to each state, and those up to where each window begins,
+        [windows x N,part]; ``over`` as :func:`_divisors` gives it.
+        """
         count = len(sums)
         fronts = [lagged[i * count : (i + 1) * count, columns] for i, columns in enumerate(self._read_by_window)]
         sums = sums - (fronts[0] if len(fronts) == 1 else torch.cat(fronts, -1))
         if self._spread is not None:
             sums = sums.index_select(-1, self._spread)
         most = sums.view(count, -1, self._most).amax(-1)
-        return most / self._over.index_select(0, positions.clamp(max=len(self._over) - 1))
+        return most / over.index_select(0, positions.clamp(max=len(over) - 1))
+
+
+def windows_of(module: UnbindModule) -> tuple[int, int, int]:
+    """Window, first position that counts, and the window that holds: what modules that are read together have in common."""
+    return module.window, module.first, module.hold or module.window
+
+
+def _divisors(windows: Sequence[int], first: Tensor, least: Tensor) -> Tensor:
+    """What sums of grains over ``windows`` up to a position are divided by, FP32 [positions,M], one row a position until it is the
+    same for all that follow; none counts before the first that does.
+    """
+    window = torch.tensor(windows, dtype=torch.float32)
+    counted = torch.arange(1, 1 + int((window + first).max()))[:, None] - first
+    over = torch.maximum(torch.minimum(counted, window), least) * GRAIN
+    return over.masked_fill_(counted <= 0, torch.inf)
 
 
 def slice_or_index(columns: Sequence[int], device: torch.device) -> slice | Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unbind_core.applying.gate_memory import SlotPlaces
-from unbind_core.applying.gates import in_thresholds, of_rows, slice_or_index
+from unbind_core.applying.gates import in_thresholds, of_rows, slice_or_index, windows_of
 from unbind_core.applying.networks import Networks, in_grains
 from unbind_core.applying.passes import Pass
 from unbind_core.applying.places import Places
@@ -48,14 +48,16 @@ class KeptGates:
         self._d, self.units = modules[0].w.shape[1], torch.ones(len(modules), device=device)
         closes = [module.tau_close / module.tau if module.tau_close is not None else 1.0 for module in modules]
         self._close = torch.tensor(closes, device=device)
-        self._window, self._first, self._least = (
-            torch.tensor([getattr(module, name) for module in modules], device=device)
-            for name in ("window", "first", "least")
+        self._window, self._first, self._least, self._hold = (
+            torch.tensor(of, device=device)
+            for of in zip(*((m.window, m.first, m.least, m.hold or m.window) for m in modules), strict=True)
         )
-        windows = [(module.window, module.first) for module in modules]
-        self._windows = tuple(sorted(set(windows)))
+        groups = [windows_of(module) for module in modules]
+        every = sorted(set(groups))
+        self._windows = tuple((window, first) for window, first, _ in every)
+        self._holds = tuple((hold, first) for _, first, hold in every) if any(m.hold for m in modules) else ()
         self._halves = slice_or_index(halves, device)
-        ends = [sum(one <= wanted for one in windows) for wanted in self._windows]
+        ends = [sum(one <= wanted for one in groups) for wanted in every]
         self._by_window = [slice_or_index(halves[start:end], device) for start, end in pairwise((0, *ends))]
         columns = sorted({half // 2 for half in halves})
         place = {column: 2 * i for i, column in enumerate(columns)}
@@ -84,15 +86,18 @@ class KeptGates:
             bounds, asked = bounds.masked_fill_(~real, 0), asked & real
         sums, was_open = places.summed(bounds, before >> 1), (before & 1).bool()
         places.write(layer, self._both, torch.cat((flat.view(torch.int32), self._packed(sums << 1)), -1))
-        at_most = self._at_most(layer, places, sums)
-        gate = places.held(_there(at_most >= 1, real), _there(at_most < self._close, real), was_open) & asked
+        at_most = self._at_most(layer, places, sums, self._windows, self._window)
+        closes = at_most < self._close
+        if self._holds:
+            closes &= self._at_most(layer, places, sums, self._holds, self._hold) < self._close
+        gate = places.held(_there(at_most >= 1, real), _there(closes, real), was_open) & asked
         e = torch.zeros_like(at_most)
-        undecided = gate.t().nonzero()  # by module
-        if len(undecided):
-            for some in undecided.split(_TOGETHER):
-                which, where = some.unbind(1)
-                e[where, which] = self._exactly(layer, places, which, where)
-            gate = places.held(gate & (e >= 1), _there(~gate | (e < self._close), real), was_open) & asked
+        if bool(gate.any()):
+            self._ask(layer, places, gate, self._window, e)
+            opens = gate & (e >= 1)
+            if self._holds:
+                self._ask(layer, places, gate & (e < self._close), self._hold, e)
+            gate = places.held(opens, _there(~gate | (e < self._close), real), was_open) & asked
             places.write(layer, self._columns, self._packed((sums << 1) | gate))
         return e.view(*states.shape[:-1], -1), gate.view(*states.shape[:-1], -1)
 
@@ -115,18 +120,29 @@ class KeptGates:
             halves = halves.new_zeros((len(values), 2 * len(self._columns))).index_copy_(1, self._at, halves)
         return halves.view(torch.int32)
 
-    def _at_most(self, layer: int, places: Places, sums: Tensor) -> Tensor:
-        """No less than e of every state and module, FP32 [N,M]."""
-        lagged = self._read(layer, places, places.behind(self._windows), self._by_window) >> 1
+    def _at_most(
+        self, layer: int, places: Places, sums: Tensor, lags: tuple[tuple[int, int], ...], window: Tensor
+    ) -> Tensor:
+        """No less than the mean over ``window`` int64 [M] at every state and of every module, FP32 [N,M]."""
+        lagged = self._read(layer, places, places.behind(lags), self._by_window) >> 1
         steps = (sums - lagged << 17) >> 17  # 15 bits were kept, and the sign of their difference is in the first
         seen = (places.positions + 1).unsqueeze(-1) - self._first
-        return _mean(STEP * steps, seen, self._window, self._least)
+        return _mean(STEP * steps, seen, window, self._least)
 
-    def _exactly(self, layer: int, places: Places, which: Tensor, where: Tensor) -> Tensor:
-        """e FP32 [n] of module ``which`` int64 [n] at state ``where`` int64 [n], from the states that were kept; by module."""
+    def _ask(self, layer: int, places: Places, undecided: Tensor, windows: Tensor, means: Tensor) -> None:
+        """Enter into ``means`` FP32 [N,M] those over ``windows`` int64 [M], where bool [N,M] says that they matter."""
+        every = undecided.t().nonzero()  # by module
+        for some in every.split(_TOGETHER) if len(every) else ():
+            which, where = some.unbind(1)
+            means[where, which] = self._exactly(layer, places, which, where, windows[which])
+
+    def _exactly(self, layer: int, places: Places, which: Tensor, where: Tensor, window: Tensor) -> Tensor:
+        """The mean over ``window`` int64 [n], FP32 [n], of module ``which`` int64 [n] at state ``where`` int64 [n], from the states
+        that were kept; by module.
+        """
         own = places.positions[where]
         sequence = where if places.sequences is None else places.sequences[where]
-        window, first = self._window[which], self._first[which]
+        first = self._first[which]
         at = own[:, None] - torch.arange(int(window.max()), device=own.device)
         inside = (at > (own - window)[:, None]) & (at >= first[:, None])
         span, sequences = int(own.max()) + 1, len(places.firsts)

@@ -114,7 +114,7 @@ class DecodeKernels:
             memory=zeros(2, 2, of=torch.int32), positions=zeros(1, of=positions), ahead=0, tables=zeros(1, 1, of=tables),
             size=1, paged=True,
         )  # fmt: skip
-        modules = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1]], dtype=torch.int32, device=self._device)
+        modules = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0, 1]], dtype=torch.int32, device=self._device)
         tally, work, to = zeros(1, kernels.BINS, of=torch.int64), zeros(1, 3), zeros(1, d, of=dtype)
 
         def decide() -> Any:

@@ -8,7 +8,7 @@ compiled, so that modules come and go, and batches grow, without a pause. Triton
 import triton
 import triton.language as tl
 
-FIELDS = 8  # int32 of each module: first column, heads, window, first, least, slot, first rank, ranks
+FIELDS = 9  # int32 of each module: first column, heads, window, first, least, hold, slot, first rank, ranks
 BINS = 12  # int64 of each module: scores by how many boundaries they reach, at most 10; and open gates
 BOUNDS = 16  # boundaries, infinite beyond those there are
 BLOCK = 512  # numbers of a state that one program corrects
@@ -33,9 +33,10 @@ def _row(pages, size, paged, position):
 
 
 @triton.jit
-def _summed(scores, offsets, heads, here, before, behind):
-    """Writes the running sums of heads, and gives the largest of those over the window, in grains."""
+def _summed(scores, offsets, heads, here, before, behind, far):
+    """Writes the running sums of heads, and gives the largest of those over the window and over the one that holds, in grains."""
     most = tl.full((), _LEAST, tl.int32)
+    most_held = tl.full((), _LEAST, tl.int32)
     for begin in range(0, heads, _LANES):
         head = begin + tl.arange(0, _LANES)
         there = head < heads
@@ -44,9 +45,19 @@ def _summed(scores, offsets, heads, here, before, behind):
         grains = tl.where(tl.abs(score) >= 0.0, (clipped + _ROUND) - _ROUND, 0.0).to(tl.int32)  # else it is no number
         sums = grains + tl.load(before + head, mask=there, other=0)
         over_window = sums - tl.load(behind + head, mask=there, other=0)
+        over_hold = sums - tl.load(far + head, mask=there, other=0)
         tl.store(here + head, sums, mask=there)
         most = tl.maximum(most, tl.max(tl.where(there, over_window, _LEAST), 0))
-    return most
+        most_held = tl.maximum(most_held, tl.max(tl.where(there, over_hold, _LEAST), 0))
+    return most, most_held
+
+
+@triton.jit
+def _mean(grains, position, first, window, least):
+    """The mean in thresholds of so many grains over a window up to a position; 0 where none counts."""
+    seen = tl.minimum(position + 1 - first, window)
+    mean = tl.div_rn(grains.to(tl.float32), tl.maximum(seen, least).to(tl.float32) * _GRAIN)
+    return tl.where(seen > 0, mean, 0.0)
 
 
 @triton.jit
@@ -94,19 +105,25 @@ def decide(
 
     position = tl.load(positions + n).to(tl.int32) + ahead
     table = pages + n.to(tl.int64) * pages_width
-    lag = tl.minimum(position, tl.maximum(position - tl.load(own + 2), first - 1))
+    window = tl.load(own + 2)
+    hold = tl.load(own + 5)
+    lag = tl.minimum(position, tl.maximum(position - window, first - 1))
+    far_lag = tl.minimum(position, tl.maximum(position - hold, first - 1))
     here = memory + _row(table, size, paged, position) * width + column
     before = memory + _row(table, size, paged, position - 1) * width + column
     behind = memory + _row(table, size, paged, lag) * width + column
+    far = memory + _row(table, size, paged, far_lag) * width + column
 
-    most_grains = _summed(
-        products + (j.to(tl.int64) * count + n) * most, offsets + j * most, heads, here, before, behind
+    over_window, over_hold = _summed(
+        products + (j.to(tl.int64) * count + n) * most, offsets + j * most, heads, here, before, behind, far
     )
-    seen = tl.minimum(position + 1 - first, tl.load(own + 2))
-    mean = tl.div_rn(most_grains.to(tl.float32), tl.maximum(seen, tl.load(own + 4)).to(tl.float32) * _GRAIN)
-    e = tl.where(seen > 0, mean, 0.0)
+    least = tl.load(own + 4)
+    close = tl.load(closes + module)
+    e = _mean(over_window, position, first, window, least)
+    holding = _mean(over_hold, position, first, hold, least)
     was_open = tl.load(before + heads) > 0
-    held = (e >= 1.0) | (was_open & (e >= tl.load(closes + module)))
+    held = (e >= 1.0) | (was_open & ((e >= close) | (holding >= close)))
+    e = tl.where(held & (e < close), holding, e)
     tl.store(here + heads, held.to(tl.int32))
 
     row = tl.zeros((), tl.int64)
@@ -130,14 +147,14 @@ def decide(
     counts = asked & gate
     tl.atomic_add(tally + module * _BINS + (_BINS - 1), one, mask=counts, sem="relaxed")
     if has_requests != 0:
-        slot = tl.load(own + 5)
+        slot = tl.load(own + 6)
         known = opened + tl.load(requests + n) * opened_width + slot
         old = tl.atomic_xchg(known, tl.full((), 1, tl.int32), mask=counts, sem="relaxed")
         tl.atomic_add(hits + slot, one, mask=counts & (old == 0), sem="relaxed")
 
     if amount > 0.0:
-        rank = tl.load(own + 7)
-        start = tl.load(own + 6)
+        rank = tl.load(own + 8)
+        start = tl.load(own + 7)
         _within(states + n.to(tl.int64) * d, d, into + start, ranks, rank, amount, out + modules_in_all + start)
 
 
@@ -161,8 +178,8 @@ def correct(to, out, work, back, modules, d, modules_in_all, ranks, in_place):
                 amount = tl.load(amounts + module)
                 if amount > 0.0:
                     sums += amount * tl.load(back + (ranks + module) * wide + part, mask=there, other=0.0)
-                    start = tl.load(modules + module * _FIELDS + 6)
-                    for rank in range(start, start + tl.load(modules + module * _FIELDS + 7)):
+                    start = tl.load(modules + module * _FIELDS + 7)
+                    for rank in range(start, start + tl.load(modules + module * _FIELDS + 8)):
                         line = tl.load(back + rank * wide + part, mask=there, other=0.0)
                         sums += tl.load(amounts + modules_in_all + rank) * line
     if (acts != 0) | (in_place == 0):

@@ -40,10 +40,14 @@ def by_hand(one: UnbindModule, sequence: Tensor) -> list[bool]:
     z = [[round(min(max((f - one.s_ref) * GRAIN / one.tau, -limit), limit)) for f in line] for line in scores.tolist()]
     close = one.tau if one.tau_close is None else one.tau_close
     gate, found = False, []
+
+    def mean(t: int, window: int) -> float:
+        last = z[max(one.first, t - window + 1) : t + 1]
+        return max(map(sum, zip(*last, strict=True)), default=0) / max(len(last), one.least) / GRAIN
+
     for t in range(len(z)):
-        last = z[max(one.first, t - one.window + 1) : t + 1]
-        e = max(map(sum, zip(*last, strict=True)), default=0) / max(len(last), one.least) / GRAIN
-        gate = e >= 1 or (gate and e >= close / one.tau)
+        stays = any(mean(t, window) >= close / one.tau for window in (one.window, one.hold or one.window))
+        gate = mean(t, one.window) >= 1 or (gate and stays)
         found.append(gate)
     return found
 
@@ -57,7 +61,7 @@ def edited_by_hand(wanted: Sequence[tuple[UnbindModule, float]], sequence: Tenso
 
 
 MODULES = {
-    "a": module("a"),
+    "a": module("a", hold=20),
     "b": module("b", seed=1, heads=1, window=9, s_ref=0.5, tau_close=None, first=3, least=4),
     "c": module("c", seed=2, window=1, s_ref=1.0, tau=2.0, tau_close=0.0),
     "d": make_module(MODEL, "d", LAYER, seed=3, s_ref=0.0, tau=0.5, kappa=2.0),
@@ -209,20 +213,19 @@ def test_windowed_means_stay_exact_in_long_sequences() -> None:
         )
 
 
-# heads, hidden units, window, first position that counts
-SIZES = st.tuples(st.integers(1, 5), st.integers(5, 9), st.sampled_from([1, 3, 8]), st.sampled_from([0, 2, 5]))
+FIELDS = ("heads", "width", "window", "first", "hold")
+SIZES = st.tuples(*map(st.sampled_from, ([1, 2, 3, 5], [5, 7, 9], [1, 3, 8], [0, 2, 5], [None, 9, 24])))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(SIZES, min_size=2, max_size=6))
-def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[int, int, int, int]]) -> None:
+def test_modules_of_any_sizes_together_decide_as_each_alone(sizes: list[tuple[int | None, ...]]) -> None:
     """However they are padded to be stacked."""
-    every = {
-        f"m{i}": module(
-            f"m{i}", seed=i, heads=heads, width=width, window=window, first=first, least=min(window, 1 + first)
-        )
-        for i, (heads, width, window, first) in enumerate(sizes)
-    }
+    every = {}
+    for i, size in enumerate(sizes):
+        changes: dict[str, Any] = dict(zip(FIELDS, size, strict=True))
+        least = min(changes["window"], 1 + changes["first"])
+        every[f"m{i}"] = module(f"m{i}", seed=i, least=least, **changes)
     bank, sequences = bank_of(*every.values()), states(2, LENGTH)
     record: list[tuple[tuple[str, ...], Tensor]] = []
     edit(select(bank, dict.fromkeys(every, 0.0)), LAYER, sequences, record=record)

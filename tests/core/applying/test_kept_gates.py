@@ -24,8 +24,9 @@ MODULES = {
     "b": module("b", seed=1, heads=1, window=9, s_ref=0.5, tau_close=None, first=3, least=4),
     "c": module("c", seed=2, window=1, s_ref=1.0, tau=2.0, tau_close=0.0),
     "d": make_module(MODEL, "d", LAYER, seed=3, s_ref=0.0, tau=0.5, kappa=2.0),
-    "e": module("e", seed=4, heads=5, width=9, window=9, s_ref=2.0, tau_close=0.1, first=3),
+    "e": module("e", seed=4, heads=5, width=9, window=9, s_ref=2.0, tau_close=0.1, first=3, hold=30),
     "f": module("f", seed=5, window=40, s_ref=1.0, tau_close=0.0, least=7),
+    "i": module("i", seed=8, heads=3, window=4, tau_close=0.3, hold=100),
     "g": module("g", seed=6, heads=2, window=127, s_ref=-3.0, tau=2.0),  # open nearly everywhere
     "h": module("h", seed=7, heads=2, window=4, s_ref=30.0),  # nowhere
 }
@@ -120,7 +121,7 @@ def test_states_of_any_size_are_decided_alike(scale: float) -> None:
         }
         window = (1, 4, 8, 32)[i % 4]
         limits = {"s_ref": 0.1 * i * scale, "tau": scale, "tau_close": scale / 2}
-        modules[f"m{i}"] = replace(module(f"m{i}"), **parts, **limits, window=window)
+        modules[f"m{i}"] = replace(module(f"m{i}"), **parts, **limits, window=window, hold=(None, 50)[i % 3 == 0])
     sequences = scale * (normal(4, 96, D) + normal(4, 1, D))
     counts = []
     for summed in (SUMMED, KEPT):
@@ -189,8 +190,8 @@ def test_a_selection_goes_on_when_modules_come_and_go_around_it() -> None:
 
 
 def test_windows_too_long_for_two_bytes_have_running_sums() -> None:
-    bank = bank_of({"a": module("a", window=128), "b": module("b", window=127)}, KEPT)
-    assert bank.columns[LAYER] == 4 + D + 1
+    modules = {"a": module("a", window=128), "b": module("b", window=127), "c": module("c", hold=128)}
+    assert bank_of(modules, KEPT).columns[LAYER] == 4 + 4 + D + 1
 
 
 def test_flat_states_without_places_are_refused() -> None:
