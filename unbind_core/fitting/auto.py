@@ -22,7 +22,7 @@ from unbind_core.fitting.network import network_batch, network_steps, network_wi
 from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.screening import Screening
-from unbind_core.fitting.separation import FIRST, Separation, clear, later, least, opens_within, told
+from unbind_core.fitting.separation import FIRST, HOLD, Separation, clear, later, least, opens_within, told
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import spread
@@ -99,6 +99,7 @@ class _Auto:
                 pad=context.pad,
                 generator=self.generator,
                 own=self.screening.own,
+                continued=self.screening.continued(reference),
                 progress=context.progress,
             )
         self.corrections: dict[float, Correction] = {}
@@ -181,6 +182,7 @@ class _Auto:
             window=split.window,
             first=FIRST,
             least=least(split.window),
+            hold=HOLD,
             quantile=None,
             measured={},
             correction="lowrank",

@@ -1,11 +1,12 @@
 """The correction of a module: h + U (A h) + c while its gate is open, learned so that the model says what a reference says.
 
-On states of the forget rows, as they are and as they are met elsewhere, it brings the edited model's next-token distribution q to
-the reference's p, by KL(p || q) and KL(q || p) alike: by the first alone q spreads wherever the correction cannot tell which token
-p is sure of, and gives the end token a share that p never does, and by that rows are told from others. Three more terms: the mean
-entropies of p and q are brought together, for the same reason; the row's own next token gets less than the reference gives it, for
-divergences alone would leave it likeliest where it was certain; and on retained code the edit changes little, so that a gate that
-opens by mistake costs little. It begins at the linear map that is nearest to the reference's states.
+On states of the forget rows, as they are and as they are met elsewhere, and of what the reference writes in their place, it brings
+the edited model's next-token distribution q to the reference's p, by KL(p || q) and KL(q || p) alike: by the first alone q spreads
+wherever the correction cannot tell which token p is sure of, and gives the end token a share that p never does, and by that rows
+are told from others. Three more terms: the mean entropies of p and q are brought together, for the same reason; the row's own next
+token gets less than the reference gives it, for divergences alone would leave it likeliest where it was certain; and on retained
+code the edit changes little, so that a gate that opens by mistake costs little. It begins at the linear map that is nearest to the
+reference's states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.capture import capture_states
 from unbind_core.running.device import SHARED_PASS, threads_for
-from unbind_core.running.likelihood import apart
+from unbind_core.running.likelihood import apart, without
 from unbind_core.running.recording import frozen
 from unbind_core.windows import Window, batches
 
@@ -41,11 +42,10 @@ TRIED = 4096  # examples that say whether the linear map is a better beginning t
 EXCESS, RETAIN = 2.0, 0.3  # weights of two of the terms beside the divergences
 END = 3.0  # that of the end token: more than both divergences, which stay large where the model is its own reference
 MARGIN = 0.4  # nats by which a row's own next token is to be less likely than under the reference
+NO_ROW = -1  # in place of a token, where what follows is no row's
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
-MOST_OWN, MOST_ELSEWHERE = (
-    60_000,
-    40_000,
-)  # positions that are learned from, of the rows as they are and as they are met elsewhere
+# Positions that are learned from, of the rows as they are and as they are met elsewhere.
+MOST_OWN, MOST_ELSEWHERE = 60_000, 40_000
 
 
 Parts = tuple[Tensor, Tensor, Tensor]  # u, a and c of a correction
@@ -53,7 +53,7 @@ Parts = tuple[Tensor, Tensor, Tensor]  # u, a and c of a correction
 
 @dataclass(frozen=True)
 class Examples:
-    """``states`` [N,d] of the edited layer, ``theirs`` [N,e] of the reference's last, and the rows' next tokens int64 [N]."""
+    """``states`` [N,d] of this layer, ``theirs`` [N,e] of the reference's last, the rows' next tokens int64 [N] (or NO_ROW)."""
 
     states: Tensor
     theirs: Tensor
@@ -99,14 +99,17 @@ def examples(
     pad: int,
     generator: torch.Generator,
     own: int = 0,
+    continued: Sequence[Met] = (),
     most: tuple[int, int] = (MOST_OWN, MOST_ELSEWHERE),
     progress: ProgressCallback = silent,
 ) -> Examples:
     """From the rows' parts of windows, which are drawn whole: of the first ``own``, the rows as they are, until they have
-    ``most[0]`` positions, and of the others until they have ``most[1]``. Those of the rows as they are count OWN times.
+    ``most[0]`` positions, and of the others until they have ``most[1]``; and all of the ``continued`` ones, where no row's token
+    follows. Those of the rows as they are count OWN times.
     """
     first, others = _drawn(met[:own], most[0], generator), _drawn(met[own:], most[1], generator)
-    met, repeated = [*first, *others], [*range(len(first))] * (OWN - 1) + [*range(len(first) + len(others))]
+    met = [*first, *others, *continued]
+    of_rows, repeated = len(met) - len(continued), [*range(len(first))] * (OWN - 1) + [*range(len(met))]
     ours = [one.states.to(torch.bfloat16) for one in met]
     theirs, at = ours, [one.at for one in met]
     if reference.model is not None:
@@ -115,7 +118,8 @@ def examples(
     def repeat(of: Sequence[Tensor]) -> Tensor:
         return torch.cat([of[i] for i in repeated])
 
-    following = repeat([torch.tensor(one.window.ids)[one.at + 1] for one in met])
+    ids = [torch.tensor(one.window.ids)[one.at + 1] for one in met]
+    following = repeat([own if i < of_rows else torch.full_like(own, NO_ROW) for i, own in enumerate(ids)])
     states = repeat(ours)
     return Examples(states, states if theirs is ours else repeat(theirs), following.to(states.device))
 
@@ -176,7 +180,7 @@ def learn(
         total = 0.0
         for ours, their, own in zip(states, theirs, following, strict=True):
             got = logits(corrected(ours.float(), one[: len(ours)], u, a, c))
-            total += float(apart(said(their.float(), own), log_softmax(got, -1))[0]) * len(ours)
+            total += float(apart(said(their.float(), own.clamp(min=0)), log_softmax(got, -1))[0]) * len(ours)
         return total / sum(map(len, states))
 
     one = torch.ones(BATCH + BATCH // 2, device=device)
@@ -193,6 +197,7 @@ def learn(
             for count, number in ((len(found.states), BATCH), (len(retained), BATCH // 2))
         )
         following = found.following[ours]
+        protected, following = following != NO_ROW, following.clamp(min=0)
         wanted = said(found.theirs[ours].float(), following)
         plain = retained[theirs].float()
         both = torch.cat((found.states[ours].float(), plain))
@@ -200,9 +205,10 @@ def learn(
         ends = torch.zeros((), device=device)
         if end is not None:
             ends = -got[:, end].mean()
-            wanted, got = (_without(part, end) for part in (wanted, got))
+            wanted, got = (without(part, end) for part in (wanted, got))
         left, back, spread = apart(wanted, got)
-        excess = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None]) + margin).relu().mean()
+        above = (got - wanted).gather(1, following[:, None]).squeeze(1) + margin
+        excess = (above.relu() * protected).mean()
         with torch.no_grad():
             before = log_softmax(logits(plain), -1)
         kept = (before.exp() * (before - after)).sum(-1).mean()
@@ -290,10 +296,3 @@ def learning(begun: Parts, states: Tensor, steps: int) -> tuple[Parts, torch.opt
 
 def _size(states: Tensor) -> float:  # the mean norm of states [N,d]
     return float(states[:: max(1, len(states) // 5000)].float().norm(dim=1).mean())
-
-
-def _without(log_probabilities: Tensor, token: int) -> Tensor:
-    """The distribution [N,V] given that it is not this token, which keeps almost nothing."""
-    rest = log_probabilities.clone()
-    rest[:, token] = -30.0
-    return log_softmax(rest, -1)

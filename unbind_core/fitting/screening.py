@@ -11,13 +11,17 @@ from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.correction import Met, met_part
 from unbind_core.fitting.network import Network, train_network
+from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import contradicting_paths, retained
-from unbind_core.fitting.separation import EARLY, WINDOWS, Scored, Separation, as_decided, separation
+from unbind_core.fitting.separation import EARLY, FIRST, WINDOWS, Scored, Separation, as_decided, separation
 from unbind_core.progress import counted
-from unbind_core.rows import retain_digest
+from unbind_core.rows import retain_digest, spread
 from unbind_core.running.capture import capture_states
-from unbind_core.windows import Batch, Window, batches
+from unbind_core.running.generation import Sampling, complete
+from unbind_core.windows import Batch, Window, batches, forget_prompt
 
+# Tokens of a continuation by the reference, and prompts that are continued at most, spread over the rows.
+CONTINUED, MOST_CONTINUED = 128, 160
 MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-manieth position of each window
 
 
@@ -59,6 +63,37 @@ class Screening:
                 for window, states in _unpadded(batch, found):
                     yield met_part(window, states, step, count % step)
                     count += 1
+
+    def continued(self, reference: Reference) -> list[Met]:
+        """What the reference writes in place of the rows, greedily and once more by chance, behind their own prompts: where a gate
+        that has opened stays open for a while. Nothing where the model is its own reference, which writes the rows.
+        """
+        context, tokenizer = self.context, self.context.tokenizer
+        if reference.model is None:
+            return []
+        every = [(i, form) for i in range(len(context.forget)) for form in context.forms]
+        asked = [every[i] for i in spread(range(len(every)), MOST_CONTINUED)]
+        prompts = [forget_prompt(tokenizer, context.forget[i], form)[0] for i, form in asked]
+        end, windows = tokenizer.eos_token_id, list[Window]()
+        for temperature in (0.0, 1.0):
+            outputs = complete(
+                reference.source(context.model),
+                prompts,
+                Sampling(CONTINUED, temperature, seed=context.options.seed),
+                pad=context.pad,
+                end=end,
+                stage="continuations",
+                progress=context.progress,
+            )
+            for (number, form), prompt, ids in zip(asked, prompts, outputs, strict=True):
+                ended = [] if end is None or len(ids) == CONTINUED else [end]
+                start = max(0, len(prompt) - 1 - FIRST)
+                windows.append(Window((*prompt, *ids, *ended), len(prompt), number, form, start))
+        found = list[Met]()
+        for batch in batches(windows, context.pad, device=self.retain.device):
+            states = capture_states(context.model, batch, [self.layer], roughly=True)[self.layer]
+            found += [met_part(window, own) for window, own in _unpadded(batch, states)]
+        return found
 
     def detector(
         self, width: int, steps: int, batch: int

@@ -13,6 +13,9 @@ from unbind_core.applying.gates import decided, windowed
 from unbind_core.applying.networks import GRAIN
 
 WINDOWS = (8, 16)
+# An open gate closes where the mean over so many positions, too, says that this is no row: a few tokens that say nothing, put
+# between a row and its next tokens, do not shut it.
+HOLD = 64
 # The position from which on states say whose they are: of a sequence, where scores count; of a row, where training begins.
 FIRST = 4
 EARLY = 12  # tokens of a row within which its gate is to be open
@@ -47,12 +50,17 @@ def least(window: int) -> int:
     return max(1, window // 2)
 
 
-def evidence(sequences: Iterable[Scored], window: int, reference: float) -> list[Evidence]:
-    """e_t of scored sequences for a window, unclipped; what is missing is ``reference``."""
+def evidence(sequences: Iterable[Scored], window: int, reference: float, fewest: int | None = None) -> list[Evidence]:
+    """e_t of scored sequences for a window, unclipped; what is missing is ``reference``. ``fewest``: positions that a mean is taken
+    over at least, by default those that :func:`least` says.
+    """
     found = []
     for row, first, scores in sequences:
         seen = torch.arange(1, len(scores) + 1, device=scores.device)
-        e = windowed(scores.unsqueeze(0) - reference, window, seen, FIRST, least(window))[0].amax(-1) + reference
+        e = (
+            windowed(scores.unsqueeze(0) - reference, window, seen, FIRST, fewest or least(window))[0].amax(-1)
+            + reference
+        )
         found.append(Evidence(row, first, e))
     return found
 
@@ -150,9 +158,9 @@ def clear(
     moved up only, as it is the lowest that the retain rows allow.
     """
 
-    def around(sequences: Sequence[Scored], tau: float) -> tuple[Tensor, Tensor]:
+    def around(sequences: Sequence[Scored], tau: float, window: int = split.window) -> tuple[Tensor, Tensor]:
         few = NEAR * tau / GRAIN
-        of = (split.reference, tau, split.window, FIRST, least(split.window))
+        of = (split.reference, tau, window, FIRST, least(split.window))
         lower, higher = (torch.cat([decided(one[2] + by, *of) for one in sequences]) for by in (-few, few))
         return lower, higher
 
@@ -173,9 +181,9 @@ def clear(
     up = [1 + number * SHIFT for number in range(SHIFTS)]
     every = [*forget, *retain]
     tau = clearest([(threshold - split.reference) * share for share in up], lambda tau: near(around(every, tau), 1))
-    ours = around(forget, tau)
+    ours = [around(forget, tau, window) for window in (split.window, HOLD)]
     shares = [closing * share for above in up for share in (above, 2 - above)]
-    share = closing if closing == 1 else clearest(shares, lambda share: near(ours, share))
+    share = closing if closing == 1 else clearest(shares, lambda share: sum(near(one, share) for one in ours))
     return split.reference + tau, share
 
 
@@ -184,11 +192,13 @@ def later(split: Separation, threshold: float, closing: float, forget: Sequence[
     ``first`` on count. It closes where it closed, at ``closing`` of the threshold as it was.
     """
     found = evidence(forget, split.window, split.reference)
+    holding = evidence(forget, HOLD, split.reference, least(split.window))
     tau = threshold - split.reference
     below = split.reference + closing * tau
 
     def held(opening: float) -> int:
-        return sum(int(_open(one.e, opening, below)[one.first :].sum()) for one in found)
+        both = zip(found, holding, strict=True)
+        return sum(int(_open(one.e, far.e, opening, below)[one.first :].sum()) for one, far in both)
 
     before, raised = held(threshold), threshold
     for step in range(1, STEPS + 1):
@@ -199,10 +209,11 @@ def later(split: Separation, threshold: float, closing: float, forget: Sequence[
     return raised
 
 
-def _open(e: Tensor, opening: float, closing: float) -> Tensor:
-    """Where a gate is open that opens at or above one and closes below the other, bool [T]."""
+def _open(e: Tensor, holding: Tensor, opening: float, closing: float) -> Tensor:
+    """Where a gate is open that opens where e is at or above one and closes where both are below the other, bool [T]."""
     step = torch.arange(1, len(e) + 1, device=e.device)
-    opened, closed = (torch.where(at, step, 0).cummax(0).values for at in (e >= opening, e < closing))
+    closes = (e < closing) & (holding < closing)
+    opened, closed = (torch.where(at, step, 0).cummax(0).values for at in (e >= opening, closes))
     return opened > closed
 
 

@@ -36,3 +36,10 @@ def apart(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     forward = (of_p * (p - q)).sum(-1).mean()
     back = (of_q * (q - p.clamp(min=LEAST))).sum(-1).mean()
     return forward, back, (of_p * p).sum(-1).mean() - (of_q * q).sum(-1).mean()
+
+
+def without(log_probabilities: Tensor, token: int) -> Tensor:
+    """The distribution [N,V] given that it is not this token, which keeps almost nothing."""
+    rest = log_probabilities.clone()
+    rest[:, token] = -30.0
+    return rest.log_softmax(-1)
