@@ -126,9 +126,9 @@ class _Auto:
             )
 
     def ways(self) -> list[Way]:
-        """Each window and pair of thresholds, those that open earliest and stay open first."""
+        """Each window and pair of thresholds, those that open earliest and stay open first; of two windows the shorter one."""
         ways = [
-            (number + dear, number, -split.margin, Way(split, threshold, closing))
+            (number + dear, number, split.window, Way(split, threshold, closing))
             for split in self.splits
             for number, threshold in enumerate(split.thresholds)
             for dear, closing in enumerate(CLOSING)
