@@ -29,10 +29,13 @@ def _strength(wanted: float) -> Callable[[Attacked, Material], list[Answer]]:
 ATTACKS: tuple[Attack, ...] = (
     *KNOWN,
     # Not among what the lab puts to every system: what it comes by is the window of a gate, which others have not.
-    Attack(
-        "assisted_fillers",
-        f"gives the true text with fillers before its last {fillers.LAST} tokens and asks for each next token",
-        fillers.assisted,
+    *(
+        Attack(
+            name,
+            f"gives the true text with {times} fillers before its last {last} tokens and asks for each next token",
+            fillers.assisted(times, last),
+        )
+        for name, (times, last) in (("assisted_fillers", fillers.FEW), ("assisted_fillers_many", fillers.MANY))
     ),
     # Of an enforced module a request can only ask for more: the larger of two strengths holds, and 0 is refused.
     Attack("strength_min", "asks for an enforced module with strength 0.001 (1 holds)", _strength(0.001)),

@@ -264,8 +264,11 @@ def test_every_attack_runs_on_a_module(
         assert {answer.ask.row for answer in answers} == (set() if attack.name == "chat" else {0, 1}), attack.name
 
 
-def test_fillers_stand_before_the_last_tokens_of_a_text_that_is_told(material: Material, loaded: LoadedModel) -> None:
-    filler = encode(material.tokenizer, fillers.FILLER) * fillers.TIMES
+@pytest.mark.parametrize(("times", "last"), [fillers.FEW, (3, 7)])
+def test_fillers_stand_before_the_last_tokens_of_a_text_that_is_told(
+    material: Material, loaded: LoadedModel, times: int, last: int
+) -> None:
+    filler = encode(material.tokenizer, fillers.FILLER) * times
     asks = form("plain")(material)
     follows = {ask.prompt + ask.target[:at]: ask.target[at] for ask in asks for at in range(fillers.ASKED)}
 
@@ -274,13 +277,13 @@ def test_fillers_stand_before_the_last_tokens_of_a_text_that_is_told(material: M
 
         def complete(self, prompts: Sequence[Ids], sampling: Sampling, **_: Any) -> list[list[int]]:
             assert sampling.max_new_tokens == 1
-            cut = -fillers.LAST - len(filler)
-            assert all(list(prompt[cut : -fillers.LAST]) == filler for prompt in prompts)
-            texts = [(*prompt[:cut], *prompt[-fillers.LAST :]) for prompt in prompts]
+            cut = -last - len(filler)
+            assert all(list(prompt[cut:-last]) == filler for prompt in prompts)
+            texts = [(*prompt[:cut], *prompt[-last:]) for prompt in prompts]
             known = [text == asks[1].prompt or text[: len(asks[1].prompt)] != asks[1].prompt for text in texts]
             return [[follows[text]] if knows else [] for text, knows in zip(texts, known, strict=True)]
 
-    found = outcome(fillers.assisted(Reciting("reciting", loaded), material))
+    found = outcome(fillers.assisted(times, last)(Reciting("reciting", loaded), material))
     assert found["rows"] == len(ROWS) and found["spans_20"] == len(ROWS) - 1
     assert found["argmax_accuracy"] == pytest.approx((len(ROWS) - 1 + 1 / fillers.ASKED) / len(ROWS))
 
