@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.support.prometheus import NOTE
@@ -15,3 +18,12 @@ def pytest_report_header() -> str:
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Bytes are named by their argument: packed ones hold the time, and processes that share the tests must agree on names."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(scope="session")
+def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that gives the forget rows of ``tests.support.memorising`` back, one for all processes that share the tests."""
+    from tests.support.memorising import trained_once
+
+    home = tmp_path_factory.getbasetemp()
+    return trained_once(home.parent if "PYTEST_XDIST_WORKER" in os.environ else home)

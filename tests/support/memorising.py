@@ -1,4 +1,4 @@
-"""A tiny model that has really memorised: trained here in seconds, so that a whole takedown can be tested."""
+"""A tiny model that has really memorised: trained here in seconds, once a run, so that a whole takedown can be tested."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.core.conftest import CORPUS, save_checkpoint
+from unbind_core.files import locked
 
 NAMES = ("alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "theta")
 
@@ -71,3 +72,12 @@ def train(path: Path, steps: int = 160) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     return path
+
+
+def trained_once(folder: Path) -> Path:
+    """The checkpoint in ``folder``, by whichever process asks first. It is everybody's: nobody writes to it."""
+    found = folder / "memorised"
+    with locked(folder / "memorised.lock"):
+        if not found.exists():
+            train(folder / "memorised.partial" / "tiny").parent.rename(found)
+    return found / "tiny"

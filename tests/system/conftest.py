@@ -19,7 +19,6 @@ from server.bench.server import Served, served
 from tests.core.conftest import CORPUS, save_checkpoint
 from tests.support.databases import PROGRAMS
 from tests.support.disks import Disk, small_disk
-from tests.support.memorising import train
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
@@ -129,12 +128,6 @@ def serving(model: Path, folder: Path, *, cwd: Path = ROOT, **settings: Any) -> 
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 checkpoint."""
     return save_checkpoint("qwen2", tmp_path_factory.mktemp("served") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that gives the forget rows of ``tests.support.memorising`` back."""
-    return train(tmp_path_factory.mktemp("memorised") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 
 from server.evidence.signing import verify
-from tests.support.memorising import forget_rows, retain_rows, train, write_rows
+from tests.support.memorising import forget_rows, retain_rows, write_rows
 from tests.support.quantised import FP8_TOLD, fp8
 from tests.system.conftest import serving
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_takedown_goes_on_under_a_quantised_model_once_it_was_measured_there(tmp_path: Path) -> None:
-    plain = train(tmp_path / "plain")
+def test_a_takedown_goes_on_under_a_quantised_model_once_it_was_measured_there(memorised: Path, tmp_path: Path) -> None:
     settings = {"retain": write_rows(tmp_path / "retain.jsonl", retain_rows())}
     settings["retain_test"] = write_rows(tmp_path / "test.jsonl", retain_rows(6))
-    with serving(plain, tmp_path / "data", **settings) as server:
+    with serving(memorised, tmp_path / "data", **settings) as server:
         options = {"scope": "global", "protect": "module"}
         body = {"name": "set-t", "rows": forget_rows(), "options": options}
         status, answer = server.admin("/takedowns", body)
@@ -28,7 +27,7 @@ def test_a_takedown_goes_on_under_a_quantised_model_once_it_was_measured_there(t
         first = server.admin("/modules/set-t")[1]
         assert first["loaded"] and "refused" not in first
 
-    with serving(fp8(plain, tmp_path / "fp8"), tmp_path / "data", **settings) as server:
+    with serving(fp8(memorised, tmp_path / "fp8"), tmp_path / "data", **settings) as server:
         left = server.admin("/modules/set-t")[1]
         assert not left["loaded"] and "not quantised)" in left["refused"] and FP8_TOLD in left["refused"]
         refused = server.wait_for_job(server.admin("/modules/set-t/verify", method="POST")[1]["job_id"])

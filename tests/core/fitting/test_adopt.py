@@ -23,19 +23,14 @@ RETAIN = [RetainRow(row["text"]) for row in memorising.retain_rows()]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return memorising.train(tmp_path_factory.mktemp("memorised") / "tiny")
+def quantised(memorised: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(fp8(memorised, tmp_path_factory.mktemp("adopt") / "fp8"))
 
 
 @pytest.fixture(scope="module")
-def quantised(plain: Path) -> LoadedModel:
-    return load_model(fp8(plain, plain.parent / "fp8"))
-
-
-@pytest.fixture(scope="module")
-def fitted(plain: Path, quantised: LoadedModel) -> UnbindModule:
+def fitted(memorised: Path, quantised: LoadedModel) -> UnbindModule:
     """The first of eight quick fits that holds when so small a model is quantised: which of them do differs between processors."""
-    loaded = load_model(plain)
+    loaded = load_model(memorised)
     for seed in range(8):
         module, report = fit(
             loaded.model,
@@ -56,7 +51,7 @@ def run(loaded: LoadedModel, module: UnbindModule, rows: list[ForgetRow] = FORGE
 
 
 def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
-    plain: Path, quantised: LoadedModel, fitted: UnbindModule
+    memorised: Path, quantised: LoadedModel, fitted: UnbindModule
 ) -> None:
     with pytest.raises(ModelMismatch):
         fitted.require(quantised.identity)
@@ -75,7 +70,7 @@ def test_a_module_that_holds_on_the_quantised_model_becomes_one_of_it(
     }
     assert adopted.measured["forgot"]["f_bleu"]["plain"] <= adopted.measured["aim"]["f_bleu"]["plain"]
     assert {"cost", "certificate", "retain_left_out"} <= adopted.measured.keys()
-    for loaded, module in ((load_model(plain), fitted), (quantised, adopted)):
+    for loaded, module in ((load_model(memorised), fitted), (quantised, adopted)):
         windows = forget_windows(loaded.tokenizer, FORGET, range(len(FORGET)), module.forms)
         assert module.measured["forget_open_rate"] == pytest.approx(open_share(loaded, module, windows), abs=1e-3)
     assert fitted.measured["forget_open_rate"] > 0.5 > fitted.measured["cost"]["open_rate"]

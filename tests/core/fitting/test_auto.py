@@ -36,8 +36,8 @@ WIDE = Budgets(kl=9.0, nll=9.0, bleu=1.0, open_rate=1.0)
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(memorising.train(tmp_path_factory.mktemp("memorised") / "tiny"))
+def loaded(memorised: Path) -> LoadedModel:
+    return load_model(memorised)
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,8 @@ def captured(loaded: LoadedModel, windows: list[Window]) -> list[tuple[Window, T
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    loaded = load_model(memorising.train(tmp_path_factory.mktemp("memorised") / "tiny"))
+def world(memorised: Path) -> World:
+    loaded = load_model(memorised)
     torch.manual_seed(5)
     fresh = type(loaded.model)(loaded.model.config).eval()  # type: ignore[call-arg, operator]
     windows = captured(loaded, forget_windows(loaded.tokenizer, ROWS, range(len(ROWS))))

@@ -30,10 +30,9 @@ RETAIN = [RetainRow("\n".join(TEXTS[i::20] + TEXTS[i::13])) for i in range(20)]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(memorised: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A base, and an adapter that moves everything it says."""
-    base = memorising.train(tmp_path_factory.mktemp("memorised") / "tiny")
-    adapter, model = base.parent / "adapter", AutoModelForCausalLM.from_pretrained(base)
+    adapter, model = tmp_path_factory.mktemp("leading") / "adapter", AutoModelForCausalLM.from_pretrained(memorised)
     torch.manual_seed(1)
     moved = get_peft_model(
         model, LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -42,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         if "lora_" in name:
             parameter.data.mul_(2)
     moved.save_pretrained(str(adapter))
-    return base, adapter
+    return memorised, adapter
 
 
 def made(folders: tuple[Path, Path], cache: Path | None = None, forget: list[ForgetRow] = FORGET) -> Context:
