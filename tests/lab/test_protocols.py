@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 
 from unbind_core.encoding import encode, encode_prompt
 from unbind_core.progress import silent
@@ -89,6 +88,14 @@ def test_who_recites_and_who_refuses_stand_at_the_ends(plain: tuple[Served, Mate
     assert refused["verbatim"] == refused["knowledge"] == refused["utility"] == refused["exact"] == 0
 
 
+def area(scores: list[float], members: list[bool]) -> float:
+    """Of the ROC curve, by its definition: the share of pairs of a member and another in which the member's score is the higher."""
+    inside, outside = (
+        [score for score, one in zip(scores, members, strict=True) if one is kind] for kind in (True, False)
+    )
+    return float(np.mean([(one > other) + (one == other) / 2 for one in inside for other in outside]))
+
+
 def test_privacy_leaks_as_areas_say() -> None:
     draw = np.random.default_rng(0)
     found = [
@@ -104,7 +111,7 @@ def test_privacy_leaks_as_areas_say() -> None:
         for i in range(40)
     ]
     members = [one["role"] == "forget" for one in found]
-    own, reference = (roc_auc_score(members, [one[name] for one in found]) for name in ("min_k", "retrained_min_k"))
+    own, reference = (area([one[name] for one in found], members) for name in ("min_k", "retrained_min_k"))
     assert muse.summary(found)["privleak"] == pytest.approx(100 * (own / reference - 1))
     assert muse.summary(found)["privleak"] < -50
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from unbind_core.errors import FittingError
 from unbind_core.fitting.calibration import gates, orient, strengths, threshold
@@ -85,9 +84,10 @@ def test_the_detector_is_ldas_direction_with_matched_shrinkage() -> None:
     """Equal class sizes: LDA's pooled covariance is half of S_f + S_r, and shrinkage a/(1-a) is the ridge."""
     forget, retain = states(400, 6, 3, shift=0.7), states(400, 6, 4)
     ridge = 0.01
-    lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=ridge / (1 + ridge))
-    lda.fit(torch.cat([forget, retain]).numpy(), [1] * 400 + [0] * 400)
-    expected = torch.from_numpy(lda.coef_[0])
+    pooled = (torch.cov(forget.T, correction=0) + torch.cov(retain.T, correction=0)) / 2
+    shrinkage = ridge / (1 + ridge)  # towards a sphere of the same trace
+    shrunk = (1 - shrinkage) * pooled + shrinkage * pooled.trace() / 6 * torch.eye(6, dtype=torch.float64)
+    expected = torch.linalg.solve(shrunk, forget.mean(0) - retain.mean(0))
     found = fisher_detector(moments(forget), moments(retain), ridge)
     assert float(found.w @ expected / expected.norm()) == pytest.approx(1.0, abs=1e-6)
     assert found.s_ref == pytest.approx(float((retain @ found.w).mean()))
