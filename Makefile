@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # processes share the tests; PYTEST_FLAGS= runs them in one, as a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_FLAGS ?= -n 2 --dist loadfile
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache --no-logo
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -50,14 +51,14 @@ test-vllm: install-vllm  ## the tests of the engine vllm, beside the embedded on
 test-cuda: install  ## the tests of a GPU, which it needs: the engine, a fit, a takedown
 	$(TEST_ENV) $(BIN)/python -m pytest -o filterwarnings=default tests/cuda $(ARGS)
 
-test: lint  ## lint, then every fast test
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS) $(ARGS)
+# mypy takes a minute of one core where it has no cache yet: lint runs beside the tests, and is shown behind them.
+test: install  ## lint, and every fast test
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; { $(LINT); } >"$$log" 2>&1 & lint=$$!; \
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS) $(ARGS); tests=$$?; \
+	wait $$lint; lint=$$?; cat "$$log"; exit $$((tests ? tests : lint))
 
 lint: install  ## ruff, formatting, types, who imports whom
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache --no-logo
+	$(LINT)
 
 format: install  ## put every file in the project's format
 	$(BIN)/ruff check --fix-only --quiet .
