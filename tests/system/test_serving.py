@@ -298,6 +298,7 @@ def test_the_server_ends_in_good_order_and_takes_its_worker_along(checkpoint: Pa
     assert json.dumps(server.log).count("Traceback") == 0
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_ends_the_server_in_good_order_and_nohup_keeps_it(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_chat_goes_through_the_tokenizer_s_template(server: ServerProcess) -> No
             assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
 
 
+@pytest.mark.slow
 def test_a_worker_ends_when_its_server_is_killed(memorised: Path, tmp_path: Path) -> None:
     with serving(memorised, tmp_path) as server:
         deadline = time.monotonic() + 30

@@ -14,6 +14,7 @@ from unbind_core.errors import UnbindError
 from unbind_core.progress import silent
 
 
+@pytest.mark.slow
 def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
     figures = run(
         load_model(checkpoint),
