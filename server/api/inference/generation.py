@@ -13,7 +13,7 @@ from typing import Any
 
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
 from server.api.inference.bodies.generation import GenerationBody
-from server.api.inference.opening import refuse_asking
+from server.api.inference.opening import unsteered
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
 from server.engine.grammars import Grammar
@@ -143,7 +143,7 @@ class Generation:
             )
         sampling = body.sampling(tokens, index, self._echo)
         if self._when_open == "refuse" and labels(self.pinned):
-            refuse_asking(sampling, self._asked.form)
+            sampling = unsteered(sampling, self._asked.form)
         request = GenerationRequest(
             tuple(prompt.ids),
             sampling,

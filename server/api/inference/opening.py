@@ -1,15 +1,18 @@
-"""What a request may not ask for where a module applies to it and ``when_open`` is ``refuse``."""
+"""What a request may not ask for where a module applies to it and ``when_open`` is ``refuse``, and what is not heeded there."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from server.engine.request import Sampling
 from server.errors import ApiError
 
 
-def refuse_asking(sampling: Sampling, form: str = "") -> None:
-    """Raise ApiError 403 for the first field that reads log-probabilities or steers the choice of tokens.
+def unsteered(sampling: Sampling, form: str = "") -> Sampling:
+    """The sampling without its penalties, which pass, as editors send them unasked, but are heeded nowhere: no open gate heeds them
+    (``GenerationRequest.strips``), so a client could tell by what they do to an answer where one is open.
 
-    Penalties pass, as editors send them unasked: no gate that is open heeds them (``GenerationRequest.strips``).
+    Raise ApiError 403 for the first field that reads log-probabilities or steers the choice of tokens.
     ``form``: the field that says what the answer must look like, if one does.
     """
     for field, asked in (
@@ -27,3 +30,4 @@ def refuse_asking(sampling: Sampling, form: str = "") -> None:
                 param=field,
                 code="refused_under_modules",
             )
+    return replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)

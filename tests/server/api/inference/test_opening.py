@@ -224,6 +224,27 @@ def test_refuse_names_the_field_where_a_module_applies(stripping: Live) -> None:
     assert stripping.complete(path=path, repetition_penalty=1.1, **MUTE).status == 200  # editors send it unasked
 
 
+PENALTIES: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 0.01},
+    {"frequency_penalty": -2, "presence_penalty": -2},
+)
+
+
+@pytest.mark.parametrize("fields", PENALTIES, ids=lambda fields: next(iter(fields)))
+def test_under_refuse_no_penalty_tells_where_a_gate_is_open(stripping: Live, fields: dict[str, Any]) -> None:
+    asked = {"max_tokens": 24, "ignore_eos": False, **TURN}
+    for path, heeded in (("/v1/completions", True), ("/p/closed/v1/completions", False)):
+        for prompt, opened in ((ORDINARY, False), (OPEN, True)):
+            plain, penalised = (
+                complete(stripping, prompt, path=path, **asked, **more).body["choices"][0]["token_ids"]
+                for more in ({}, fields)
+            )
+            assert (penalised != plain) is (heeded and not opened), (path, prompt)
+    alone = {"max_tokens": 24, "ignore_eos": False, "path": "/p/closed/v1/completions"}
+    plain, penalised = (complete(stripping, ORDINARY, **alone, **more).text for more in ({}, fields))
+    assert penalised != plain  # no module applies, so there is nothing to tell
+
+
 def test_a_profile_only_makes_it_stricter_and_a_key_decides(checkpoint: Path, stripping: Live, tmp_path: Path) -> None:
     loose = scores(stripping, OPEN, path="/p/loose/v1/completions", **TURN)
     assert None in loose["token_logprobs"][1:]
