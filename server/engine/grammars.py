@@ -132,8 +132,8 @@ def narrow(row: Tensor, allowed: NDArray[np.bool_]) -> None:
 
 
 class Grammar:
-    """A compiled grammar, for any number of answers. ``source`` compiles to it anywhere. ``spent``: one of them has failed, and
-    with it what all of them share in the library.
+    """A compiled grammar, for any number of answers of one owner. ``source`` compiles to it anywhere. ``spent``: one of them has
+    failed, and with it what all of them share in the library.
     """
 
     def __init__(self, source: str, matcher: LLMatcher, width: int, ends: frozenset[int]) -> None:
@@ -156,38 +156,39 @@ def _items(source: str) -> float:
 
 
 class Grammars:
-    """Compiles for one tokenizer of the fast kind, and remembers.
+    """Compiles for one tokenizer of the fast kind, and remembers for the same owner: over owners the time that a form takes would
+    tell what others ask for, and what one has used up of a grammar would end the others' answers.
 
     ``width``: logits of the model; ``ends``: tokens with which it ends an answer.
     """
 
     def __init__(self, tokenizer: Any, width: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._width, self._ends = tokenizer, width, ends
-        self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unbind-grammar")
         self._room = threading.BoundedSemaphore(WAITING)
 
-    async def compiled(self, form: Form) -> Grammar:
-        """The form's grammar, compiled off the event loop. Raises GrammarError, GrammarsBusy."""
+    async def compiled(self, form: Form, owner: str = "") -> Grammar:
+        """The form's grammar for ``owner``, compiled off the event loop. Raises GrammarError, GrammarsBusy."""
         if not self._room.acquire(blocking=False):
             raise GrammarsBusy("too many grammars wait to be compiled; try again")
         size = _OF_SCHEMAS if form.kind in ("json", "calls") else _WRITTEN
-        done = self._pool.submit(lambda: self.of(form.source(), size))
+        done = self._pool.submit(lambda: self.of(form.source(), size, owner=owner))
         done.add_done_callback(lambda _: self._room.release())
         return await asyncio.wrap_future(done)
 
-    def of(self, source: str, size: int = _OF_SCHEMAS, seconds: float = SECONDS) -> Grammar:
-        """The grammar of a source, of at most ``size`` symbols and ``seconds`` of a processor. Raises GrammarError where it does
-        not compile within the limits.
+    def of(self, source: str, size: int = _OF_SCHEMAS, seconds: float = SECONDS, owner: str = "") -> Grammar:
+        """The grammar of a source for ``owner``, of at most ``size`` symbols and ``seconds`` of a processor. Raises GrammarError
+        where it does not compile within the limits.
         """
         with self._lock:
-            if (known := self._known.get(source)) is not None and not known.spent:
-                self._known.move_to_end(source)
+            if (known := self._known.get((owner, source))) is not None and not known.spent:
+                self._known.move_to_end((owner, source))
                 return known
-            self._known.pop(source, None)
-            made = self._known[source] = self._compile(source, size, seconds)
+            self._known.pop((owner, source), None)
+            made = self._known[owner, source] = self._compile(source, size, seconds)
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
             return made

@@ -108,7 +108,7 @@ def test_newest_tokens_are_waited_for_while_somebody_asked_for_a_form_and_no_lon
     masks.needs = told.append
     plain = SamplingParams(max_tokens=4)
     formed = SamplingParams(
-        max_tokens=4, extra_args={"grammar": Form("regex", "[a-z]+").source(), "done": 0, "or_end": False}
+        max_tokens=4, extra_args={"grammar": Form("regex", "[a-z]+").source(), "owner": "", "done": 0, "or_end": False}
     )
     for removed, added in (([], [(0, plain, [5], [])]), ([], [(1, formed, [5], [])]), ([0], []), ([1], [])):
         masks.update_state(BatchUpdate(2, removed, added, []))
@@ -127,7 +127,7 @@ def test_a_grammar_that_fails_in_the_model_s_processes_ends_none_of_them(monkeyp
     masks = GrammarMasks(config, torch.device("cpu"), False)
 
     def row(source: str) -> torch.Tensor:
-        asked = SamplingParams(max_tokens=4, extra_args={"grammar": source, "done": 0, "or_end": False})
+        asked = SamplingParams(max_tokens=4, extra_args={"grammar": source, "owner": "", "done": 0, "or_end": False})
         masks.update_state(BatchUpdate(1, [], [(0, asked, [5], [])], []))
         return masks.apply(torch.zeros(1, 8192))[0]
 

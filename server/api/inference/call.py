@@ -42,7 +42,7 @@ class Call:
             return None
         self._form = wanted.field
         try:
-            return await self.served.engine.grammars.compiled(wanted.form)
+            return await self.served.engine.grammars.compiled(wanted.form, self.caller.owner)
         except GrammarError as error:
             raise invalid(f"{wanted.field}: {error}", wanted.field, "invalid_grammar") from None
         except GrammarsBusy as busy:

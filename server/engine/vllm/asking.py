@@ -31,7 +31,8 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
         if flight.request.quiet:
             extra["quiet"] = True
     if flight.request.grammar is not None:
-        extra |= {"grammar": flight.request.grammar.source, "done": done, "or_end": flight.opened is not None}
+        extra |= {"grammar": flight.request.grammar.source, "owner": flight.request.owner}
+        extra |= {"done": done, "or_end": flight.opened is not None}
     most = 1 if barred else max(1, sampling.max_tokens - done)  # a barred token is barred in its own place alone
     least = max(0, min(sampling.min_tokens, sampling.max_tokens) - done) if steered else 0
     bias = dict(sampling.logit_bias) if steered and sampling.logit_bias else None

@@ -48,10 +48,10 @@ class GrammarMasks(AdapterLogitsProcessor):  # type: ignore[misc]
         asked = params.extra_args or {}
         if "grammar" not in asked:
             return None
-        return Masked(lambda: self._begun(asked["grammar"]), asked["done"], asked["or_end"])
+        return Masked(lambda: self._begun(asked["grammar"], asked["owner"]), asked["done"], asked["or_end"])
 
-    def _begun(self, source: str) -> Constraint:
-        return self._grammars.of(source, seconds=math.inf).begin()
+    def _begun(self, source: str, owner: str) -> Constraint:
+        return self._grammars.of(source, seconds=math.inf, owner=owner).begin()
 
 
 class Masked:

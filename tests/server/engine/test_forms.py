@@ -233,6 +233,17 @@ def test_a_spent_grammar_allows_no_empty_answer(engine: EmbeddedEngine) -> None:
     assert ask(engine, [request(made)])[0].finish_reason == "error"
 
 
+def test_what_one_owner_uses_up_of_a_form_ends_no_answer_of_another(engine: EmbeddedEngine) -> None:
+    kind, text = LATE["lexer"]
+    form = Form(kind, text)  # type: ignore[arg-type]
+    mine, theirs = (asyncio.run(engine.grammars.compiled(form, owner)) for owner in ("me", "they"))
+    constraint = mine.begin()
+    while not constraint.failed:
+        constraint.take(int(constraint.allowed().argmax()))
+    assert ask(engine, [request(mine, max_tokens=2)])[0].finish_reason == "error"
+    assert ask(engine, [request(theirs, max_tokens=2)])[0].finish_reason == "length"
+
+
 def test_a_lenient_schema_leaves_out_what_no_grammar_holds(engine: EmbeddedEngine) -> None:
     made = grammar(engine, "json", {"type": "string", "maxLength": 3, "not": {"const": "abc"}}, lenient=True)
     assert isinstance(json.loads(ask(engine, [request(made)])[0].text), str)

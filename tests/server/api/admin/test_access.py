@@ -67,6 +67,16 @@ def test_a_prefix_is_taken_over_from_requests_of_the_same_key_alone(guarded: Liv
     assert all(taken(key) > 8 for key in (one, other, ADMIN_KEY))
 
 
+def test_a_form_is_compiled_for_each_key_anew(guarded: Live) -> None:
+    """How long it takes would else tell one key what another has asked for."""
+    keys = [make(guarded) for _ in range(2)]
+    for _, key in (*keys, ("admin", ADMIN_KEY)):
+        assert guarded.complete(key=key, structured_outputs={"choice": ["of each key"]}).text == "of each key"
+    known = guarded.service.engine.grammars._known
+    owners = {owner for owner, source in known if "of each key" in source}
+    assert owners == {keys[0][0], keys[1][0], "admin"}
+
+
 def test_a_key_is_shown_once_and_stored_as_its_hash(guarded: Live) -> None:
     key_id, text = make(guarded, name="only once")
     listed = guarded.admin("/keys")
