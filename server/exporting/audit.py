@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,15 +68,25 @@ class Feed:
 
 
 def to_file(path: Path) -> Callable[[Sequence[Row]], None]:
-    """Lines at the end of a file for its owner alone, which may be moved away at any time. Raises OSError."""
+    """Lines at the end of a file for its owner alone, which may be moved away at any time. Raises OSError, and nothing of the rows
+    is left then: as they are sent again, they would take whatever room somebody makes on a full disk.
+    """
 
     def send(rows: Sequence[Row]) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "r+b") as file:
-            torn = file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-            file.write((b"\n" if torn else b"") + b"".join(map(line, rows)))
-            file.flush()
-            os.fsync(file.fileno())
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            end, written = file.seek(0, os.SEEK_END), 0
+            torn = end and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+            left = memoryview((b"\n" if torn else b"") + b"".join(map(line, rows)))
+            try:
+                while written < len(left):
+                    written += file.write(left[written:]) or 0
+                os.fsync(descriptor)
+            except OSError:
+                if os.fstat(descriptor).st_size == end + written:  # and nobody else has written
+                    with suppress(OSError):
+                        file.truncate(end)
+                raise
 
     return send
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,10 @@ def trail(tmp_path: Path) -> Registry:
     return made
 
 
-def grow(registry: Registry, rows: int) -> None:
+def grow(registry: Registry, rows: int, why: str = "é") -> None:
     for _ in range(rows):
         with registry.transactions.change() as session:
-            append(session, time.time(), Actor("somebody", "test"), "thing.do", "thing_1", {"why": "é"})
+            append(session, time.time(), Actor("somebody", "test"), "thing.do", "thing_1", {"why": why})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -76,6 +80,36 @@ def test_a_restart_goes_on_where_it_stopped_and_mends_a_torn_line(trail: Registr
     Feed(trail, kept, "audit_log", to_file(file)).go_on()
     assert [row["id"] for row in lines(file)] == [5]
     trail.close()
+
+
+def test_of_rows_that_find_no_room_nothing_stays_and_each_comes_once_when_there_is(
+    trail: Registry, tmp_path: Path
+) -> None:
+    file = tmp_path / "audit.jsonl"
+    feed = Feed(trail, tmp_path / "kept", "audit_log", to_file(file))
+    feed.go_on()
+    before = file.read_bytes()
+    grow(trail, 60, "x" * 4000)
+    for room in (100_000, 150_000):
+        with writing_at_most(room):
+            for _ in range(2):
+                with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+                    feed.go_on()
+                assert file.read_bytes() == before
+    feed.go_on()
+    assert [row["id"] for row in lines(file)] == list(range(1, 64))
+    trail.close()
+
+
+@contextmanager
+def writing_at_most(size: int) -> Iterator[None]:
+    """No file of this process grows beyond ``size`` bytes, as on a disk that has so much room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("kept", ["3 " + "0" * 64, "90 " + "0" * 64, "nothing"])
