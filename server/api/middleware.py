@@ -54,7 +54,8 @@ class RequestLog:
         async def with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                # a body that never came is no bad one; what went wrong here stays told, whoever waits
+                status = LEFT if left and message["status"] < 500 else message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
                 if is_anthropic(scope["path"]):

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -91,6 +92,18 @@ def test_who_leaves_before_the_first_token_is_no_error_of_the_server(slow: Live,
     finally:
         hold.set()
     assert 'unbind_requests_total{route="/v1/completions",status="500"}' not in slow.call("/metrics").raw.decode()
+
+
+def test_who_leaves_within_the_body_is_counted_as_gone_and_not_as_wrong(slow: Live) -> None:
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=TIMEOUT) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 64\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt": "def ')
+        time.sleep(0.1)
+    counted = slow.service.telemetry.requests
+    wait_until(lambda: counted.labels("/v1/completions", "499")._value.get() == 1)
+    assert 'unbind_requests_total{route="/v1/completions",status="400"}' not in slow.call("/metrics").raw.decode()
+    assert slow.complete(prompt=[-1]).status == 400  # a whole body that is wrong is counted as before
+    assert 'unbind_requests_total{route="/v1/completions",status="400"} 1' in slow.call("/metrics").raw.decode()
 
 
 def test_a_full_queue_sends_clients_away_for_as_long_as_it_takes(slow: Live) -> None:
