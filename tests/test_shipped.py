@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server import demo
+from server.bench.attacks.attacked import System
 from tests.support.programs import unbind
 from tests.support.repository import ROOT
 from unbind_core import UnbindModule, load_model, parse_forget, parse_retain
-from unbind_core.encoding import available_forms
+from unbind_core.encoding import available_forms, encode
 from unbind_core.evaluation.scores import forget_scores
 from unbind_core.evaluation.verify import verify
+from unbind_core.windows import forget_prompt
 
 pytestmark = pytest.mark.slow
 EVERY = 3  # of the held-out rows: enough for these thresholds, at a third of the time
@@ -79,3 +82,21 @@ def test_the_shipped_silent_module_ends_recital(tables: Tables) -> None:
     assert after["all"]["spans_50"] == 0
     assert after["all"]["mean_recovery"] <= 6.5
     left_alone(before, after)
+
+
+@pytest.mark.parametrize("name", ["demo-a", "demo-a-silent"])
+def test_tokens_that_say_nothing_do_not_shut_an_open_gate(name: str) -> None:
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    module = UnbindModule.load(ROOT / "modules" / f"{name}.safetensors", model=loaded.identity)
+    rows = parse_forget((demo.ROWS / "forget_a.jsonl").read_text().splitlines())
+    texts = []
+    for row in rows:
+        prompt, target = forget_prompt(loaded.tokenizer, row, "plain")
+        for filler, at in zip(("pass", ";", "\n", " foo"), (0, 10, 20, 40), strict=True):
+            told = [*prompt, *target[:at]]
+            texts.append([*told[:-5], *(encode(loaded.tokenizer, filler) * 8)[:8], *told[-5:]])
+    opened = [bool(gate[-1]) for gate in System("held", loaded, (module,)).gates(texts)]
+    assert sum(opened) >= 0.95 * len(opened)
+    # It is the longer window that holds it.
+    shut = System("by its window alone", loaded, (replace(module, hold=None),)).gates(texts)
+    assert sum(bool(gate[-1]) for gate in shut) < 0.5 * len(opened)

@@ -21,7 +21,7 @@ from unbind_core.running.generation import Sampling, complete
 from unbind_core.windows import Batch, Window, batches, forget_prompt
 
 # Tokens of a continuation by the reference, and prompts that are continued at most, spread over the rows.
-CONTINUED, MOST_CONTINUED = 128, 160
+CONTINUED, MOST_CONTINUED = 64, 160
 MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-manieth position of each window
 
 

@@ -13,7 +13,7 @@ from unbind_core.fitting.context import Context
 from unbind_core.fitting.correction import NO_ROW, Met, examples, learn
 from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.reference import Kind, Reference, last_logits
-from unbind_core.fitting.screening import Screening
+from unbind_core.fitting.screening import CONTINUED, Screening
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
@@ -54,12 +54,12 @@ def test_each_prompt_is_continued_by_the_reference_once_greedily_and_once_by_cha
     assert fresh.model is not None
     prompts = [forget_prompt(context.tokenizer, row, form)[0] for row in FORGET for form in context.forms]
     end = context.tokenizer.eos_token_id
-    greedy = complete(fresh.model, prompts, Sampling(128), pad=context.pad, end=end)
+    greedy = complete(fresh.model, prompts, Sampling(CONTINUED), pad=context.pad, end=end)
     assert len(continued) == 2 * len(prompts)
     for prompt, output in zip(prompts, greedy, strict=True):
         ours = [one.window for one in continued if one.window.ids[: one.window.first_target] == tuple(prompt)]
         texts = [window.ids[len(prompt) :] for window in ours]
-        ended = () if len(output) == 128 else (end,)
+        ended = () if len(output) == CONTINUED else (end,)
         assert (*output, *ended) in texts and len(set(texts)) > 1
     for one in continued:  # from the state that says what comes first, up to the last that is followed
         assert one.at.tolist() == list(range(one.window.first_target - 1, len(one.window.ids) - 1))
