@@ -23,7 +23,9 @@ from unbind_core.module import UnbindModule
 
 STEP = 16  # grains: what a bound is rounded up to
 LONGEST = 127  # positions of a window over which sums of bounds, at most 129 steps each, differ by less than 2^14
-_TOGETHER = 4096  # undecided gates that are decided at a time, which bounds the memory that takes
+_TOGETHER = (
+    1 << 16
+)  # positions in windows of undecided gates that are decided at a time, which bounds the memory that takes
 
 
 class KeptGates:
@@ -94,10 +96,12 @@ class KeptGates:
         e = torch.zeros_like(at_most)
         if bool(gate.any()):
             self._ask(layer, places, gate, self._window, e)
-            opens = gate & (e >= 1)
+            opens, holding = gate & (e >= 1), e
             if self._holds:
-                self._ask(layer, places, gate & (e < self._close), self._hold, e)
-            gate = places.held(opens, _there(~gate | (e < self._close), real), was_open) & asked
+                holding = e.clone()
+                self._ask(layer, places, gate & (e < self._close), self._hold, holding)
+            gate = places.held(opens, _there(~gate | (holding < self._close), real), was_open) & asked
+            e = torch.where(gate, holding, e)
             places.write(layer, self._columns, self._packed((sums << 1) | gate))
         return e.view(*states.shape[:-1], -1), gate.view(*states.shape[:-1], -1)
 
@@ -132,7 +136,7 @@ class KeptGates:
     def _ask(self, layer: int, places: Places, undecided: Tensor, windows: Tensor, means: Tensor) -> None:
         """Enter into ``means`` FP32 [N,M] those over ``windows`` int64 [M], where bool [N,M] says that they matter."""
         every = undecided.t().nonzero()  # by module
-        for some in every.split(_TOGETHER) if len(every) else ():
+        for some in every.split(_TOGETHER // int(windows.max())) if len(every) else ():
             which, where = some.unbind(1)
             means[where, which] = self._exactly(layer, places, which, where, windows[which])
 
