@@ -31,6 +31,7 @@ MODULES = (1, 8, 64, 512)
 NETWORKS = (1, 8, 64)
 KINDS = ("fisher", "network", "network lowrank")
 NETWORK_WIDTH, NETWORK_HEADS, NETWORK_WINDOW = 128, 24, 32  # as fitted for 24 rows of the demo
+HOLD = 64  # positions by which such gates are held open
 RANK = 32
 DECODE_ROWS, DECODE_CACHE = 16, 256
 PREFILL_TOKENS = 512
@@ -68,6 +69,7 @@ def random_module(
         calibrated=running,
         window=NETWORK_WINDOW if detector == "network" else 1,
         tau_close=0.25 if detector == "network" else None,
+        hold=HOLD if detector == "network" else None,
         **tensors,
         s_ref=0.0,
         tau=0.5,
