@@ -23,9 +23,8 @@ from unbind_core.module import UnbindModule
 
 STEP = 16  # grains: what a bound is rounded up to
 LONGEST = 127  # positions of a window over which sums of bounds, at most 129 steps each, differ by less than 2^14
-_TOGETHER = (
-    1 << 16
-)  # positions in windows of undecided gates that are decided at a time, which bounds the memory that takes
+# Positions in windows of undecided gates that are decided at a time, which bounds the memory that takes.
+_TOGETHER = 1 << 16
 
 
 class KeptGates:

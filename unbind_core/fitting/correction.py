@@ -207,7 +207,7 @@ def learn(
             ends = -got[:, end].mean()
             wanted, got = (without(part, end) for part in (wanted, got))
         left, back, spread = apart(wanted, got)
-        above = (got - wanted).gather(1, following[:, None]).squeeze(1) + margin
+        above = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None])).squeeze(1) + margin
         excess = (above.relu() * protected).mean()
         with torch.no_grad():
             before = log_softmax(logits(plain), -1)

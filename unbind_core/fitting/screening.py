@@ -71,7 +71,9 @@ class Screening:
         context, tokenizer = self.context, self.context.tokenizer
         if reference.model is None:
             return []
-        every = [(i, form) for i in range(len(context.forget)) for form in context.forms]
+        every = [
+            (i, form) for form in context.forms for i in range(len(context.forget))
+        ]  # so that some are of all forms
         asked = [every[i] for i in spread(range(len(every)), MOST_CONTINUED)]
         prompts = [forget_prompt(tokenizer, context.forget[i], form)[0] for i, form in asked]
         end, windows = tokenizer.eos_token_id, list[Window]()
