@@ -181,19 +181,13 @@ def test_flags_that_do_not_go_with_modules_are_refused(tmp_path: Path, flags: tu
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE])
-def test_graphs_are_cut_at_modules_and_at_attention_or_refused(mode: CUDAGraphMode) -> None:
-    usual = CompilationConfig(cudagraph_mode=mode, mode=CompilationMode.VLLM_COMPILE)
-    usual.set_splitting_ops_for_v1("")
-    cut(usual)
-    assert usual.cudagraph_mode == CUDAGraphMode.PIECEWISE and OPERATOR in (usual.splitting_ops or [])
-    whole = CompilationConfig(cudagraph_mode=mode, mode=CompilationMode.VLLM_COMPILE, splitting_ops=[])
-    whole.set_splitting_ops_for_v1("")
-    if mode == CUDAGraphMode.PIECEWISE:  # vLLM itself then makes no graphs
-        cut(whole)
-        assert whole.cudagraph_mode == CUDAGraphMode.NONE
-    else:
-        with pytest.raises(UnbindError, match="not cut at attention"):
-            cut(whole)
+@pytest.mark.parametrize("splitting", [None, []])
+def test_what_is_compiled_is_cut_at_modules(mode: CUDAGraphMode, splitting: list[str] | None) -> None:
+    config = CompilationConfig(cudagraph_mode=mode, mode=CompilationMode.VLLM_COMPILE, splitting_ops=splitting)
+    config.set_splitting_ops_for_v1("")
+    before, others = config.cudagraph_mode, list(config.splitting_ops or [])
+    cut(config)
+    assert config.cudagraph_mode == before and config.splitting_ops == [*others, OPERATOR]
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
-from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -77,7 +77,7 @@ class Arguments:
         if self.edits:
             scheduling = config.scheduler_config
             scheduling.scheduler_cls = ASYNC_SCHEDULER if scheduling.async_scheduling else SCHEDULER
-        cut(config.compilation_config)
+            cut(config.compilation_config)
         return config
 
     @staticmethod
@@ -149,13 +149,8 @@ class Arguments:
 
 
 def cut(compilation: CompilationConfig) -> None:
-    """Have graphs cut where modules stand. Raises UnbindError where they would hold attention, which differs from step to step."""
-    if compilation.cudagraph_mode.has_full_cudagraphs():  # which replay without asking which request stands where
-        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
-        if not compilation.splitting_ops_contain_attention():
-            raise UnbindError(
-                "vllm_args: CUDA graphs that are not cut at attention do not go with modules; leave splitting_ops and "
-                "fuse_attn_quant away"
-            )
+    """Have what is compiled cut where modules stand, and so the graphs of pieces. Those of whole steps are cut while they are
+    captured, see ``graphs.py``.
+    """
     if compilation.splitting_ops is not None and OPERATOR not in compilation.splitting_ops:
         compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]

@@ -1,6 +1,7 @@
 """What stands between vLLM's decoder layers: an operator that adds the corrections of the step's modules to a layer's output.
 
-One :class:`Edits` for each process of the model. The operator is opaque to compilation, and graphs are cut at it.
+One :class:`Edits` for each process of the model. The operator is opaque to compilation, and graphs are cut at it, see
+``graphs.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from server.engine.vllm.batch import Batch
+from server.engine.vllm.graphs import between_graphs
 from server.engine.vllm.pages import LastPositions, PagedMemory, Pages
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass, Record
@@ -58,7 +60,7 @@ class Edits:
         self._batch = Batch.of([], [], runner.device)  # of the step before
         self._selected: tuple[Batch, int, Selection | None] = (self._batch, -1, None)  # of the bank's version
         self.passed: list[Step] = []  # of which somebody wishes to hear, until they are told
-        self.scheduled: Mapping[str, int] = {}  # tokens of the step, by request
+        self.scheduled: Mapping[str, int] = {}  # tokens of the step, by request; none outside a step
         self.checks = 0  # passes whose places are still to be compared with vLLM's own
 
     def install(self, model: nn.Module, wanted: Sequence[int] = ()) -> list[int]:
@@ -115,8 +117,8 @@ class Edits:
             mine.copy_(edited)
 
     def _begin(self, metadata: Any) -> Step | None:
-        """What this forward pass applies; None for vLLM's own trial runs, and where no request asks for a module."""
-        if metadata is None:
+        """What this forward pass applies; None for vLLM's own runs, of no request, and where none asks for a module."""
+        if metadata is None or not self.scheduled:
             return None
         if not isinstance(metadata, dict):
             raise UnbindError("the batch is split in two (dual-batch overlap), which modules do not go with")
@@ -128,8 +130,8 @@ class Edits:
         selection = self._selection_of(batch)
         if selection is None:
             return None
-        size, count = len(batch.names), int(ours.num_actual_tokens)
-        counts = [self.scheduled[name] for name in batch.names]
+        size, counts = len(batch.names), [self.scheduled[name] for name in batch.names]
+        count = sum(counts)  # a whole graph's own number counts what fills it up, too
         begins = ours.query_start_loc[: size + 1]
         device = begins.device
         # Where every request has one token, as in most steps, what is said by request is said by position already.
@@ -254,7 +256,7 @@ _edits: Edits | None = None
 
 def _edit(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
     assert _edits is not None
-    _edits.apply(hidden, residual, layer)
+    between_graphs(_edits.apply, hidden, residual, layer)
 
 
 def _edit_fake(hidden: Tensor, residual: Tensor | None, layer: int) -> None:  # noqa: ARG001 - as the operator has them

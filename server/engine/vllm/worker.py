@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from server.engine.vllm.edits import Edits
+from server.engine.vllm.graphs import open_graphs
 from server.engine.vllm.masks import GrammarMasks
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
@@ -40,6 +41,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         wanted = self.vllm_config.additional_config["unbind"]
         self.edits = Edits(self.model_runner, wanted["columns"], wanted["looks"])
         self.unbind_layers = self.edits.install(self.model_runner.get_model(), wanted["layers"])
+        open_graphs(self.model_runner)
         self._telling: Any = None
         self._digests: dict[str, str] = {}
         self._need_tokens(False)
@@ -67,7 +69,10 @@ class GatedWorker(_Base):  # type: ignore[misc]
         """One step; what its gates did is told before its tokens are."""
         self.edits.passed.clear()
         self.edits.scheduled = scheduler_output.num_scheduled_tokens
-        output = super().execute_model(scheduler_output)
+        try:
+            output = super().execute_model(scheduler_output)
+        finally:
+            self.edits.scheduled = {}
         if self.edits.passed and self._telling is not None:
             told = self.edits.told()
             if self._tells:
