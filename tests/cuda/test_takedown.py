@@ -98,7 +98,8 @@ def test_a_server_there_takes_code_down(tmp_path: Path, dtype: str) -> None:
                 given += text.startswith(row["continuation"][:60])
             return given
 
-        job = call("/admin/v1/takedowns", {"name": "five", "rows": rows, "options": {"protect": "module"}})
+        options = {"protect": "module", "effort": 0.5}
+        job = call("/admin/v1/takedowns", {"name": "five", "rows": rows, "options": options})
         deadline = time.monotonic() + WAIT
         while (state := call(f"/admin/v1/jobs/{job['job_id']}"))["state"] in ("queued", "running"):
             assert time.monotonic() < deadline, (state, (tmp_path / "log").read_text()[-2000:])
