@@ -8,7 +8,8 @@ from typing import Any
 
 from server.bench.engines.equality import equal, isolation
 from server.bench.engines.kills import killed
-from server.bench.engines.speed import plugin, workloads
+from server.bench.engines.plugin import SHAPE, plugin, saved
+from server.bench.engines.speed import workloads
 from server.bench.engines.subject import Subject
 from server.bench.serve import WORKLOADS, Workload
 from unbind_core.progress import ProgressCallback
@@ -34,7 +35,8 @@ def run(
     if "isolation" in parts:
         figures["isolation"] = isolation(subject, pairs, progress)
     if "plugin" in parts:
-        figures |= plugin(subject, repeats, progress)
+        with saved(subject) as plain:
+            figures |= plugin(plain, [SHAPE], repeats, progress)
     if "workloads" in parts:
         figures |= workloads(subject, [Workload.parse(text) for text in WORKLOADS], repeats, progress)
     if "kills" in parts:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from server import demo
+from server.bench.serve import Workload
+from server.cli.bench import Config, names, show
 from server.cli.bench import app as bench
-from server.cli.bench import names, show
-from server.cli.console import clear_errors, progress_bars, write_json
+from server.cli.console import clear_errors, numbers, progress_bars, write_json
 from server.settings import HERE
 from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
@@ -29,18 +30,38 @@ def engines(
     parts: Annotated[
         str, typer.Option(help="equal, isolation, plugin, workloads, kills, with commas; all where empty.")
     ] = "",
+    config: Config = None,
+    workloads: Annotated[
+        str, typer.Option(help="With --config: REQUESTSxPROMPT->NEW, with commas.")
+    ] = "1x32->256,64x32->256",
+    device: Annotated[str, typer.Option(help="With --config: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="With --config: float32, bfloat16.")] = "bfloat16",
+    layers: Annotated[
+        str | None, typer.Option(help="With --config: behind which layers modules may stand, as in 14; else all.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """On the demo model: equal tokens, isolation, what the edits cost vLLM, which engine is quicker, and vLLM's processes killed
-    under load. Needs vLLM installed.
+    under load. With --config, the part plugin alone, on an architecture with weights that vLLM makes up. Needs vLLM installed.
     """
     from server.bench.engines import figures as figures_of
+    from server.bench.engines.plugin import plugin, shaped
     from server.bench.engines.subject import Subject
 
     with clear_errors(), progress_bars(quiet=False) as progress:
         unknown = set(names(parts)) - set(figures_of.PARTS)
         if unknown:
             raise UnbindError(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(figures_of.PARTS)}")
+        if config is not None:
+            if names(parts) != ("plugin",):
+                raise UnbindError(
+                    "--config: weights that are made up say nothing but how long work takes; add --parts plugin"
+                )
+            loads = [Workload.parse(text) for text in workloads.split(",")]
+            behind = numbers(layers, int, "--layers", "14") or ()
+            with shaped(config, dtype, device, tuple(behind)) as plain:
+                _told(plugin(plain, loads, repeats, progress), as_json)
+            return
         loader = partial(load_model, demo.BASE, demo.ADAPTER)
         tokenizer = loader().tokenizer
         rows = [json.loads(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()]
@@ -61,10 +82,11 @@ def engines(
             parts=names(parts) or figures_of.PARTS,
             progress=progress,
         )
-    if as_json:
-        write_json(figures)
-        return
-    show(figures)
+    _told(figures, as_json)
+
+
+def _told(figures: dict[str, Any], as_json: bool) -> None:
+    write_json(figures) if as_json else show(figures)
 
 
 def register(_: typer.Typer) -> None:
