@@ -84,9 +84,10 @@ def test_the_shipped_silent_module_ends_recital(tables: Tables) -> None:
     left_alone(before, after)
 
 
-def test_tokens_that_say_nothing_do_not_shut_an_open_gate() -> None:
+@pytest.mark.parametrize("name", ["demo-a", "demo-a-silent"])
+def test_tokens_that_say_nothing_do_not_shut_an_open_gate(name: str) -> None:
     loaded = load_model(demo.BASE, demo.ADAPTER)
-    module = UnbindModule.load(ROOT / "modules" / "demo-a.safetensors", model=loaded.identity)
+    module = UnbindModule.load(ROOT / "modules" / f"{name}.safetensors", model=loaded.identity)
     rows = parse_forget((demo.ROWS / "forget_a.jsonl").read_text().splitlines())
     texts = []
     for row in rows:

@@ -126,9 +126,12 @@ class _Auto:
             )
 
     def ways(self) -> list[Way]:
-        """Each window and pair of thresholds, those that open earliest and stay open first; of two windows the shorter one."""
+        """Each window and pair of thresholds, those that open earliest and stay open first; of two windows the shorter one, or,
+        where an open gate ends the answer, the longer, which opens by mistake in fewer.
+        """
+        first = -1 if self.context.options.policy == "silent" else 1
         ways = [
-            (number + dear, number, split.window, Way(split, threshold, closing))
+            (number + dear, number, first * split.window, Way(split, threshold, closing))
             for split in self.splits
             for number, threshold in enumerate(split.thresholds)
             for dear, closing in enumerate(CLOSING)
