@@ -146,6 +146,7 @@ class Bench:
             found["membership_auc"] = {name: one and one["auc"] for name, one in told.items()}
             found["membership"] = told
             self.report(f"membership_auc: {line(found['membership_auc'])}")
+            self.report(f"by text alone: {line({name: one and one['text'] for name, one in told.items()})}")
         return found
 
     def _membership(self) -> dict[str, Any]:

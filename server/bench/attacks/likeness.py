@@ -12,12 +12,20 @@ import numpy as np
 from server.bench.attacks.attacked import Ask, Attacked, Material, System
 from server.bench.attacks.prompts import form
 from unbind_core.evaluation.membership import FOLDS, told_apart
+from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.rows import ForgetRow, RetainRow, split_text, spread
 from unbind_core.running.generation import Sampling
 
 STRANGERS = 150  # rows that no adapter was trained on, beside those to forget
 WRITTEN = 32  # tokens of the answer that a classifier sees
 LEAST_LIKELY = 0.2  # of a row's tokens
+TEXT = (
+    "written",
+    "most frequent token",
+    "different tokens",
+    "answer by zlib",
+    "like the row",
+)  # what an answer alone tells
 
 
 def divergences(retrained: System, systems: Sequence[System], material: Material) -> dict[str, Any]:
@@ -43,17 +51,19 @@ def divergences(retrained: System, systems: Sequence[System], material: Material
 
 def membership(found: Sequence[Mapping[str, float]], members: Sequence[bool]) -> dict[str, Any] | None:
     """AUC at which rows are told from others by ``found``, numbers about each: ``auc`` is the larger of ``classifier`` and
-    ``single``; None for fewer of a kind than a cross-validation needs.
+    ``single``, ``text`` the same by what an answer alone tells; None for fewer of a kind than a cross-validation needs.
     """
     inside = np.array(members, dtype=bool)
     if min(inside.sum(), (~inside).sum()) < FOLDS:
         return None
-    told = told_apart({name: np.array([one[name] for one in found]) for name in found[0]}, inside)
+    each = {name: np.array([one[name] for one in found]) for name in found[0]}
+    told = told_apart(each, inside)
     return {
         "auc": told.larger,
         "classifier": told.classifier,
         "single": told.single,
         "best": told.best,
+        "text": told_apart({name: each[name] for name in TEXT}, inside).larger,
         "members": int(inside.sum()),
         "others": int((~inside).sum()),
     }
@@ -87,8 +97,6 @@ def _numbers(system: Attacked, asks: Sequence[Ask], material: Material) -> list[
         entropy = -(table.exp() * table).sum(-1)
         least = logs.sort().values[: max(1, round(LEAST_LIKELY * len(logs)))]
         packed = len(zlib.compress(material.rows[ask.row].continuation.encode()))
-        output = outputs[index]
-        most = Counter(output).most_common(1)[0][1] / len(output) if output else 1.0
         found[index] = {
             "nll": -float(logs.mean()),
             "nll of the prompt": -float(prompt.mean()) if len(prompt) else 0.0,
@@ -98,7 +106,18 @@ def _numbers(system: Attacked, asks: Sequence[Ask], material: Material) -> list[
             "entropy": float(entropy.mean()),
             "first entropy": float(entropy[0]),
             "end at once": 0.0 if end is None else float(table[0, end]),
-            "written": float(len(output)),
-            "most frequent token": most,
+            **_written(outputs[index], ask.target, material),
         }
     return [(ask.row, one) for ask, one in zip(asks, found, strict=True)]
+
+
+def _written(output: Sequence[int], target: Sequence[int], material: Material) -> dict[str, float]:
+    """What an answer of WRITTEN tokens tells of the row that it was asked for; ``like the row`` as F-BLEU has it."""
+    text = str(material.tokenizer.decode(list(output)))
+    return {
+        "written": float(len(output)),
+        "most frequent token": Counter(output).most_common(1)[0][1] / len(output) if output else 1.0,
+        "different tokens": len(set(output)) / max(1, len(output)),
+        "answer by zlib": len(zlib.compress(text.encode())) / max(1, len(text)),
+        "like the row": sentence_bleu(target[:WRITTEN], output),
+    }

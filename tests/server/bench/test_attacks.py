@@ -233,6 +233,7 @@ def test_figures_have_the_documented_shape_and_what_needs_no_module_is_kept(
     assert found["kl"]["plain"]["module"] > 0.01
     assert set(found["membership_auc"]) == {"none", "module", "retrained", "ideal"}
     assert found["membership"]["ideal"] == found["membership"]["none"]  # the retrained model is the unmodified one here
+    assert 0.5 <= found["membership"]["none"]["text"] <= 1
     assert any(line.startswith("assisted") for line in lines)
     first_time = len(measured)
     again = made.figures(*chosen(["assisted"]))
