@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from server.bench.engines.plugin import beside, shaped
 from server.bench.scale import world
@@ -22,8 +23,8 @@ TINY = {
 
 def test_vllm_takes_an_architecture_whose_weights_it_makes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "CONFIGS", {"tiny": ("qwen2", TINY)})
-    with shaped("tiny", "float32", "cpu", (1,)) as plain:
-        assert plain.module.layer == 1 and plain.identity.num_layers == 2
+    with shaped("tiny", torch.float32, "cpu", (-1,)) as plain:
+        assert plain.module.layer == 1 and plain.layers == (1,) and plain.identity.num_layers == 2
         config = Arguments(str(plain.folder), plain.dtype, 512, 4, 64, "cpu", plain.flags, layers=plain.layers).config()
     assert config.model_config.hf_config.architectures == ["Qwen2ForCausalLM"]
     assert config.load_config.load_format == "dummy"

@@ -19,13 +19,8 @@ from unbind_core.running.generation import Sampling
 STRANGERS = 150  # rows that no adapter was trained on, beside those to forget
 WRITTEN = 32  # tokens of the answer that a classifier sees
 LEAST_LIKELY = 0.2  # of a row's tokens
-TEXT = (
-    "written",
-    "most frequent token",
-    "different tokens",
-    "answer by zlib",
-    "like the row",
-)  # what an answer alone tells
+# What an answer alone tells.
+TEXT = ("written", "most frequent token", "different tokens", "answer by zlib", "like the row")
 
 
 def divergences(retrained: System, systems: Sequence[System], material: Material) -> dict[str, Any]:

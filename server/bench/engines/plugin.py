@@ -60,21 +60,24 @@ def saved(subject: Subject) -> Iterator[Plain]:
 
 
 @contextmanager
-def shaped(config: str, dtype: str, device: str, layers: tuple[int, ...] = ()) -> Iterator[Plain]:
-    """An architecture of ``bench scale`` with weights that vLLM makes up, and a network in its middle whose gate stays closed."""
-    model = bare_model(config, getattr(torch, dtype))
+def shaped(config: str, dtype: torch.dtype, device: str, layers: Sequence[int] = ()) -> Iterator[Plain]:
+    """An architecture of ``bench scale`` with weights that vLLM makes up, and a network whose gate stays closed: at the first of
+    the ``layers`` behind which modules may stand (below 0 from the end), in its middle where none are named. Raises DataError where
+    there is no such architecture.
+    """
+    model, named = bare_model(config, dtype), str(dtype).removeprefix("torch.")
     found: Any = model.config
     found.architectures = [type(model).__name__]
     identity = ModelIdentity("0" * 64, config, int(found.hidden_size), int(found.num_hidden_layers))
-    at = layers[0] % identity.num_layers if layers else identity.num_layers // 2
-    running = {"dtype": dtype, "quantisation": None}
+    behind = tuple(layer % identity.num_layers for layer in layers)
+    at, running = behind[0] if behind else identity.num_layers // 2, {"dtype": named, "quantisation": None}
     module = replace(random_module(identity, 0, at, "network", running), s_ref=CLOSED)
     with tempfile.TemporaryDirectory() as folder:
         found.save_pretrained(folder)
-        beside = () if device == "cpu" else ("gpu-memory-utilization=0.42",)  # of two engines; the pages are said apart
-        yield Plain(
-            Path(folder), identity, module, int(found.vocab_size) - 1, dtype, device, ("load-format=dummy", *beside), layers
-        )  # fmt: skip
+        flags = ["load-format=dummy"]
+        if device != "cpu":
+            flags.append("gpu-memory-utilization=0.42")  # of two engines; the pages are said apart
+        yield Plain(Path(folder), identity, module, int(found.vocab_size) - 1, named, device, tuple(flags), behind)
 
 
 def plugin(

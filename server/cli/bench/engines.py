@@ -12,7 +12,7 @@ from server import demo
 from server.bench.serve import Workload
 from server.cli.bench import Config, names, show
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, numbers, progress_bars, write_json
+from server.cli.console import clear_errors, dtype_of, numbers, progress_bars, write_json
 from server.settings import HERE
 from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
@@ -59,7 +59,7 @@ def engines(
                 )
             loads = [Workload.parse(text) for text in workloads.split(",")]
             behind = numbers(layers, int, "--layers", "14") or ()
-            with shaped(config, dtype, device, tuple(behind)) as plain:
+            with shaped(config, dtype_of(dtype), device, behind) as plain:
                 _told(plugin(plain, loads, repeats, progress), as_json)
             return
         loader = partial(load_model, demo.BASE, demo.ADAPTER)
