@@ -25,6 +25,7 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(served: Served, request: Request) -> dict[str, Any]:
     """200 once requests are served; 503 before, while shutting down, without its data and while an enforced module is missing.

@@ -97,6 +97,7 @@ def test_a_key_is_needed_there_once_there_is_one(server: Live, monkeypatch: pyte
         assert server.call(path, {**body, "max_tokens": 1} if body else None, key=ADMIN_KEY).status == 200, path
 
 
-def test_health_answers_a_head(server: Live) -> None:
-    answer = server.call("/health", method="HEAD")
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_who_asks_whether_it_is_up_may_do_so_by_a_head(server: Live, path: str) -> None:
+    answer = server.call(path, method="HEAD")
     assert answer.status == 200 and answer.raw == b""
