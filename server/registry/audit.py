@@ -127,6 +127,19 @@ def rows_about(session: Session, subjects: Collection[str]) -> list[dict[str, An
     ]
 
 
+def last_word(
+    session: Session, actor: Actor, action: str, subject: str, others: Collection[str]
+) -> dict[str, Any] | None:
+    """The detail of the newest such row about ``subject``; None without one, or where somebody else wrote of it or them since."""
+    own = (AuditRow.actor == actor.name) & (AuditRow.source == actor.source)
+    said = own & (AuditRow.action == action) & (AuditRow.subject == subject)
+    row = session.scalar(select(AuditRow).where(said).order_by(AuditRow.id.desc()).limit(1))
+    if row is None:
+        return None
+    since = select(AuditRow.id).where(AuditRow.id > row.id, AuditRow.subject.in_([subject, *others]), ~own)
+    return None if session.scalar(since.limit(1)) is not None else dict(row.detail)
+
+
 def _view(row: AuditRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in (*FIELDS, "digest")}
 

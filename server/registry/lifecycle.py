@@ -99,6 +99,13 @@ def binds(state: str, scope: str | None, acts: bool = True) -> str:
     return f"nothing while it is {state}; once active, {bound(scope)}"
 
 
+def here(view: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """A view as it stands where this model runs (its fingerprint; None: it is not known): a module for another binds nothing."""
+    if model is None or view["kind"] == Kind.GUARD or view["fingerprint"] == model:
+        return view
+    return {**view, "in_force": InForce.NONE, "binds": "nothing here: it is for a model that does not run here"}
+
+
 def standing(view: Mapping[str, Any]) -> str:
     """How a record stands by its ``in_force``, ``state`` and ``scope``, as people are told of it, in a word or two."""
     match view["in_force"]:

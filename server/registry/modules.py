@@ -27,6 +27,8 @@ from server.registry.transactions import Transactions
 log = logging.getLogger("unbind.modules")
 # After so long records are read again though no change is told of: somebody may have written by hand.
 WHOLE_SECONDS = 60.0
+SKEW_SECONDS = 60.0  # by which the clocks of servers may differ and none undoes what another did
+RETURN_SECONDS = 600.0  # between two times at which one record comes back
 _Mark = tuple[tuple[int, str] | None, int]
 
 
@@ -47,7 +49,11 @@ class Modules:
         # Suspensions that could not be written, by module id: by whom and when. They hold in this process alone.
         self.withheld: dict[str, tuple[Actor, float]] = {}
         self._viewed: dict[str, _Viewed] = {}  # by what was looked for
-        self._passed: tuple[_Mark, float] | None = None  # when nothing was left to do, and until when nothing is due
+        # What the registry was as when nothing was left to do, at what time, and until when nothing is due.
+        self._passed: tuple[_Mark, float, float] | None = None
+        self._returned: dict[
+            str, float
+        ] = {}  # by id, when the clock's going back last brought a record back; monotonic
 
     def versions(self, name: str | None = None) -> list[dict[str, Any]]:
         """Every version, by name and age; a name's modules before its guards."""
@@ -214,6 +220,7 @@ class Modules:
         """Activate what is due, retire what has expired, and supersede files whose name has become a takedown's.
 
         What is due is measured first, by a job, where its cost was not measured beside the modules that are in force by now.
+        What a clock that was ahead has retired comes back.
         """
         due = (ModuleRow.state == ModuleState.CALIBRATED) & (ModuleRow.effective_at <= now)
         over = ModuleRow.state.in_(LIVE) & (ModuleRow.expires_at <= now)
@@ -224,9 +231,11 @@ class Modules:
                 return  # what is due cannot be written either
         with self._transactions.look() as session:
             mark = _mark(session)
-            if self._passed is not None and self._passed[0] == mark and now < self._passed[1]:
+            if self._passed is not None and self._passed[0] == mark and self._passed[1] <= now < self._passed[2]:
                 return
             waiting = list(session.scalars(select(ModuleRow.id).where(due | over)))
+            early = (ModuleRow.expires_at > now + SKEW_SECONDS) & (ModuleRow.changed_at >= ModuleRow.expires_at)
+            retired = list(session.scalars(select(ModuleRow.id).where(early, ModuleRow.state == ModuleState.RETIRED)))
             until = _next_due(session)
         for identifier in waiting:
             with self._transactions.change() as session:
@@ -234,14 +243,29 @@ class Modules:
                 if row is None:
                     continue
                 if row.expires_at is not None and row.expires_at <= now:
-                    records.move(session, row, Action.RETIRE, CLOCK, now)
+                    records.expire(session, row, now)
                     continue
                 try:
                     records.move(session, row, Action.ACTIVATE, CLOCK, now, records.measured_beside(session, row))
                 except JointOutdated:
                     records.measure_first(session, row, now)
+        self._bring_back(retired, now)
         self._supersede_files(now)
-        self._passed = mark, until
+        self._passed = mark, now, until
+
+    def _bring_back(self, retired: Collection[str], now: float) -> None:
+        """Undo what a clock that was ahead did to these; seldom, as a machine of the registry's may have such a clock still."""
+        for identifier in retired:
+            if time.monotonic() < self._returned.get(identifier, -math.inf) + RETURN_SECONDS:
+                continue
+            with self._transactions.change() as session:
+                row = session.get_one(ModuleRow, identifier)
+                if row.state != ModuleState.RETIRED or not records.come_back(session, row, now):
+                    continue
+                self._returned[identifier] = time.monotonic()
+                log.warning(
+                    "%s '%s' was retired by a clock that was ahead; it is %s again", row.kind, row.name, row.state
+                )
 
     def _supersede_files(self, now: float) -> None:
         theirs = select(ModuleRow.name).where(ModuleRow.origin == Origin.TAKEDOWN, ModuleRow.kind == Kind.MODULE)

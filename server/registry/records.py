@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import Row, Select, func, select
 from sqlalchemy.orm import Session
 
-from server.registry.audit import Actor, append
-from server.registry.lifecycle import ALLOWED, LIVE, Action, InForce, binds, follow, in_force
+from server.registry.audit import Actor, append, last_word
+from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
 from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Origin, Takedown, new_job
 
@@ -54,13 +54,6 @@ def module_view(row: ModuleRow | Row[Any]) -> dict[str, Any]:
     acts = facts.get("action") != "report"
     said = {"in_force": in_force(row.state, row.scope, acts), "binds": binds(row.state, row.scope, acts)}
     return {**facts, **_record(row), **said}
-
-
-def here(view: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """A view as it stands where this model runs (its fingerprint; None: it is not known): a module for another binds nothing."""
-    if model is None or view["kind"] == Kind.GUARD or view["fingerprint"] == model:
-        return view
-    return {**view, "in_force": InForce.NONE, "binds": "nothing here: it is for a model that does not run here"}
 
 
 def _record(row: ModuleRow | Row[Any]) -> dict[str, Any]:
@@ -269,16 +262,38 @@ def move(
     set_state(session, row, state, action, actor, now, **detail)
 
 
+def expire(session: Session, row: ModuleRow, now: float) -> None:
+    """Retire a record whose time is over; the trail keeps how it stood."""
+    move(session, row, Action.RETIRE, CLOCK, now, was=row.state, effective_at=row.effective_at)
+
+
+def come_back(session: Session, row: ModuleRow, now: float) -> bool:
+    """Whether a record that a clock which was ahead retired stands again as it did: if nobody has changed a version of it since."""
+    mine = (ModuleRow.name == row.name) & (ModuleRow.kind == row.kind) & (ModuleRow.fingerprint == row.fingerprint)
+    versions = session.scalars(select(ModuleRow.id).where(mine)).all()
+    stood = last_word(session, CLOCK, f"{row.kind}.retire", row.id, versions) or {}
+    if "was" in stood:
+        set_state(session, row, ModuleState(stood["was"]), "return", CLOCK, now, due=stood["effective_at"])
+    return "was" in stood
+
+
 def _expired(row: ModuleRow, now: float) -> bool:
     return row.expires_at is not None and row.expires_at <= now
 
 
 def set_state(
-    session: Session, row: ModuleRow, state: ModuleState, what: str, actor: Actor, now: float, **detail: Any
+    session: Session,
+    row: ModuleRow,
+    state: ModuleState,
+    what: str,
+    actor: Actor,
+    now: float,
+    due: float | None = None,
+    **detail: Any,
 ) -> None:
-    """Write a state down, and who did what that led to it."""
+    """Write a state down, when it is ``due`` to be active, and who did what that led to it."""
     before = _record(row)
-    row.state, row.revision, row.changed_at, row.effective_at = state, row.revision + 1, now, None
+    row.state, row.revision, row.changed_at, row.effective_at = state, row.revision + 1, now, due
     session.flush()
     said = {"name": row.name, **detail}
     append(session, now, actor, f"{row.kind}.{what}", row.id, said, before=before, after=_record(row))

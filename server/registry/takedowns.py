@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import end_job, job_view, made
-from server.registry.lifecycle import InForce, bound
-from server.registry.records import NewModule, add, here, module_view
+from server.registry.lifecycle import InForce, bound, here
+from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job
 from server.registry.transactions import Transactions

@@ -12,10 +12,9 @@ from starlette.responses import JSONResponse
 from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.lifecycle import Action
+from server.registry.lifecycle import Action, here
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
-from server.registry.records import here
 from server.registry.refusals import AWAY, JointOutdated
 from server.registry.tables import JobKind, Kind, ModuleState
 from unbind_core.errors import UnbindError
