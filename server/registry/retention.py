@@ -13,6 +13,9 @@ from server.settings import Settings
 
 log = logging.getLogger("unbind.service")
 DAY = 86_400.0
+CLOCK_SECONDS = (
+    3600.0  # for which rows must have been too old in the eyes of one server: clocks jump, and are put right
+)
 SWEEP_SECONDS = 3600.0  # between looks for rows without a takedown, which go once they have been found so for a day
 RETENTION = Actor("retention", "registry")
 
@@ -23,18 +26,43 @@ class Retention:
     def __init__(self, registry: Registry, settings: Settings) -> None:
         self._registry, self._settings = registry, settings
         self._unrecorded: dict[str, float] = {}  # since when, by the monotonic clock
+        self._overdue: dict[str, float] = {}  # takedowns whose rows are too old, since when, by the monotonic clock
         self._next = 0.0
 
     def go_on(self) -> None:
         """Purge what is too old, and look for rows without a takedown where it is time. Raises OSError, StoreUnreachable."""
         try:
-            purge_old(self._registry, self._settings)
+            self.purge_old()
         finally:
             if time.monotonic() >= self._next:
                 self._next = (
                     time.monotonic() + SWEEP_SECONDS
                 )  # first: a store that fails is not to be listed every second
                 self.sweep()
+
+    def purge_old(self, now: float | None = None) -> list[str]:
+        """The takedowns whose rows are gone now: they have been older than ``forget_retention_days`` for an hour, by the monotonic
+        clock, so that a clock which is ahead for less deletes nothing.
+
+        One that cannot be purged keeps no other: what was raised for the first of them is raised at the end.
+        """
+        if not self._settings.forget_retention_days:
+            return []
+        now = time.monotonic() if now is None else now
+        old = self._registry.takedowns.purgeable(time.time() - self._settings.forget_retention_days * DAY)
+        self._overdue = {takedown_id: self._overdue.get(takedown_id, now) for takedown_id in old}
+        gone, failed = [], list[Exception]()
+        for takedown_id in old:
+            if now - self._overdue[takedown_id] < CLOCK_SECONDS:
+                continue
+            try:
+                purge(self._registry, self._settings, takedown_id, RETENTION)
+                gone.append(takedown_id)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        return gone
 
     def sweep(self, now: float | None = None) -> list[str]:
         """Delete the rows that no takedown has had for a day, by the monotonic clock; which these were.
@@ -63,23 +91,3 @@ def purge(registry: Registry, settings: Settings, takedown_id: str, actor: Actor
     kept = TakedownFiles(settings)
     kept.has_forget("")  # a store that does not answer is to hold up no change of others: the purge is one transaction
     return registry.takedowns.purge(takedown_id, kept.purge, actor, time.time())
-
-
-def purge_old(registry: Registry, settings: Settings) -> list[str]:
-    """The takedowns whose rows were older than ``forget_retention_days`` and are gone now.
-
-    One that cannot be purged keeps no other: what was raised for the first of them is raised at the end.
-    """
-    if not settings.forget_retention_days:
-        return []
-    old = registry.takedowns.purgeable(time.time() - settings.forget_retention_days * DAY)
-    gone, failed = [], list[Exception]()
-    for takedown_id in old:
-        try:
-            purge(registry, settings, takedown_id, RETENTION)
-            gone.append(takedown_id)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-    if failed:
-        raise failed[0]
-    return gone

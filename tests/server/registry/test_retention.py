@@ -27,6 +27,7 @@ from server.registry.retention import DAY, Retention
 from server.settings import Settings
 
 ADMIN = Actor("admin", "test")
+HOUR = 3600.0
 
 
 class Shop:
@@ -125,12 +126,27 @@ def test_what_cannot_be_deleted_keeps_nothing_else_and_is_not_called_purged(regi
     folder = job_dir(shop.settings.data_dir, job)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")  # as what the system refuses to delete
+    kept = Retention(registry, shop.settings)
+    assert kept.purge_old(0.0) == []
     with pytest.raises(OSError, match="symbolic link"):
-        retention.purge_old(registry, shop.settings)
+        kept.purge_old(HOUR)
     assert [registry.takedowns.get(takedown)["purged_at"] is None for takedown in posted] == [True, False, False]
     assert not shop.kept(posted[1]) and not shop.kept(posted[2])
     folder.unlink()
-    assert retention.purge_old(registry, shop.settings) == [posted[0]] and not shop.kept(posted[0])
+    assert kept.purge_old(HOUR + 1) == [posted[0]] and not shop.kept(posted[0])
+
+
+def test_rows_that_are_too_old_by_a_clock_that_is_ahead_for_less_than_an_hour_are_kept(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(registry, Settings(data_dir=tmp_path / "data", forget_retention_days=30))
+    posted, kept = shop.post("m"), Retention(registry, shop.settings)
+    shop.cancel(posted)
+    right = time.time()
+    for now, ahead in ((0.0, 31), (HOUR - 1, 31), (HOUR, 0), (HOUR + 1, 31), (2 * HOUR, 31)):
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: right + ahead * DAY)
+        assert kept.purge_old(now) == [] and shop.kept(posted)
+    assert kept.purge_old(2 * HOUR + 1) == [posted] and not shop.kept(posted)
 
 
 def test_rows_of_a_post_that_died_go_once_they_were_found_without_a_takedown_for_a_day(
