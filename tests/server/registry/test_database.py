@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
 import shutil
 import sqlite3
 import stat
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,16 +17,23 @@ from pathlib import Path
 import pytest
 from alembic import command
 from sqlalchemy import text
+from typer.testing import CliRunner
 
+from server.cli import build
 from server.errors import translate
-from server.registry import database
+from server.registry import database, records
 from server.registry.access import Access
+from server.registry.objects import ObjectStore
+from server.registry.records import NewModule
 from server.registry.refusals import AWAY, DatabaseRefused
-from server.registry.registry import Registry
+from server.registry.registry import Registry, open_registry
+from server.registry.tables import Origin
+from server.settings import Settings
 from tests.server.registry.test_modules import make
 from tests.server.registry.test_registry import ADMIN, submit
 from tests.support.disks import small_disk
 from tests.support.folders import files_in
+from tests.support.repository import ROOT
 
 
 def at_revision(url: str, revision: str) -> None:
@@ -146,6 +156,38 @@ def test_a_copy_made_while_others_write_restores(tmp_path: Path) -> None:
     assert database.damage(restored.transactions.engine) == [] and restored.audit_problems() == []
     assert json.dumps(restored.modules.get("m")) == json.dumps(record)
     restored.close()
+
+
+def test_the_documented_backup_is_whole_where_something_changes_between_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(data_dir=Path(".unbind"))
+    registry, store = open_registry(settings, "model"), ObjectStore(settings.published_store)
+    for name in ("evidence.key", "guard.key", "admin.key"):
+        (settings.data_dir / name).write_text("a key")
+
+    def change(name: str) -> None:
+        data = name.encode()
+        file, digest = store.put(data), hashlib.sha256(data).hexdigest()
+        new = NewModule(name, digest, "model", file, Origin.TAKEDOWN, scope="global")
+        with registry.transactions.change() as session:
+            records.add(session, new, "auto", ADMIN, 1.0)
+
+    page = (ROOT / "docs/operations.md").read_text().split("## Backup and restore")[1]
+    commands = page.split("```sh\n")[1].split("```")[0].replace("/backup", "backup").splitlines()
+    Path("backup").mkdir()
+    for number, line in enumerate(commands):
+        change(f"before {number}")
+        words = shlex.split(line, comments=True)
+        if words[0] == "unbind":
+            assert CliRunner().invoke(build(), words[1:]).exit_code == 0
+        else:
+            subprocess.run(words, check=True)
+    change("after")
+    registry.close()
+    checked = CliRunner().invoke(build(), ["db", "check", "--data-dir", "backup"])
+    assert checked.exit_code == 0, checked.output
 
 
 def test_a_copy_that_has_no_room_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
