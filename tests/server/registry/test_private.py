@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 
@@ -107,6 +108,17 @@ def test_keys_are_rotated_by_putting_the_new_one_first(where: str) -> None:
     assert PrivateStore(where, [NEW]).get("b") == b"new"
     with pytest.raises(Unreadable):
         PrivateStore(where, [OLD]).get("b")
+
+
+def test_every_machine_opens_what_another_writes_while_keys_are_rotated_in_two_steps(where: str) -> None:
+    steps = [[OLD], [OLD, NEW], [NEW, OLD], [NEW]]
+    for number, (before, after) in enumerate(pairwise(steps[:3])):
+        machines = [PrivateStore(where, keys) for keys in (before, after)]
+        for each, writer in enumerate(machines):
+            writer.put(f"{number}/{each}", b"rows")
+            assert [reader.get(f"{number}/{each}") for reader in machines] == [b"rows"] * 2
+    with pytest.raises(Unreadable, match="add that key behind"):
+        PrivateStore(where, steps[3]).get("0/0")
 
 
 def test_rows_lie_in_the_store_and_not_in_the_data_folder_and_are_purged(where: str, tmp_path: Path) -> None:
