@@ -89,12 +89,25 @@ def disk_full() -> ApiError:
     )
 
 
+def not_writable(reason: str) -> ApiError:
+    """503: the system refuses what is to be read or written, as on a disk that turned read-only or failed."""
+    return ApiError(
+        503,
+        f"the server cannot use its own files ({reason}); serving goes on. See that its data folder lies on a sound disk that "
+        "can be written to, and belongs to the account that serves",
+        code="not_writable",
+        headers={"Retry-After": "60"},
+    )
+
+
 def unreachable(error: Exception) -> ApiError:
-    """503 for a database that does not answer, is gone or damaged, 507 for one that cannot write."""
+    """503 for a database that does not answer, is gone or damaged, or that cannot write; 507 where its disk is full."""
     if isinstance(error, (DatabaseGone, DatabaseDamaged)):
         return ApiError(503, str(error), code="data_lost", headers={"Retry-After": "60"})
     if isinstance(error, DBAPIError) and "disk is full" in str(error.orig):  # as SQLite says it
         return disk_full()
+    if isinstance(error, DBAPIError) and (said := re.search("readonly database|disk I/O error", str(error.orig))):
+        return not_writable(f"the registry: {said[0]}")
     return ApiError(
         503,
         "the registry's database does not answer; try again",
@@ -141,6 +154,9 @@ def translate(error: Exception) -> ApiError:
             return ApiError(503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"})
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
             return disk_full()
+        case OSError(errno=errno.EROFS | errno.EACCES | errno.EPERM | errno.EIO):
+            log.error("its own files cannot be used: %s", error)
+            return not_writable(error.strerror or type(error).__name__)
         case _ if isinstance(error, AWAY):
             return unreachable(error)
         case HTTPException(__cause__=UnicodeDecodeError()):
