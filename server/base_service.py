@@ -24,7 +24,7 @@ from server.exporting.otel import open_tracing
 from server.guarding import guard_secret
 from server.guards import GuardStore
 from server.offer import Offer
-from server.outage import Outage
+from server.outage import Outage, Writing
 from server.probing.results import Canaries
 from server.ratelimit import RateLimiter
 from server.registry.access import Access, kept_admin_key
@@ -75,6 +75,7 @@ class BaseService(ABC):
         patience = LOOKS * max(refresh_seconds, REFRESH_SECONDS)
         self._database = Outage("the registry's database", log, patience)
         self._stored = Outage("the module store", log, patience * STORE_REFRESHES)
+        self._writing = Writing(settings.data_dir, log)
         self._audit = AuditFeeds(settings, self.registry)
         self.access = Access(self.registry.transactions)
         self.limiter = RateLimiter()
@@ -172,6 +173,7 @@ class BaseService(ABC):
             ("modules", self.offer.refresh, self._refresh_seconds),
             ("retention", self._purge, self._refresh_seconds),
             ("module store", self._look_at_store, STORE_REFRESHES * self._refresh_seconds),
+            ("data folder", self._writing.look, STORE_REFRESHES * self._refresh_seconds),
             ("gate counts", self._count_gates, self.settings.metrics_interval),
             ("jobs", self._count_jobs, JOBS_REFRESHES * self._refresh_seconds),
             *(
@@ -222,16 +224,12 @@ class BaseService(ABC):
 
     @property
     def away(self) -> list[str]:
-        """What this server cannot see now, and since when. It goes on with what it has; what changes elsewhere may not reach it."""
-        return [told for outage in (self._database, self._stored) if (told := outage.told) is not None]
+        """What this server cannot see or write now, and since when. It goes on with what it has; changes may not reach it."""
+        looked_at = (self._database, self._stored, self._writing)
+        return [told for outage in looked_at if (told := outage.told) is not None]
 
     async def _look_at_store(self) -> None:
-        try:
-            await asyncio.to_thread(self.objects.look)
-        except OSError as error:
-            self._stored.begins(error)
-        else:
-            self._stored.ends()
+        await asyncio.to_thread(self._stored.tried, self.objects.look)
 
     async def _refresh_access(self) -> None:
         await asyncio.to_thread(self.access.refresh)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 
 class Outage:
@@ -39,6 +43,15 @@ class Outage:
                 self._log.warning("%s: works again", self._what)
             self._reason, self._seen = None, time.monotonic()
 
+    def tried(self, work: Callable[[], object]) -> None:
+        """Say whether it works by whether ``work`` raises OSError."""
+        try:
+            work()
+        except OSError as error:
+            self.begins(error)
+        else:
+            self.ends()
+
     @property
     def age(self) -> float:
         """Seconds since it worked; since this was made, where nobody has looked yet."""
@@ -52,3 +65,19 @@ class Outage:
         if reason is None and self.age < self._patience:
             return None
         return f"{self._what}: has not answered for {self.age:.0f} s ({reason or 'it says nothing'})"
+
+
+class Writing(Outage):
+    """Whether a folder can be written to; nothing of what is tried is kept."""
+
+    def __init__(self, folder: Path, log: logging.Logger) -> None:
+        super().__init__("writing to the data folder", log)
+        self._folder = folder
+
+    async def look(self) -> None:
+        """Write a few bytes: what may keep from it is no room, no right, or a disk that turned read-only."""
+        await asyncio.to_thread(self.tried, self._write)
+
+    def _write(self) -> None:
+        with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+            file.write(bytes(16))

@@ -30,7 +30,7 @@ async def health() -> dict[str, str]:
 async def ready(served: Served, request: Request) -> dict[str, Any]:
     """200 once requests are served; 503 before, while shutting down, without its data and while an enforced module is missing.
 
-    A server that cannot see the registry or the store is degraded and still 200: it goes on with what it has.
+    A server that cannot see the registry or the store, or cannot write, is degraded and still 200: it goes on with what it has.
 
     Names of modules are for those with a key, where one is needed.
     """

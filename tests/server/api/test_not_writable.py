@@ -11,6 +11,11 @@ from sqlalchemy.exc import OperationalError
 
 from server.errors import translate
 from server.registry import database
+from tests.server.api.test_away import reasons
+from tests.server.api.test_health import until
+from tests.support.disks import small_disk
+from tests.support.folders import files_in
+from tests.support.live import live
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])
@@ -31,3 +36,22 @@ def test_a_database_that_can_only_be_read_is_not_said_to_be_silent(tmp_path: Pat
     engine.dispose()
     refusal = translate(raised.value)
     assert (refusal.status, refusal.code) == (503, "not_writable") and "readonly database" in refusal.message
+
+
+def test_a_server_that_cannot_write_is_degraded_until_it_can(checkpoint: Path, tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        live(checkpoint, tmp_path, data_dir=disk.folder / "data", refresh_seconds=0.01) as server,
+    ):
+        until(lambda: reasons(server) == [])
+        kept = files_in(disk.folder / "data")
+        disk.fill([os.getpid()])
+        try:
+            until(lambda: reasons(server) != [])
+            (reason,) = reasons(server)
+            answered = server.complete().status
+        finally:
+            disk.free([os.getpid()])
+        assert reason.startswith("writing to the data folder: ") and disk.full in reason and answered == 200
+        until(lambda: reasons(server) == [])
+        assert files_in(disk.folder / "data") == kept  # and nothing of what was tried is left
