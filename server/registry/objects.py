@@ -6,6 +6,7 @@ clock whether the store is still there, and waits a moment alone for what a stor
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -24,6 +25,7 @@ MARK = "unbind-store"  # lies at the top of a store, so that an empty folder whe
 PATIENCE_SECONDS = 0.5
 CONNECT_SECONDS = 5.0  # for the first object, which has the store's own package imported
 _ASKED_AT_ONCE = 8
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 T = TypeVar("T")
 _KEPT = 200  # bytes of a name, so that with time and ending it is still one that file systems take
 
@@ -114,8 +116,11 @@ class ObjectStore:
                 ) from None
             if self.folder is not None and not self.folder.is_dir():
                 return  # made when the first file is put there
-            with suppress(PermissionError):  # a store that this server may only read
+            try:
                 self._make_mark()
+            except OSError as error:
+                if error.errno not in _READ_ONLY:  # this server may only read it, and another makes its mark
+                    raise
         self._seen = True
 
     def _make_mark(self) -> None:

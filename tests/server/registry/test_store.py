@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import threading
 import time
 import uuid
@@ -29,6 +30,7 @@ from server.registry.store import ModuleStore
 from server.registry.tables import ModuleRow, Origin
 from tests.core.conftest import save_checkpoint
 from tests.server.conftest import MakeModule, build_module
+from tests.support.disks import small_disk
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.files import MAX_BYTES
 from unbind_core.module import UnbindModule
@@ -428,3 +430,12 @@ def test_a_store_that_is_slow_to_answer_holds_no_change_up(
     while place.store.scan().absent:
         assert time.monotonic() - began < 30
     assert set(place.store.scan().modules) == {"m1", "m2", "m3"}
+
+
+def test_a_store_that_may_only_be_read_is_there_though_nobody_has_marked_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "store") as disk:
+        if disk.own:
+            subprocess.run(["mount", "-o", "remount,ro", disk.folder], check=True)
+        else:
+            disk.folder.chmod(0o500)
+        ObjectStore(str(disk.folder)).look()
