@@ -28,7 +28,7 @@ log = logging.getLogger("unbind.modules")
 # After so long records are read again though no change is told of: somebody may have written by hand.
 WHOLE_SECONDS = 60.0
 SKEW_SECONDS = 60.0  # by which the clocks of servers may differ and none undoes what another did
-RETURN_SECONDS = 600.0  # between two times at which one record comes back
+RETURN_SECONDS = 60.0  # between two times at which one record comes back
 _Mark = tuple[tuple[int, str] | None, int]
 
 
