@@ -51,9 +51,8 @@ class Modules:
         self._viewed: dict[str, _Viewed] = {}  # by what was looked for
         # What the registry was as when nothing was left to do, at what time, and until when nothing is due.
         self._passed: tuple[_Mark, float, float] | None = None
-        self._returned: dict[
-            str, float
-        ] = {}  # by id, when the clock's going back last brought a record back; monotonic
+        # By id, when a record came back last as the clock had gone back; monotonic.
+        self._returned: dict[str, float] = {}
 
     def versions(self, name: str | None = None) -> list[dict[str, Any]]:
         """Every version, by name and age; a name's modules before its guards."""

@@ -13,9 +13,7 @@ from server.settings import Settings
 
 log = logging.getLogger("unbind.service")
 DAY = 86_400.0
-CLOCK_SECONDS = (
-    3600.0  # for which rows must have been too old in the eyes of one server: clocks jump, and are put right
-)
+CLOCK_SECONDS = 3600.0  # for which rows must have been too old to one server: clocks jump, and are put right
 SWEEP_SECONDS = 3600.0  # between looks for rows without a takedown, which go once they have been found so for a day
 RETENTION = Actor("retention", "registry")
 
