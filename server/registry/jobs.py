@@ -266,7 +266,8 @@ def made(row: ModuleRow) -> dict[str, Any]:
 
 def job_view(job: Job, now: float, near: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
     """A job as the API shows it. ``eta_seconds`` rests on ``near``, past jobs' seconds by stage; None where they do not tell."""
-    elapsed = (job.finished_at or now) - job.started_at if job.started_at else 0.0
+    # A clock that is behind for a moment makes no time of less than none.
+    elapsed = max(0.0, (job.finished_at or now) - job.started_at) if job.started_at else 0.0
     eta = None
     if job.state == JobState.RUNNING:
         in_stage = now - job.stage_started_at if job.stage_started_at else 0.0

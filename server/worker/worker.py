@@ -250,7 +250,7 @@ class Worker:
             self._patience.insist(lambda: self.registry.jobs.finish(claim, state, time.time(), **fields))
             self._told({"ended": state})
         except (LeaseLost, Stopping) as error:
-            log.warning("job %s could not be ended: %s", claim.job_id, error)
+            log.warning("job %s could not be ended: %s", claim.job_id, str(error) or "the worker leaves")
 
     def _conclude(self, claim: Claim, stages: dict[str, Any], unsettled: str = "") -> None:
         """What the finished stages mean: a published module, or an answer without one.
