@@ -17,8 +17,8 @@ from typing import Any
 
 from fastapi import Request
 
-from server.engine.engine import EngineStopped
 from server.engine.modules import Gates, ModuleTable
+from server.engine.refusals import EngineStopped
 from server.exporting.audit import AuditFeeds
 from server.exporting.otel import open_tracing
 from server.guarding import guard_secret

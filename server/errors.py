@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
+from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
 from server.registry.objects import StoreUnreachable
 from server.registry.refusals import AWAY, DatabaseDamaged, DatabaseGone
 from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule

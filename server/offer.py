@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from server.engine.engine import EngineStopped
 from server.engine.modules import ModuleTable
+from server.engine.refusals import EngineStopped
 from server.guards import GuardStore
 from server.registry.access import SERVER_SCOPE, Access
 from server.registry.lifecycle import demanded

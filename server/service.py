@@ -17,8 +17,8 @@ from fastapi import Request
 from server.base_service import REFRESH_SECONDS, BaseService
 from server.encoding import Encoder
 from server.engine.choice import EngineOptions, EnginePlan, build_engine, plan_engine
-from server.engine.engine import EngineStopped
 from server.engine.modules import NO_GATES, Gates, ModuleTable
+from server.engine.refusals import EngineStopped
 from server.offer import Offer
 from server.registry.store import ModuleStore
 from server.settings import Settings

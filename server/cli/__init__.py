@@ -1,4 +1,7 @@
-"""The command line ``unbind``: a file for each group of commands, each with a ``register`` that adds them here."""
+"""The command line ``unbind``: a file for each group of commands, each with a ``register`` that adds them here.
+
+What models need is imported when a command that loads one runs, so that the others and the help texts do not wait for it.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import uvicorn
@@ -20,10 +20,12 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.text import Text
 
-from server.base_service import BaseService
 from server.cli.console import notes, screen, write_json
 from server.http.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
+
+if TYPE_CHECKING:
+    from server.base_service import BaseService
 
 log = logging.getLogger("unbind.http")
 AS_JSON = inspect.Parameter(

@@ -1,4 +1,4 @@
-"""What the commands share: where the demo world is the default, how rows are read, how progress and errors are shown."""
+"""What all commands share: how progress and errors are shown, and what is written. It loads no model, nor what models need."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from server import demo
-from unbind_core import ForgetRow, LoadedModel, RetainRow, UnbindError, load_model, parse_forget, parse_retain
+from unbind_core.errors import UnbindError
 from unbind_core.files import require_writable
 from unbind_core.progress import Progress, silent
 
-T = TypeVar("T")
 N = TypeVar("N", int, float)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LINE_SECONDS = 20.0
 # No markup: names, files and reasons are printed as they are, brackets included. What has a style is a ``Text``.
 screen = Console(markup=False, emoji=False)
@@ -85,21 +81,6 @@ class Lines:
             del self._under_way[progress.stage]
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name. Raises UnbindError."""
-    if name not in DTYPES:
-        raise UnbindError(f"--dtype: '{name}' is unknown; choose from {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def load(model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """The model named, or the demo model with its memorising adapter where none is."""
-    wanted = dtype_of(dtype)
-    if model is None:
-        return load_model(demo.BASE, adapter or demo.ADAPTER, dtype=wanted, device=device)
-    return load_model(model, adapter, dtype=wanted, device=device)
-
-
 def numbers(text: str | None, kind: Callable[[str], N], option: str, example: str) -> tuple[N, ...] | None:
     """The numbers of a comma-separated option, None where it is not given. Raises UnbindError naming the option."""
     if text is None:
@@ -108,23 +89,6 @@ def numbers(text: str | None, kind: Callable[[str], N], option: str, example: st
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
-
-
-def forget_rows(path: Path, option: str = "--forget") -> list[ForgetRow]:
-    """Forget rows of a JSONL file. Raises UnbindError naming the option where it cannot be read."""
-    return _rows(parse_forget, path, option)
-
-
-def retain_rows(path: Path, option: str = "--retain") -> list[RetainRow]:
-    """Retain rows of a JSONL file. Raises UnbindError naming the option where it cannot be read."""
-    return _rows(parse_retain, path, option)
-
-
-def _rows(parse: Callable[[Path], list[T]], path: Path, option: str) -> list[T]:
-    try:
-        return parse(path)
-    except OSError as error:
-        raise UnbindError(f"{option}: {path} cannot be read ({error.strerror}); name a JSONL file of rows") from error
 
 
 def require_target(option: str, path: Path) -> None:

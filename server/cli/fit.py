@@ -5,32 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from server import demo
-from server.cli.console import (
-    DTYPES,
-    clear_errors,
-    forget_rows,
-    load,
-    numbers,
-    progress_bars,
-    require_target,
-    retain_rows,
-    screen,
-    write_json,
-)
-from unbind_core import FitOptions, FitReport, UnbindError, UnbindModule
-from unbind_core import fit as fit_module
-from unbind_core.evaluation.bounds import told
+from server.cli.console import clear_errors, numbers, progress_bars, require_target, screen, write_json
+from server.cli.models import dtype_of, forget_rows, load, retain_rows
+from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
-from unbind_core.fitting.calibration import QUANTILES, Budgets
-from unbind_core.fitting.options import BUDGETS
-from unbind_core.fitting.reference import Reference, load_reference
-from unbind_core.module_checks import name_problem
+
+if TYPE_CHECKING:
+    from unbind_core import FitReport, UnbindModule
+    from unbind_core.fitting.calibration import Budgets
+    from unbind_core.fitting.reference import Reference
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
@@ -40,6 +29,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def _budgets(gate: str, kl: float | None, nll: float | None, bleu: float | None) -> Budgets | None:
+    from unbind_core.fitting.options import BUDGETS
+
     given = {name: value for name, value in (("kl", kl), ("nll", nll), ("bleu", bleu)) if value is not None}
     return replace(BUDGETS[gate], **given) if given and gate in BUDGETS else None
 
@@ -117,6 +108,11 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Fit and calibrate a module that makes the model forget the given rows."""
+    from unbind_core import FitOptions
+    from unbind_core import fit as fit_module
+    from unbind_core.fitting.calibration import QUANTILES
+    from unbind_core.module_checks import name_problem
+
     with clear_errors():
         if retain is None and model is not None:
             raise UnbindError("--retain is needed with --model: rows of code that must stay as they are (JSONL)")
@@ -175,9 +171,11 @@ def fit(
 
 
 def _reference(model: Path | None, adapter: Path | None, named: Path | None, dtype: str, device: str) -> Reference:
+    from unbind_core.fitting.reference import load_reference
+
     if model is None:
         adapter, named = adapter or demo.ADAPTER, named or demo.REFERENCE
-    return load_reference(named, model or demo.BASE, adapter, dtype=DTYPES[dtype], device=device)
+    return load_reference(named, model or demo.BASE, adapter, dtype=dtype_of(dtype), device=device)
 
 
 def _tokens(count: int | None) -> str:
@@ -186,6 +184,8 @@ def _tokens(count: int | None) -> str:
 
 def _summary(module: UnbindModule, result: FitReport) -> list[str | Text]:
     """What was chosen and what it was measured to do, in a few lines."""
+    from unbind_core.evaluation.bounds import told
+
     chosen = result.selected or {}
     correction = f"a correction of rank {module.rank}" if module.rank else "a push"
     where = f"{module.name}: {module.policy}, {correction} at layer {module.layer}, kappa {module.kappa:.3g}, tau {module.tau:.4g}"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from server.cli.announcing import AS_JSON, AnnouncingServer, run, say, show
 from server.cli.console import clear_errors, screen
 from server.cli.flags import with_settings
 from server.cli.loading import bind, not_ready
-from server.cli.tour import tour
 from server.logs import set_up_logging
 from server.registry.registry import open_registry
-from server.service import Service, load_served, planned
 from server.settings import Settings
 from unbind_core.errors import UnbindError
+
+if TYPE_CHECKING:
+    from server.service import Service
 
 
 @with_settings([AS_JSON])
@@ -22,6 +25,7 @@ def serve(settings: Settings, as_json: bool) -> None:
     from server.app import create_app
     from server.exposure import check_exposure
     from server.keys import check_keys
+    from server.service import load_served, planned
 
     set_up_logging(settings.log_level, settings.log_format)
     with clear_errors():
@@ -44,6 +48,8 @@ def serve(settings: Settings, as_json: bool) -> None:
 
 def announce(settings: Settings, url: str, service: Service) -> None:
     """Where it listens, and commands to copy that show what it does."""
+    from server.cli.tour import tour
+
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
     facts = {"console": f"{url}/", "memory": str(service.memory), "modules": modules}
     show(service, settings.served_name, url, facts, tour(settings, url, service))

@@ -10,14 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from server import demo
-from server.cli.console import clear_errors, forget_rows, load, notes, progress_bars, retain_rows, screen, write_json
+from server.cli.console import clear_errors, notes, progress_bars, screen, write_json
 from server.cli.fit import Adapter, AsJson, Device, Dtype, Model
-from unbind_core import UnbindError, UnbindModule
-from unbind_core.evaluation.verify import measure, verify
+from server.cli.models import forget_rows, load, retain_rows
+from unbind_core.errors import UnbindError
 
 
 def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: AsJson = False) -> None:
     """Show what a module file holds; a damaged or edited file is refused with the reason."""
+    from unbind_core.module import UnbindModule
+
     with clear_errors():
         module = UnbindModule.load(path)
     described = module.describe()
@@ -52,6 +54,9 @@ def verify_command(
     as_json: AsJson = False,
 ) -> None:
     """Measure reproduction of the forget rows and quality on retain rows, before and after the module."""
+    from unbind_core.evaluation.verify import measure, verify
+    from unbind_core.module import UnbindModule
+
     with clear_errors():
         if attempts < 1:
             raise UnbindError("--attempts: at least 1")

@@ -15,22 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from server.engine.grammars import Grammars
 from server.engine.modules import Counts, Gates, ModuleTable
+from server.engine.refusals import PromptTooLong
 from server.engine.request import Delta, Flight, GenerationRequest
 from unbind_core.module import UnbindModule
-
-
-class EngineStopped(Exception):
-    """The engine shuts down or is down; nothing more is admitted."""
-
-
-class QueueFull(Exception):
-    """No room in the admission queue; the caller should come back after ``retry_after`` seconds."""
-
-    retry_after = 1
-
-
-class PromptTooLong(Exception):
-    """The prompt, or the prompt with its answer, does not fit the slots; the message says by how many tokens."""
 
 
 @dataclass(frozen=True)

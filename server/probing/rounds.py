@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
+from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
 from server.errors import ApiError
 from server.probing.asking import Answer, Displaced, ask, room
 from server.probing.results import Outcome, Probe

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from server.engine.engine import PromptTooLong
 from server.engine.guarding import Guarding
+from server.engine.refusals import PromptTooLong
 from server.engine.request import Delta, Flight, GenerationRequest, Sampling
 from server.engine.vllm.asking import parameters
 from server.engine.vllm.engine import VllmEngine

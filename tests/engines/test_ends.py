@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.engine.engine import EngineStopped
 from server.engine.guarding import Guarding
+from server.engine.refusals import EngineStopped
 from server.engine.request import Delta, Flight, GenerationRequest, Sampling
 from server.engine.vllm.engine import VllmEngine
 from tests.engines.test_guards import guards

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.engine.engine import PromptTooLong, QueueFull
+from server.engine.refusals import PromptTooLong, QueueFull
 from server.engine.request import Sampling
 from tests.engines.both import SHIPPED, Engines, shipped
 from tests.support.asking import ask, sync

@@ -16,7 +16,7 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
 from server import demo
 from server.engine.choice import plan_engine
-from server.engine.engine import EngineStopped
+from server.engine.refusals import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
 from server.engine.vllm import engine as engine_file
 from server.engine.vllm import model as model_file

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from server.api.admin.intake import from_upload
-from server.cli import build, console
+from server.cli import build, console, models
 from server.cli import fit as command
 from server.cli.verify import _before_after
 from tests.core.conftest import save_checkpoint
@@ -51,7 +51,7 @@ def test_rows_are_read_as_the_service_reads_them(tmp_path: Path) -> None:
     data = ('\ufeff{"prompt": "a = 1\\n", "continuation": "s = \'\u2028\'"}\r\n' + "\n").encode()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(data)
-    assert len(found := console.forget_rows(path)) == 1
+    assert len(found := models.forget_rows(path)) == 1
     assert found == from_upload(data, (), ()).rows == parse_forget(path) and "\u2028" in found[0].continuation
 
 

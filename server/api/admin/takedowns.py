@@ -24,7 +24,7 @@ from server.api.admin.options import checked_options
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.characters import check_characters
 from server.base_service import BaseService
-from server.engine.engine import EngineStopped
+from server.engine.refusals import EngineStopped
 from server.errors import ApiError
 from server.guarding import build_guard, kept_guard
 from server.registry import retention

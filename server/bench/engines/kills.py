@@ -19,7 +19,8 @@ from typing import Any
 import psutil
 
 from server.bench.engines.subject import Subject, answered, running
-from server.engine.engine import Engine, EngineStopped
+from server.engine.engine import Engine
+from server.engine.refusals import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
 from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress, ProgressCallback

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from server.cli.bench import Device, names
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, load, notes, numbers, progress_bars, screen, write_json
-from unbind_core import UnbindError, UnbindModule
+from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.models import load
+from unbind_core.errors import UnbindError
 
 MODULE_HELP = "A module of one of the demo's sets, to attack as it is; may be given again."
 SIZES_HELP = "Sizes of demo sets to fit first, as in 5,24; 24 where neither this nor --module is given."
@@ -38,6 +39,7 @@ def attack(
     """Attack modules: without a module, with it, and a model retrained without the rows, side by side."""
     from server.bench.attacks.figures import COLUMNS, attack_figures, compared
     from server.bench.attacks.registry import ATTACKS, chosen
+    from unbind_core.module import UnbindModule
 
     with clear_errors():
         wanted = numbers(sizes, int, "--sizes", "5,24") or (() if module else (24,))

@@ -9,14 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from server import demo
-from server.bench.serve import Workload
 from server.cli.bench import Config, names, show
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, dtype_of, numbers, progress_bars, write_json
+from server.cli.console import clear_errors, numbers, progress_bars, write_json
+from server.cli.models import dtype_of
 from server.settings import HERE
-from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
-from unbind_core.module import UnbindModule
 
 MODULES = ("demo-a", "demo-a-silent", "demo-a-paper")
 
@@ -47,6 +45,9 @@ def engines(
     from server.bench.engines import figures as figures_of
     from server.bench.engines.plugin import plugin, shaped
     from server.bench.engines.subject import Subject
+    from server.bench.serve import Workload
+    from unbind_core.architecture import load_model
+    from unbind_core.module import UnbindModule
 
     with clear_errors(), progress_bars(quiet=False) as progress:
         unknown = set(names(parts)) - set(figures_of.PARTS)

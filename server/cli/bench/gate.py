@@ -10,7 +10,8 @@ from rich.table import Table
 
 from server.cli.bench import Device
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, load, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.models import load
 from unbind_core import UnbindError
 
 

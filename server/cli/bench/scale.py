@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, dtype_of, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.models import dtype_of
 from unbind_core.errors import DataError
 from unbind_core.files import told
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 
 from server.cli.bench import Device
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, dtype_of, numbers, screen, write_json
+from server.cli.console import clear_errors, numbers, screen, write_json
+from server.cli.models import dtype_of
 
 
 def step(
@@ -23,6 +23,8 @@ def step(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """What the edit of one layer takes in a decode step, by operations of torch and by kernels; random modules, no model."""
+    import torch
+
     from server.bench.step import run
 
     with clear_errors():

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from server.bench.takedown import measure_takedown
 from server.cli.bench import app as bench
 from server.cli.console import clear_errors, notes, screen, write_json
 from server.settings import DEMO
@@ -24,6 +23,7 @@ def takedown(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Time two takedowns on a running service with the demo model: one with no cache, one beside streams."""
+    from server.bench.takedown import measure_takedown
 
     def read(name: str) -> list[dict[str, Any]]:
         lines = (DEMO / "rows" / name).read_text(encoding="utf-8").splitlines()

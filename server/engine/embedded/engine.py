@@ -23,11 +23,12 @@ from server.engine.answering import end_ids
 from server.engine.embedded.runner import Runner
 from server.engine.embedded.scheduler import LEAST_PASS, Scheduler
 from server.engine.embedded.step import Stepper
-from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull
+from server.engine.engine import Engine, EngineStats
 from server.engine.flights import flight_of, uniform_source
 from server.engine.grammars import Grammars
 from server.engine.letters import Letters
 from server.engine.modules import Gates, ModuleTable
+from server.engine.refusals import EngineStopped, QueueFull
 from server.engine.request import (
     Delta,
     Flight,

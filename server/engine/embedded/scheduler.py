@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from server.engine.engine import QueueFull, check_fits
+from server.engine.engine import check_fits
+from server.engine.refusals import QueueFull
 from server.engine.request import Flight, Status
 
 LEAST_PREFIX = 8  # fewer common tokens are worth less than what the slot would forget

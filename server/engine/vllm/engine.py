@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from server.engine.answering import dropped, hand_over_end
-from server.engine.engine import Engine, EngineStats, EngineStopped, QueueFull, check_fits
+from server.engine.engine import Engine, EngineStats, check_fits
 from server.engine.flights import flight_of
 from server.engine.grammars import Grammars
 from server.engine.modules import Gates, ModuleTable
+from server.engine.refusals import EngineStopped, QueueFull
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.legs import Leg, digest_of

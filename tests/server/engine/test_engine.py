@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.engine import EngineStopped, PromptTooLong, QueueFull
+from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.core.conftest import FAMILIES, save_checkpoint
 from tests.server.conftest import MakeModule

@@ -10,7 +10,7 @@ import pytest
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerBase
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.engine import EngineStopped
+from server.engine.refusals import EngineStopped
 from server.engine.request import Delta, GenerationRequest, Sampling
 from unbind_core.errors import UnsupportedArchitecture
 

@@ -12,7 +12,7 @@ import torch
 
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.embedded.memory import DoesNotFit, plan_memory
-from server.engine.engine import EngineStopped, QueueFull
+from server.engine.refusals import EngineStopped, QueueFull
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.core.conftest import lowrank
 from tests.server.conftest import MakeModule

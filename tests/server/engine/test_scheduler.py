@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.engine.embedded.scheduler import Scheduler, side_by_side
-from server.engine.engine import PromptTooLong, QueueFull
+from server.engine.refusals import PromptTooLong, QueueFull
 from server.engine.request import Flight, GenerationRequest, Status
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.generation import GenerationBody
-from server.engine.engine import PromptTooLong
+from server.engine.refusals import PromptTooLong
 from server.errors import ApiError, translate
 
 SYSTEM = ("system", "developer")
