@@ -39,13 +39,14 @@ class UnbindModule:
     only where the mean over that one is less than tau_close above s_ref as well.
 
     ``correction`` "push": v [d] of unit length; h becomes h - amount kappa v. "lowrank": u [d,r], a [r,d], c [d], with r from 1 to
-    256; h becomes h + amount kappa (u (a h) + c) (``unbind_core/applying/corrections.py``). ``policy`` says what the module aims
+    256; h becomes h + amount kappa (u (a h) + c). "network": also e [r], with r up to 1,024; h becomes h + amount kappa
+    (u relu(a h + e) + c), and u and a are bfloat16 (``unbind_core/applying/corrections.py``). ``policy`` says what the module aims
     at: "silent", the answer ends, or "rewrite", it goes another way. ``calibrated``: {"dtype", "quantisation"} of the model it
     was calibrated on.
 
-    Tensors are FP32 on the CPU. ``layer`` counts from 0 and acts on that decoder layer's output. ``partitions`` are row indices;
-    the remaining mappings are JSON and say how the module came to be. Raises ModuleFileError, naming the field, where a value
-    makes no sense. Modules are equal if their files are.
+    Other tensors are FP32, all on the CPU. ``layer`` counts from 0 and acts on that decoder layer's output. ``partitions`` are row
+    indices; the remaining mappings are JSON and say how the module came to be. Raises ModuleFileError, naming the field, where a
+    value makes no sense. Modules are equal if their files are.
     """
 
     name: str
@@ -80,6 +81,7 @@ class UnbindModule:
     u: Tensor | None = None
     a: Tensor | None = None
     c: Tensor | None = None
+    e: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be applied, so that a module in hand is a module that works."""
@@ -109,7 +111,7 @@ class UnbindModule:
 
     @property
     def rank(self) -> int:
-        """The rank of a low-rank correction; 0 for a push, which is the same at every state."""
+        """The rank of a low-rank correction, the hidden units of a network; 0 for a push, which is the same at every state."""
         return 0 if self.u is None else self.u.shape[1]
 
     @cached_property

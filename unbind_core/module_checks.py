@@ -23,7 +23,7 @@ FIRST_PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "re
 PARTITIONS = (*FIRST_PARTITIONS, "retain_certificate")
 POLICIES = ("silent", "rewrite")
 MAX_GATE_WINDOW = 256  # positions
-MAX_RANK = 256  # of a low-rank correction
+MAX_RANK = {"lowrank": 256, "network": 1024}  # of a correction: a network's hidden units
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
@@ -93,15 +93,18 @@ def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str,
             )
     if module.u is None or module.a is None or module.c is None:
         return
-    rank = module.u.shape[-1] if module.u.dim() == 2 else 0
-    if not 1 <= rank <= MAX_RANK:
-        yield "u", f"must be [{size}, r] with a rank r from 1 to {MAX_RANK}, not {list(module.u.shape)}"
-    for field, tensor, shape in (
-        ("u", module.u, (size, rank)),
-        ("a", module.a, (rank, size)),
-        ("c", module.c, (size,)),
+    rank, most = module.u.shape[-1] if module.u.dim() == 2 else 0, MAX_RANK.get(module.correction, 0)
+    if not 1 <= rank <= most:
+        yield "u", f"must be [{size}, r] with a rank r from 1 to {most}, not {list(module.u.shape)}"
+    large = torch.bfloat16 if module.correction == "network" else torch.float32
+    for field, tensor, shape, dtype in (
+        ("u", module.u, (size, rank), large),
+        ("a", module.a, (rank, size), large),
+        ("c", module.c, (size,), torch.float32),
+        ("e", module.e, (rank,), torch.float32),
     ):
-        yield from _tensor_problems(field, tensor, shape, zero=True)
+        if tensor is not None:
+            yield from _tensor_problems(field, tensor, shape, zero=True, dtype=dtype)
     if not bool(module.c.any()) and not (bool(module.u.any()) and bool(module.a.any())):
         yield "c", "must not be all zero where u or a is: such a module changes nothing; fit it again"
 
@@ -144,12 +147,12 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
 
 
 def _tensor_problems(
-    field: str, tensor: Tensor, shape: tuple[int, ...], zero: bool = False
+    field: str, tensor: Tensor, shape: tuple[int, ...], zero: bool = False, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, str]]:
-    if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tuple(tensor.shape) != shape:
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or tuple(tensor.shape) != shape:
         found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        yield field, f"must be float32 {list(shape)} on the CPU, not {found}"
-    length = float(torch.linalg.vector_norm(tensor))
+        yield field, f"must be {str(dtype).removeprefix('torch.')} {list(shape)} on the CPU, not {found}"
+    length = float(torch.linalg.vector_norm(tensor, dtype=torch.float32))
     # a finite length has finite parts, and is found in a fifth of the time
     finite = math.isfinite(length) or bool(torch.isfinite(tensor).all())
     if not finite or not (zero or length > 0):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -17,13 +18,13 @@ from torch import Tensor
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import ModuleFileError
 
-FORMAT = 3
+FORMAT = 4
 KEY = "unbind"
 # What reading bytes that mean to do harm can raise, of safetensors, torch and json.
 UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-TENSORS = ("w", "v", "b", "heads", "heads_b", "u", "a", "c")
+TENSORS = ("w", "v", "b", "heads", "heads_b", "u", "a", "c", "e")
 DETECTORS = {"fisher": {"w"}, "network": {"w", "b", "heads", "heads_b"}}  # kind -> the tensors it has
-CORRECTIONS = {"push": {"v"}, "lowrank": {"u", "a", "c"}}
+CORRECTIONS = {"push": {"v"}, "lowrank": {"u", "a", "c"}, "network": {"u", "a", "c", "e"}}
 FLOAT32: Mapping[str, Any] = {"dtype": "float32", "quantisation": None}
 # What formats before had no fields for. A module that is all of this is still written so: its bytes and its digest stay.
 _SECOND: Mapping[str, Any] = {"hold": None}
@@ -43,17 +44,19 @@ def _checksum(tensors: Mapping[str, Tensor], unsealed: str) -> str:
     digest = hashlib.sha256()
     for key in TENSORS:
         if key in tensors:
-            digest.update(tensors[key].contiguous().numpy().data)
+            digest.update(tensors[key].contiguous().view(torch.uint8).numpy().data)
     digest.update(unsealed.encode())
     return digest.hexdigest()
 
 
 def filed(described: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata as a file holds it, with its format: the first that says it all, without the fields that it implies."""
+    if described.get("correction") == "network":
+        return {**described, "format": FORMAT}
     for version, implied in _IMPLIED.items():
         if all(described.get(key) == value for key, value in implied.items()):
             return {key: value for key, value in described.items() if key not in implied} | {"format": version}
-    return {**described, "format": FORMAT}
+    return {**described, "format": 3}
 
 
 def written(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> bytes:

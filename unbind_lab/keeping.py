@@ -31,9 +31,9 @@ def code_of(*modules: ModuleType | None) -> str:
 
 
 def files_of(module: ModuleType) -> list[Path]:
-    """A module's file, or those of a package."""
+    """A module's file, or those of a package and of the packages in it."""
     path = Path(str(module.__file__))
-    return [path] if path.name != "__init__.py" else sorted({*path.parent.glob("*.py"), *path.parent.glob("*.toml")})
+    return [path] if path.name != "__init__.py" else sorted({*path.parent.rglob("*.py"), *path.parent.rglob("*.toml")})
 
 
 class Kept:

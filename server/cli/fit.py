@@ -19,7 +19,7 @@ from unbind_core.files import write_text
 if TYPE_CHECKING:
     from unbind_core import FitReport, UnbindModule
     from unbind_core.fitting.calibration import Budgets
-    from unbind_core.fitting.reference import Reference
+    from unbind_core.fitting.corrections.reference import Reference
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
@@ -171,7 +171,7 @@ def fit(
 
 
 def _reference(model: Path | None, adapter: Path | None, named: Path | None, dtype: str, device: str) -> Reference:
-    from unbind_core.fitting.reference import load_reference
+    from unbind_core.fitting.corrections.reference import load_reference
 
     if model is None:
         adapter, named = adapter or demo.ADAPTER, named or demo.REFERENCE
@@ -187,7 +187,7 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str | Text]:
     from unbind_core.evaluation.bounds import told
 
     chosen = result.selected or {}
-    correction = f"a correction of rank {module.rank}" if module.rank else "a push"
+    correction = f"a correction of {module.rank} units" if module.rank else "a push"
     where = f"{module.name}: {module.policy}, {correction} at layer {module.layer}, kappa {module.kappa:.3g}, tau {module.tau:.4g}"
     certificate = [f"certificate: {told(result.certificate)}"] if result.certificate else []
     if module.detector == "fisher":

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from server.settings import Settings
 from unbind_core.cpu.linears import SHARE
 from unbind_core.errors import DataError, UnbindError
+from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.fitting.options import BUDGETS, FitOptions
-from unbind_core.fitting.reference import Kind
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, plan_takedown

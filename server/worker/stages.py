@@ -29,8 +29,8 @@ from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.scores import extractable, forget_scores
 from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.adopt import adopt
+from unbind_core.fitting.corrections.reference import Reference, load_reference
 from unbind_core.fitting.fit import fit, prepare_retained
-from unbind_core.fitting.reference import Reference, load_reference
 
 
 def _reference(settings: Settings, gate: str) -> Reference | None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.core.conftest import lowrank, make_module, make_network_module
+from tests.support.modules import rectified
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
@@ -50,17 +51,24 @@ CALIBRATED = {"dtype": "bfloat16", "quantisation": None}
 
 
 @pytest.mark.parametrize("make", [make_module, make_network_module])
-@pytest.mark.parametrize("rank", [1, 5, 256])
-def test_a_low_rank_correction_comes_back_as_it_was(tmp_path: Path, make: Any, rank: int) -> None:
-    module = make(MODEL, **lowrank(16, rank), calibrated=CALIBRATED)
+@pytest.mark.parametrize(
+    ("correction", "kind", "rank", "version"),
+    [
+        *((lowrank, "lowrank", rank, 2) for rank in (1, 5, 256)),
+        *((rectified, "network", units, 4) for units in (1, 5, 1024)),
+    ],
+)
+def test_a_learned_correction_comes_back_as_it_was(
+    tmp_path: Path, make: Any, correction: Any, kind: str, rank: int, version: int
+) -> None:
+    module = make(MODEL, **correction(16, rank), calibrated=CALIBRATED)
     digest = module.save(tmp_path / "a.safetensors")
     again = UnbindModule.load(tmp_path / "a.safetensors", MODEL)
     assert again == module and again.digest == module.digest == digest
     assert again.tensors.keys() == module.tensors.keys() and "v" not in again.tensors
     assert all(torch.equal(part, module.tensors[name]) for name, part in again.tensors.items())
-    assert (again.correction, again.rank, again.policy, again.calibrated) == ("lowrank", rank, "rewrite", CALIBRATED)
-    assert again.to_bytes() == module.to_bytes() and again.describe() == module.describe()
-    assert again.describe()["format"] == 2
+    assert (again.correction, again.rank, again.policy, again.calibrated) == (kind, rank, "rewrite", CALIBRATED)
+    assert again.to_bytes() == module.to_bytes() and again.describe() == module.describe() | {"format": version}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +126,12 @@ def test_a_correction_that_cannot_be_applied_is_refused_by_the_fields_name(chang
         dataclasses.replace(whole, **changes)
     assert dataclasses.replace(whole, c=torch.zeros(16)).rank == 3  # one of the two may be zero
     assert dataclasses.replace(whole, u=torch.zeros(16, 3)).rank == 3
+    network = make_module(MODEL, **rectified(16))
+    for spoilt in ({"e": torch.zeros(4)}, {"e": torch.full((3,), math.nan)}, {"e": None}):
+        with pytest.raises(
+            ModuleFileError, match=r"module '.*': (e |correction 'network' needs the tensors a, c, e, u)"
+        ):
+            dataclasses.replace(network, **spoilt)
 
 
 @pytest.mark.parametrize(

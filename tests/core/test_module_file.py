@@ -19,6 +19,7 @@ from tests.core.conftest import lowrank, make_module, make_network_module
 from tests.core.test_module import (
     MODEL,
 )
+from tests.support.modules import rectified
 from unbind_core.errors import ModuleFileError
 from unbind_core.module import UnbindModule
 from unbind_core.module_checks import PARTITIONS
@@ -34,7 +35,7 @@ def with_metadata(data: bytes, described: dict[str, Any] | str) -> bytes:
     return save_tensors(load_tensors(data), metadata={"unbind": text})
 
 
-@pytest.mark.parametrize("correction", [{}, lowrank(16)], ids=["push", "lowrank"])
+@pytest.mark.parametrize("correction", [{}, lowrank(16), rectified(16)], ids=["push", "lowrank", "network"])
 def test_a_network_file_that_was_damaged_or_lost_a_tensor_is_refused(correction: dict[str, Any]) -> None:
     data = make_network_module(MODEL, **correction).to_bytes()
     tensors, text = load_tensors(data), json.dumps(metadata_of(data), sort_keys=True, separators=(",", ":"))
@@ -178,13 +179,21 @@ def test_with_a_digest_held_against_a_known_one_fields_and_tensors_are_still_loo
 
 
 @pytest.mark.parametrize(
-    ("changes", "version"), [({}, 1), (lowrank(16), 2), ({"hold": 9}, 3), ({"hold": 9, **lowrank(16)}, 3)]
+    ("changes", "version"),
+    [
+        ({}, 1),
+        (lowrank(16), 2),
+        ({"hold": 9}, 3),
+        ({"hold": 9, **lowrank(16)}, 3),
+        (rectified(16), 4),
+        ({"hold": 9, **rectified(16)}, 4),
+    ],
 )
 def test_a_module_is_written_in_the_first_format_that_says_it_all(changes: dict[str, Any], version: int) -> None:
     module = make_network_module(MODEL, **changes)
     data = module.to_bytes()
     described = metadata_of(data)
-    assert described["format"] == version and ("hold" in described) == (version == 3)
+    assert described["format"] == version and ("hold" in described) == (version >= 3)
     again = UnbindModule.from_bytes(data)
     assert again == module and again.hold == changes.get("hold")
     if version > 1:
@@ -195,8 +204,8 @@ def test_a_module_is_written_in_the_first_format_that_says_it_all(changes: dict[
 
 def test_a_later_format_asks_for_an_upgrade() -> None:
     data = make_module(MODEL).to_bytes()
-    with pytest.raises(ModuleFileError, match=r"format 4 .* upgrade"):
-        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 4}))
+    with pytest.raises(ModuleFileError, match=r"format 5 .* upgrade"):
+        UnbindModule.from_bytes(with_metadata(data, metadata_of(data) | {"format": 5}))
 
 
 def test_not_a_number_in_the_file_is_refused() -> None:

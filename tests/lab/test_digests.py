@@ -22,8 +22,8 @@ ROOT = Path(unbind_lab.__file__).parents[1]
         (PROTOCOLS["attacks"].further, "server/bench/attacks/known.py"),
         (PROTOCOLS["attacks"].further, "unbind_lab/protocols/attacked.py"),
         (PROTOCOLS["strengths"].further, "unbind_lab/protocols/varied.py"),
-        (PROTOCOLS["successive"].further, "unbind_core/fitting/correction.py"),
-        (PROTOCOLS["layers"].further, "unbind_core/fitting/correction.py"),
+        (PROTOCOLS["successive"].further, "unbind_core/fitting/corrections/learning.py"),
+        (PROTOCOLS["layers"].further, "unbind_core/fitting/corrections/learning.py"),
         (SYSTEMS["unbind-strict"].further, "unbind_core/fitting/paper.py"),  # type: ignore[union-attr]
         (SYSTEMS["prompt-filter"].further, "server/bench/guard/prompt_filter.py"),  # type: ignore[union-attr]
         (SYSTEMS["guard"].further, "unbind_core/guard/textguard.py"),  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from server.engine.vllm.pages import LastPositions, PagedMemory, Pages
 from tests.core.conftest import lowrank, make_module, make_network_module
+from tests.support.modules import rectified
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.applying.passes import Pass, Record
@@ -82,7 +83,7 @@ def some_modules(drawn: random.Random, d: int, count: int) -> list[UnbindModule]
             "width": drawn.choice((4, 6)),
         }
         if drawn.random() < 0.6:
-            changes |= lowrank(d, drawn.choice((1, 7, 40)), i)
+            changes |= drawn.choice((lowrank, rectified))(d, drawn.choice((1, 7, 40)), i)
         made.append(make_network_module(model, f"m{i}", LAYER, seed=i, **changes))
     return made
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.core.conftest import lowrank
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.module_checks import PARTITIONS
@@ -40,3 +41,10 @@ def build_module(
         settings={},
         **fields,
     )
+
+
+def rectified(size: int, units: int = 3, seed: int = 0) -> dict[str, Any]:
+    """The fields that give a module a network for a correction; its numbers are multiples of 1/4."""
+    low = lowrank(size, units, seed)
+    e = torch.randint(-4, 5, (units,), generator=torch.Generator().manual_seed(2000 + seed)) / 4
+    return low | {"correction": "network", "u": low["u"].bfloat16(), "a": low["a"].bfloat16(), "e": e}

@@ -153,7 +153,7 @@ class FusedPart:
         if (kernels := self._kernels.made(d, edited.dtype, where.positions.dtype, where.tables.dtype)) is None:
             return None
         flat = states.reshape(-1, d)
-        into, back, _ = self._corrections.stacked
+        by = self._corrections.stacked
         work = flat.new_empty((len(flat), 2 * m + self._ranks))
         rows, counts, requests = map(_one_by_one, (pass_.rows, pass_.counts, pass_.requests))
         tables = None if requests is None else self._requests
@@ -163,10 +163,10 @@ class FusedPart:
                     kernels.decide(
                         *block.products(flat), first, self._modules, self._gates.close, self._weights, rows, where,
                         self._bins[pass_.phase], counts, requests,
-                        None if tables is None else (tables.opened, tables.counts), flat, into, work,
+                        None if tables is None else (tables.opened, tables.counts), flat, by.into, by.edge, work,
                     )  # fmt: skip
             out = edited if in_place else torch.empty_like(edited)
-            kernels.correct(edited.view(-1, d), out.view(-1, d), work, back, self._modules, in_place)
+            kernels.correct(edited.view(-1, d), out.view(-1, d), work, by.back, self._modules, in_place)
         amounts = work[:, :m]
         if pass_.record is not None:
             active = torch.where(amounts != 0, work[:, -m:], 0.0)

@@ -62,6 +62,7 @@ class DecodeKernels:
         tables: tuple[Tensor, Tensor] | None,
         states: Tensor,
         into: Tensor,
+        edge: Tensor | None,
         work: Tensor,
     ) -> Any:
         """What the gates of m modules decide at N states, m of the M of a part from the one numbered ``first`` on.
@@ -71,11 +72,11 @@ class DecodeKernels:
         act, below 0 where it does not ask for it; ``rows`` int64 [N], None where state i is row i or R is 1; ``where``:
         ``Addresses``. ``tally`` int64 [M,BINS], of states that are ``counted`` bool [N]. ``requests`` int64 [N], rows of the first
         of two ``tables``: int32 [requests,slots], whether a gate was open for one, and int64 [slots], for how many. ``states`` FP32
-        [N,d] and ``into`` FP32 [d,ranks] are read where a correction acts.
+        [N,d], ``into`` FP32 [d,ranks] and ``edge`` FP32 [2,ranks], as ``Stacked`` has them, are read where a correction acts.
 
         Written are the memory's rows and ``work`` FP32 [N,M + ranks + M]: amounts, 0 where a gate is closed and below 0 where one
-        is open that only measures; amount (A h) of each rank whose module acts, the others are left as they are; and scores, in
-        thresholds.
+        is open that only measures; amount max(A h + bias, least) of each rank whose module acts, the others are left as they are;
+        and scores, in thresholds.
         """
         m, count, most = products.shape
         in_all = len(modules)
@@ -88,7 +89,7 @@ class DecodeKernels:
             where.tables, where.tables.stride(0), where.size, int(where.paged),
             tally, self._bounds, self._none if counted is None else counted, int(counted is not None),
             tally if requests is None else requests, int(requests is not None and tables is not None),
-            opened, opened.stride(0), hits, states, into, self._d, work,
+            opened, opened.stride(0), hits, states, into, into if edge is None else edge, int(edge is not None), self._d, work,
         )  # fmt: skip
 
     def correct(self, to: Tensor, out: Tensor, work: Tensor, back: Tensor, modules: Tensor, in_place: bool) -> Any:
@@ -120,7 +121,7 @@ class DecodeKernels:
         def decide() -> Any:
             return self.decide(
                 zeros(1, 1, 1), zeros(1, 1, 1), 0, modules, zeros(1), zeros(1, 1), None, where, tally, None, None, None,
-                zeros(1, d), zeros(d, 1), work,
+                zeros(1, d), zeros(d, 1), None, work,
             )  # fmt: skip
 
         def correct() -> Any:

@@ -61,8 +61,8 @@ def _mean(grains, position, first, window, least):
 
 
 @triton.jit
-def _within(state, d, into, ranks, rank, amount, out):
-    """Writes amount (A h) of one module."""
+def _within(state, d, into, edge, has_edge, ranks, rank, amount, out):
+    """Writes amount max(A h + bias, least) of one module."""
     for begin in range(0, rank, _LANES):
         lane = begin + tl.arange(0, _LANES)
         sums = tl.zeros((_LANES,), tl.float32)
@@ -72,17 +72,21 @@ def _within(state, d, into, ranks, rank, amount, out):
             there = (part[:, None] < d) & (lane[None, :] < rank)
             lines = tl.load(into + part[:, None].to(tl.int64) * ranks + lane[None, :], mask=there, other=0.0)
             sums += tl.sum(values[:, None] * lines, 0)
+        if has_edge != 0:
+            sums += tl.load(edge + lane, mask=lane < rank, other=0.0)
+            least = tl.load(edge + ranks + lane, mask=lane < rank, other=0.0)
+            sums = tl.where(sums < least, least, sums)  # what is no number stays so
         tl.store(out + lane, sums * amount, mask=lane < rank)
 
 
 @triton.jit(
     do_not_specialize=[
         "count", "most", "first_module", "modules_in_all", "ranks", "by_row", "width", "ahead", "pages_width", "size", "paged",
-        "has_counted", "has_requests", "opened_width",
+        "has_counted", "has_requests", "opened_width", "has_edge",
     ],
     do_not_specialize_on_alignment=[
         "products", "offsets", "modules", "closes", "weights", "rows", "memory", "positions", "pages", "tally", "bounds", "counted",
-        "requests", "opened", "hits", "into", "work",
+        "requests", "opened", "hits", "into", "edge", "work",
     ],
 )  # fmt: skip
 def decide(
@@ -92,7 +96,7 @@ def decide(
     memory, width, positions, ahead, pages, pages_width, size, paged,
     tally, bounds, counted, has_counted,
     requests, has_requests, opened, opened_width, hits,
-    states, into, d, work,
+    states, into, edge, has_edge, d, work,
 ):  # fmt: skip
     """One module at one state."""
     j = tl.program_id(0)
@@ -155,7 +159,9 @@ def decide(
     if amount > 0.0:
         rank = tl.load(own + 8)
         start = tl.load(own + 7)
-        _within(states + n.to(tl.int64) * d, d, into + start, ranks, rank, amount, out + modules_in_all + start)
+        state = states + n.to(tl.int64) * d
+        out += modules_in_all + start
+        _within(state, d, into + start, edge + start, has_edge, ranks, rank, amount, out)
 
 
 @triton.jit(

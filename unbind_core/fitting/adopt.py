@@ -23,11 +23,11 @@ from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.certificate import certify
 from unbind_core.fitting.context import Context
+from unbind_core.fitting.corrections.leading import led
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.judge import Cost, Judge, Remainder
-from unbind_core.fitting.leading import led
 from unbind_core.fitting.options import FitOptions, Target
-from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import calibration, contradicting_paths
 from unbind_core.fitting.screening import forget_states
 from unbind_core.identity import ModelIdentity
@@ -160,7 +160,7 @@ def _check(
             f"'{identity.name}' has {identity.hidden_size} and {identity.num_layers}: no other model's module can hold here; fit "
             "the forget set on this one"
         )
-    if module.detector != "network" or module.correction != "lowrank":
+    if module.detector != "network" or module.correction == "push":
         raise DataError(
             f"module '{module.name}' was made by the paper's gate, which has no aim that it could be held to here; fit the forget "
             "set again on the service as it runs"

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import MARGIN, RANK, Correction, examples, learn
+from unbind_core.fitting.corrections.beginning import UNITS
+from unbind_core.fitting.corrections.examples import examples
+from unbind_core.fitting.corrections.learning import MARGIN, Correction, learn
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.judge import Cost, Judge, Remainder
 from unbind_core.fitting.network import network_batch, network_steps, network_width
 from unbind_core.fitting.options import FitReport, Outcome
-from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.screening import Screening
 from unbind_core.fitting.separation import FIRST, HOLD, Separation, clear, later, least, opens_within, told
 from unbind_core.module import UnbindModule
@@ -30,8 +32,8 @@ from unbind_core.rows import spread
 # tau_close / tau: nearly a latch first, as a gate that closes lets the model find its way back
 CLOSING = (0.5, 0.9, 1.0)
 # Of corrections, in nats: each goes on from the one before, where that leaves too much of the rows.
-MARGINS = (MARGIN, 0.7, 1.0)
-SOME = 60  # rows, up to which corrections of half the rank and half the steps do
+MARGINS = (MARGIN, 0.4, 0.8)
+SOME = 60  # rows, up to which corrections of half the units and half the steps do
 MOST_ASKED = 2  # gates within the budgets that all rows are asked about: where those miss, the correction does
 PROBED_ROWS, MANY = 8, 40  # so many say whether all are worth asking, where there are more than many
 
@@ -118,7 +120,7 @@ class _Auto:
                 self.reference,
                 margin=margin,
                 end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
-                rank=correction_rank(len(self.every)),
+                units=correction_units(len(self.every)),
                 effort=self.effort * correction_effort(len(self.every)),
                 begun=next(reversed(self.corrections.values()), None),
                 generator=self.generator,
@@ -188,7 +190,7 @@ class _Auto:
             hold=HOLD,
             quantile=None,
             measured={},
-            correction="lowrank",
+            correction="network",
             policy=self.context.options.policy,
             **{name: getattr(self.network, name).cpu() for name in ("w", "b", "heads", "heads_b")},
             **correction.tensors(),
@@ -214,9 +216,9 @@ class _Auto:
         return self.judge.remainder(module, self.every, thorough=True)
 
 
-def correction_rank(rows: int) -> int:
-    """Directions of a correction that leads so many rows elsewhere."""
-    return RANK if rows <= SOME else 2 * RANK
+def correction_units(rows: int) -> int:
+    """Hidden units of a correction that leads so many rows elsewhere."""
+    return UNITS if rows <= SOME else 2 * UNITS
 
 
 def correction_effort(rows: int) -> int:

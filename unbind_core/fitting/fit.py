@@ -24,10 +24,10 @@ from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.certificate import certificate_states, certify
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.leading import leading, led
+from unbind_core.fitting.corrections.leading import leading, led
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome, possible_layers
 from unbind_core.fitting.paper import fit_paper
-from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import retained
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule

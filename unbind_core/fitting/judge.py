@@ -21,7 +21,7 @@ from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import CHOSEN_BY, RowScore, forget_scores
 from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.reference import Reference
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.separation import cautious
 from unbind_core.module import UnbindModule
 from unbind_core.rows import spread

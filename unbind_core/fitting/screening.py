@@ -9,9 +9,9 @@ from torch import Tensor
 
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import Met, met_part
+from unbind_core.fitting.corrections.examples import Met, met_part
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.network import Network, train_network
-from unbind_core.fitting.reference import Reference
 from unbind_core.fitting.retained import contradicting_paths, retained
 from unbind_core.fitting.separation import EARLY, FIRST, WINDOWS, Scored, Separation, as_decided, separation
 from unbind_core.progress import counted

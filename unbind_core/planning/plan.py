@@ -12,12 +12,13 @@ from typing import Any
 
 from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
-from unbind_core.fitting import correction, leading, network, screening
+from unbind_core.fitting import network, screening
 from unbind_core.fitting.auto import correction_effort
+from unbind_core.fitting.corrections import beginning, examples, leading, learning
+from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
 from unbind_core.fitting.network import network_batch, network_steps, network_width
 from unbind_core.fitting.options import FitOptions, possible_layers
-from unbind_core.fitting.reference import Kind
 from unbind_core.fitting.variations import LONGEST
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
@@ -225,10 +226,10 @@ class _Costs:
         if self.base:
             length = a.calibration / max(1, a.calibration_rows)
             tokens = min(a.retain_fit, leading.ROWS * length)
-            work = max(passing, self._learning(correction.BATCH, 5))
+            work = max(passing, self._learning(learning.BATCH, 5))
             states = 4 * 2 * tokens * shape.width  # of both models, and once more as they are put together
-            seconds = 2 * self._pass(tokens) + self._learned(correction.BATCH, effort * correction.UNAIDED)
-            yield "leading", 2 * states + work, 2 * 8 * correction.RANK * shape.width, seconds
+            seconds = 2 * self._pass(tokens) + self._learned(learning.BATCH, effort * beginning.UNAIDED)
+            yield "leading", 2 * states + work, 2 * 8 * beginning.UNITS * shape.width, seconds
         yield "retain states", sample + self._writing(sample / 8) + passing, sample, self._pass(2 * a.retain_fit)
         retained, on_disk = self._retained(a.calibration, 1)
         length = a.calibration / max(1, a.calibration_rows)
@@ -239,20 +240,20 @@ class _Costs:
         seconds = self._pass(a.forget * a.forms, scored=True) + self._pass(self.elsewhere_tokens)
         yield "forget states", held + work, 0.0, seconds
         own, others = (
-            min(correction.MOST_OWN, a.forget * a.forms),
-            min(correction.MOST_ELSEWHERE, self.elsewhere_tokens),
+            min(examples.MOST_OWN, a.forget * a.forms),
+            min(examples.MOST_ELSEWHERE, self.elsewhere_tokens),
         )
-        ours, drawn = own + others, correction.OWN * own + others
+        ours, drawn = own + others, examples.OWN * own + others
         lists, pairs = 4 * ours * shape.width, 4 * drawn * shape.width
         seconds = self._decode(GOES_ON * a.forget_rows * a.forms, a.longest)
         if self.reference:
             seconds = self._decode(a.forget_rows * WAYS, a.longest) + self._pass(ours)
         yield "reference", held + self.paths + max(lists + pairs + passing, self.asking), 0.0, seconds
         held += self.paths + pairs
-        batch, copies = correction.BATCH + correction.BATCH // 2, 6 if self.options.policy != "silent" else 9
-        learning = self._learning(batch, copies)
-        steps = effort * correction_effort(a.forget_rows) * correction.UNAIDED
-        yield "correction", held + learning, 0.0, self._learned(batch, steps)
+        batch, copies = learning.BATCH + learning.BATCH // 2, 6 if self.options.policy != "silent" else 9
+        learned = self._learning(batch, copies)
+        steps = effort * correction_effort(a.forget_rows) * beginning.UNAIDED
+        yield "correction", held + learned, 0.0, self._learned(batch, steps)
         width, number = network_width(a.forget_rows), network_batch(a.forget_rows)
         # The states that scale all others, in float32, and once more while their deviation is taken.
         scaling = 2 * min(2 * network.SAMPLE, a.retain_fit) * shape.width * 4
@@ -264,7 +265,7 @@ class _Costs:
         ways = self._pass(WAYS * a.forget) + self._decode(GOES_ON * WAYS * a.forget_rows, a.longest, NEW_TOKENS)
         sampled = self._decode(WAYS * min(a.forget_rows, SAMPLED_ROWS), a.longest, NEW_TOKENS)
         work = max(self._choosing(a.calibration_rows, a.calibration), self.asking)
-        most = scores + max(work, learning)  # firmer corrections are learned where the first leaves too much
+        most = scores + max(work, learned)  # firmer corrections are learned where the first leaves too much
         yield "gates", held + most, 0.0, TRIED * ways + (thoroughly(a.forget_rows) - 1) * sampled
 
     def _paper(self) -> Iterator[tuple[str, float, float, float]]:

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from unbind_core.architecture import load_model
 from unbind_core.files import write_text
+from unbind_core.fitting.corrections.reference import load_reference
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
-from unbind_core.fitting.reference import load_reference
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import parse_forget, parse_retain
 from unbind_lab.building import base, rows

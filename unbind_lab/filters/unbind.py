@@ -12,9 +12,9 @@ from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import numerics
 from unbind_core.errors import UnbindError
+from unbind_core.fitting.corrections.reference import Kind, Reference
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions, possible_layers
-from unbind_core.fitting.reference import Kind, Reference
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import ForgetRow, forget_digest

@@ -22,9 +22,9 @@ from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.evaluation.scores import RowScore, by_ways, forget_scores
 from unbind_core.evaluation.verify import perplexity
+from unbind_core.fitting.corrections.reference import Reference, load_reference
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
-from unbind_core.fitting.reference import Reference, load_reference
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.core.applying.test_gates import by_hand
 from tests.core.conftest import bank_of, edit, lowrank, make_module, make_network_module, select
+from tests.support.modules import rectified
 from unbind_core.applying import corrections
 from unbind_core.applying.corrections import added, corrected
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
@@ -22,11 +23,13 @@ from unbind_core.module import UnbindModule
 D, LAYER, LENGTH = 16, 1, 30
 MODEL = ModelIdentity("f" * 64, "tiny", D, 4)
 MAKE = {"fisher": make_module, "network": make_network_module}
-KINDS = [(detector, rank) for detector in MAKE for rank in (0, 1, 5)]
+OF_RANK = {0: None, 1: lowrank, 2: rectified, 5: lowrank, 6: rectified}
+KINDS = [(detector, rank) for detector in MAKE for rank in OF_RANK]
 
 
 def made(name: str, detector: str, rank: int, seed: int = 0, **changes: Any) -> UnbindModule:
-    low = lowrank(D, rank, seed) if rank else {}
+    correction = OF_RANK.get(rank, lowrank)
+    low = correction(D, rank, seed) if correction else {}
     return MAKE[detector](MODEL, name, LAYER, seed=seed, **(low | {"kappa": 0.5} | changes))
 
 
@@ -35,7 +38,7 @@ def states(*shape: int, seed: int = 7) -> Tensor:
     return torch.randint(-2, 3, (*shape, D), generator=torch.Generator().manual_seed(seed)) / 2
 
 
-EVERY = {f"m{i}": made(f"m{i}", *kind, seed=i) for i, kind in enumerate(KINDS)}
+EVERY = {f"m{i}": made(f"m{i}", *kind, seed=i % 6) for i, kind in enumerate(KINDS)}
 
 
 def change_by_hand(one: UnbindModule, strength: float, sequence: Tensor) -> Tensor:
@@ -49,7 +52,10 @@ def change_by_hand(one: UnbindModule, strength: float, sequence: Tensor) -> Tens
     if one.v is not None:
         return -(amount * one.kappa * strength)[:, None] * one.v.double()
     assert one.u is not None and one.a is not None and one.c is not None
-    update = h @ one.a.double().T @ one.u.double().T + one.c.double()
+    within = h @ one.a.double().T
+    if one.e is not None:
+        within = (within + one.e.double()).clamp(min=0)
+    update = within @ one.u.double().T + one.c.double()
     return (amount * one.kappa * strength)[:, None] * update
 
 
@@ -81,7 +87,7 @@ def test_the_order_of_adding_modules_does_not_matter() -> None:
         edit(select(bank_of(*some), *rows), LAYER, states(2, LENGTH))
         for some in (EVERY.values(), reversed(EVERY.values()))
     )
-    assert torch.equal(found, other)
+    torch.testing.assert_close(found, other, atol=1e-6, rtol=1e-6)  # but for the order in which a product is added up
 
 
 @pytest.mark.parametrize("detector", list(MAKE))
@@ -140,32 +146,33 @@ def test_a_sequence_cut_into_passes_is_edited_as_the_whole(cuts: list[int], more
 
 @pytest.mark.parametrize("detector", list(MAKE))
 def test_a_fit_and_the_bank_do_one_arithmetic(detector: str) -> None:
-    one, sequences = made("a", detector, 5, kappa=1.0), states(2, LENGTH)
+    one, sequences = made("a", detector, 6, kappa=1.0), states(2, LENGTH)
     record: list[tuple[tuple[str, ...], Tensor]] = []
     found = edit(select(bank_of(one), {"a": 1.0}), LAYER, sequences, record=record)
     amount = record[0][1][..., 0]
     if detector == "network":
         amount = (amount > 0).float()
-    assert torch.equal(corrected(sequences, amount, *(one.tensors[name] for name in "uac")), found)
+    assert torch.equal(corrected(sequences, amount, *(one.tensors[name].float() for name in "uace")), found)
 
 
 def test_a_correction_can_be_learned() -> None:
     """Its gradients are those of the formula, and none leaks from where the amount is 0."""
     h, amount = states(4, 6).double().float(), torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
     amount[0] = 0
-    tensors = [lowrank(D, 3)[name].clone().requires_grad_(True) for name in "uac"]
+    tensors = [rectified(D, 3)[name].float().requires_grad_(True) for name in "uace"]
+    tensors[3].data += 1 / 16  # nowhere exactly at the edge, where any slope between is right
     h.requires_grad_(True)
     weights = states(4, 6, seed=9)
     (corrected(h, amount, *tensors) * weights).sum().backward()
     found = [tensor.grad.clone() for tensor in (*tensors, h) if tensor.grad is not None]
     for tensor in (*tensors, h):
         tensor.grad = None
-    u, a, c = tensors
-    ((h + amount[..., None] * (h @ a.T @ u.T + c)) * weights).sum().backward()
-    assert len(found) == 4
+    u, a, c, e = tensors
+    ((h + amount[..., None] * ((h @ a.T + e).relu() @ u.T + c)) * weights).sum().backward()
+    assert len(found) == 5
     for one, tensor in zip(found, (*tensors, h), strict=True):
         torch.testing.assert_close(one, tensor.grad, atol=1e-4, rtol=1e-4)
-    assert torch.equal(found[3][0], weights[0])
+    assert torch.equal(found[4][0], weights[0])
 
 
 def test_a_cpu_spends_no_product_where_no_gate_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +194,7 @@ def test_a_cpu_spends_no_product_where_no_gate_is_open(monkeypatch: pytest.Monke
 def test_where_few_of_many_modules_act_theirs_alone_are_multiplied() -> None:
     every = {f"m{i}": made(f"m{i}", "network", i % 3, seed=i) for i in range(24)}
     bank, sequences = bank_of(*every.values()), states(3, LENGTH)
-    for acting in (["m3"], ["m4"], ["m3", "m4", "m20"]):  # a push, a low-rank one, both kinds
+    for acting in (["m3"], ["m4"], ["m3", "m4", "m20"]):  # a push, a low-rank one, those and a network
         wanted = dict.fromkeys(every, 0.0) | dict.fromkeys(acting, 1.0)
         found = edit(select(bank, wanted), LAYER, sequences)
         alone = edit(select(bank, dict.fromkeys(acting, 1.0)), LAYER, sequences)

@@ -15,9 +15,9 @@ from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, sentence_bleu
 from unbind_core.evaluation.replay import Replay
 from unbind_core.evaluation.scores import CHOSEN_BY, REPORTED_BY, WAYS, RowScore, by_ways, forget_scores
 from unbind_core.fitting import judge
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.options import FitOptions, Target
-from unbind_core.fitting.reference import Reference
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.generation import Sampling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,9 @@ from unbind_core import LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
 from unbind_core.errors import DataError
-from unbind_core.fitting.correction import (
-    OWN,
-    RIDGE,
-    STEPS,
-    UNAIDED,
-    Correction,
-    Examples,
-    Met,
-    beginning,
-    examples,
-    learn,
-    met_part,
-    nearest,
-)
-from unbind_core.fitting.reference import Kind, Reference, last_logits, load_reference
+from unbind_core.fitting.corrections.examples import OWN, Examples, Met, examples, met_part
+from unbind_core.fitting.corrections.learning import Correction, learn
+from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits, load_reference
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
 from unbind_core.running.likelihood import LEAST, apart
@@ -81,7 +68,7 @@ def world(memorised: Path) -> World:
 def learned(world: World, reference: Reference, **more: object) -> tuple[Examples, Correction]:
     generator = torch.Generator().manual_seed(0)
     found = examples(world.loaded.model, world.met, reference, pad=0, generator=generator)
-    settings = {"rank": 24, "effort": 0.3, **more}
+    settings = {"units": 48, "effort": 0.3, **more}
     return found, learn(world.loaded.model, found, world.retained, reference, generator=generator, **settings)  # type: ignore[arg-type]
 
 
@@ -89,7 +76,7 @@ def edited(world: World, states: Tensor, correction: Correction) -> Tensor:
     """Log-probabilities [N,V] under an open gate."""
     ones = torch.ones(len(states))
     with torch.no_grad():
-        changed = corrected(states.float(), ones, correction.u, correction.a, correction.c)
+        changed = corrected(states.float(), ones, *correction.parts)
         return log_softmax(last_logits(world.loaded.model)(changed), -1)
 
 
@@ -124,8 +111,8 @@ def test_divergences_both_ways_and_entropies_as_read_slowly() -> None:
 
 
 def test_the_edited_model_is_as_sure_of_itself_as_the_reference(world: World) -> None:
-    """A reference that is sure where a correction of rank 2 cannot tell of what: by KL(p || q) alone it spreads by 1.9 nats."""
-    found, correction = learned(world, Reference(), rank=2)
+    """A reference that is sure where a correction of two units cannot tell of what: by KL(p || q) alone it spreads by 1.9 nats."""
+    found, correction = learned(world, Reference(), units=2)
     wanted = Reference().log_probabilities(world.loaded.model)(found.theirs.float(), found.following)
     _, _, spread = apart(wanted, edited(world, found.states, correction))
     assert abs(float(spread)) < 1.0
@@ -176,11 +163,12 @@ def test_a_model_that_is_its_own_reference_loses_the_memorised_token(world: Worl
 def test_a_generator_gives_the_same_correction_and_leaves_the_model_as_it_was(world: World) -> None:
     before = {name: tensor.clone() for name, tensor in world.loaded.model.state_dict().items()}
     first, second = (learned(world, world.fresh, effort=0.01)[1] for _ in range(2))
-    assert all(torch.equal(first.tensors()[name], second.tensors()[name]) for name in "uac")
+    assert all(torch.equal(first.tensors()[name], second.tensors()[name]) for name in "uace")
     assert {name: tuple(tensor.shape) for name, tensor in first.tensors().items()} == {
-        "u": (32, 24),
-        "a": (24, 32),
+        "u": (32, 48),
+        "a": (48, 32),
         "c": (32,),
+        "e": (48,),
     }
     assert all(torch.equal(tensor, before[name]) for name, tensor in world.loaded.model.state_dict().items())
 
@@ -207,56 +195,6 @@ def test_examples_are_the_rows_positions_with_what_follows_them(world: World) ->
     few = drawn(own=1, most=(1, 1))  # a window of either kind, whole
     assert times(few) == OWN and len(few.states) > OWN * len(ours)
     assert len(few.states) - OWN * len(ours) <= max(len(one.at) for one in world.met)
-
-
-def test_the_nearest_linear_map_is_that_of_least_squares() -> None:
-    """Of full rank as solved directly, with the ridge; of a lower one the best there is, by its singular values."""
-    generator = torch.Generator().manual_seed(2)
-    states = torch.randn(500, 6, generator=generator) @ torch.randn(6, 6, generator=generator) + 3
-    change = torch.randn(6, 6, generator=generator)
-    wanted = states + states @ change + 0.5 + 0.1 * torch.randn(500, 6, generator=generator)
-    drawn = torch.randn(6, 6, generator=generator)
-
-    def error(rank: int) -> float:
-        u, a, c = nearest(states, wanted, drawn[:rank])
-        return float((states + (states @ a.T) @ u.T + c - wanted).pow(2).sum())
-
-    x, y = states - states.mean(0), (wanted - states) - (wanted - states).mean(0)
-    square = x.T @ x
-    square = square + RIDGE * torch.diag(square.diagonal())
-    solved = torch.linalg.solve(square, x.T @ y)
-    u, a, _ = nearest(states, wanted, drawn)
-    torch.testing.assert_close((u @ a).T, solved, rtol=1e-3, atol=1e-3)
-    errors = [error(rank) for rank in range(1, 7)]
-    assert errors == sorted(errors, reverse=True) and errors[0] > 10 * errors[-1]
-    root = torch.linalg.cholesky(square)
-    of_map = torch.linalg.svdvals(root.T @ solved)
-    u, a, _ = nearest(states, wanted, drawn[:2])
-    left = (root.T @ (solved - (u @ a).T)).pow(2).sum()
-    assert float(left) == pytest.approx(float(of_map[2:].pow(2).sum()), rel=1e-3)
-
-
-def test_learning_begins_at_the_nearest_map_where_that_helps(world: World) -> None:
-    """States a known map away from ours: there at once, in the fewer steps. Of another width, or of a model whose head reads
-    them otherwise: from nothing.
-    """
-    states = torch.cat([one.states for one in world.met]).to(torch.bfloat16)
-    change = 0.3 * torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
-    wanted = (states.float() @ (torch.eye(32) + change)).to(torch.bfloat16)
-
-    def left_by(of: Tensor) -> Callable[[Tensor, Tensor, Tensor], float]:
-        return lambda u, a, c: float((states.float() + states.float() @ a.T @ u.T + c - of.float()).pow(2).mean())
-
-    def begun(of: Tensor, judged_by: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-        generator = torch.Generator().manual_seed(0)
-        return beginning(states, of, left_by(judged_by), rank=24, generator=generator)
-
-    found, steps = begun(wanted, wanted)
-    judge, parts = left_by(wanted), found
-    assert steps == STEPS and judge(*parts) < 0.1 * judge(*(0 * part for part in parts))
-    for elsewhere, judged_by in ((wanted[:, :16], states), (wanted, states), (states, states)):
-        found, steps = begun(elsewhere, judged_by)
-        assert steps == UNAIDED and not bool(found[0].any()) and bool(found[1].any())
 
 
 def test_of_a_window_every_so_manieth_position_is_kept_and_leads_to_the_same_reference(world: World) -> None:

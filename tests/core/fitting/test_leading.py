@@ -17,10 +17,10 @@ from unbind_core import load_model
 from unbind_core.encoding import encode
 from unbind_core.fitting.adopt import adopt
 from unbind_core.fitting.context import Context
+from unbind_core.fitting.corrections.leading import leading, led
+from unbind_core.fitting.corrections.reference import Kind, Reference, load_reference
 from unbind_core.fitting.fit import context_of, fit, prepare_retained
-from unbind_core.fitting.leading import leading, led
 from unbind_core.fitting.options import FitOptions
-from unbind_core.fitting.reference import Kind, Reference, load_reference
 from unbind_core.rows import ForgetRow, RetainRow
 
 FORGET = [ForgetRow(row["prompt"], row["continuation"]) for row in memorising.forget_rows()]
@@ -138,8 +138,8 @@ def test_what_was_learned_is_kept_and_depends_on_forget_rows_only_where_retain_r
     file.unlink()
     file.write_bytes(b"damaged")
     again = leading(context, reference)
-    assert again is not None and torch.equal(again[1].u, found[1].u)
+    assert again is not None and torch.equal(again[1].parts.u, found[1].parts.u)
     row = context.parts.retain_fit[0]
     other = leading(made(folders, tmp_path, [ForgetRow("", RETAIN[row].text)]), reference)
     assert len(list(tmp_path.glob("leading-*"))) == 2
-    assert other is not None and not torch.equal(other[1].u, found[1].u)
+    assert other is not None and not torch.equal(other[1].parts.u, found[1].parts.u)

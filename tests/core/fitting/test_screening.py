@@ -10,9 +10,10 @@ from tests.support import memorising
 from unbind_core import FitOptions, LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import NO_ROW, Met, examples, learn
+from unbind_core.fitting.corrections.examples import NO_ROW, Met, examples
+from unbind_core.fitting.corrections.learning import learn
+from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
 from unbind_core.fitting.fit import context_of
-from unbind_core.fitting.reference import Kind, Reference, last_logits
 from unbind_core.fitting.screening import CONTINUED, Screening
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
@@ -92,12 +93,12 @@ def test_what_the_reference_wrote_is_not_made_less_likely(
         found = examples(loaded.model, met, fresh, pad=context.pad, continued=more, generator=generator)
         assert bool((found.following == NO_ROW).all()) == (not as_row)
         correction = learn(
-            loaded.model, found, retained, fresh, margin=3.0, rank=24, effort=0.3, retain=0.0, generator=generator
+            loaded.model, found, retained, fresh, margin=3.0, units=48, effort=0.3, retain=0.0, generator=generator
         )
         follows = torch.cat([torch.tensor(one.window.ids)[one.at + 1] for one in continued])
         states = torch.cat([one.states for one in continued]).float()
         with torch.no_grad():
-            changed = corrected(states, torch.ones(len(states)), correction.u, correction.a, correction.c)
+            changed = corrected(states, torch.ones(len(states)), *correction.parts)
             after = log_softmax(last_logits(loaded.model)(changed), -1)
         shares.append(float(after.gather(1, follows[:, None]).exp().mean()))
     assert shares[1] < 0.7 * shares[0]

@@ -13,7 +13,7 @@ from tests.core.conftest import TinyCheckpoint
 from unbind_core import FitOptions, fit, load_model
 from unbind_core.architecture import outline
 from unbind_core.errors import TooLarge, UnbindError
-from unbind_core.fitting.reference import Kind
+from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, Stage, plan_takedown

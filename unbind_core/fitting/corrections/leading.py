@@ -25,16 +25,10 @@ from unbind_core.errors import FittingError
 from unbind_core.evaluation.replay import cache_key
 from unbind_core.files import write_whole
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.correction import (
-    BATCH,
-    RANK,
-    TRIED,
-    Correction,
-    beginning,
-    last_states,
-    learning,
-)
-from unbind_core.fitting.reference import Kind, Reference, last_logits
+from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, learning
+from unbind_core.fitting.corrections.examples import last_states
+from unbind_core.fitting.corrections.learning import BATCH, TRIED, Correction
+from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
 from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import counted
 from unbind_core.rows import spread
@@ -125,14 +119,14 @@ def _learn(
         with torch.no_grad():
             return sum(float(apart(sides, part, change)) * len(part) for part in parts) / sum(map(len, parts))
 
-    def left_by(u: Tensor, a: Tensor, c: Tensor) -> float:
-        return over(learned_on, Correction(u, a, c, 0.0, 0.0))
+    def left_by(parts: Parts) -> float:
+        return over(learned_on, Correction(parts, 0.0, 0.0))
 
     ours, theirs = learned_on
-    begun, steps = beginning(ours, theirs, left_by, rank=RANK, generator=generator)
+    begun, steps = beginning(ours, theirs, left_by, units=UNITS, generator=generator)
     steps = max(1, round(min(1.0, context.options.effort) * steps))
-    (u, a, c), optimizer, schedule = learning(begun, learned_on[0], steps)
-    correction = Correction(u, a, c, 0.0, 0.0)
+    parts, optimizer, schedule = learning(begun, learned_on[0], steps)
+    correction = Correction(parts, 0.0, 0.0)
     work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
     with torch.enable_grad(), frozen(model), frozen(context.model):
         for _ in counted(range(steps), steps, "reference", context.progress):
@@ -146,16 +140,16 @@ def _learn(
     if not bool(torch.isfinite(loss)):
         raise FittingError("the reference's correction is not finite; check the retain rows, or name a reference")
     before, after = (over(held, change) for change in (None, correction))
-    return before, Correction(u.detach(), a.detach(), c.detach(), after, 0.0)
+    return before, Correction(Parts(*(one.detach() for one in parts)), after, 0.0)
 
 
 def _apply(correction: Correction, states: Tensor) -> Tensor:
     one = torch.ones(states.shape[:-1], device=states.device)
-    return corrected(states, one, correction.u, correction.a, correction.c)
+    return corrected(states, one, *correction.parts)
 
 
 def _keep(file: Path, before: float, correction: Correction) -> None:
-    tensors = {**correction.tensors(), "apart": torch.tensor([before, correction.divergence])}
+    tensors = {**correction.parts._asdict(), "apart": torch.tensor([before, correction.divergence])}
     write_whole(file, lambda temporary: save_file(tensors, temporary))
 
 
@@ -164,7 +158,7 @@ def _known(file: Path, device: torch.device) -> tuple[float, Correction] | None:
     try:
         with safe_open(file, framework="pt", device=str(device)) as opened:
             before, after = opened.get_tensor("apart").tolist()
-            u, a, c = (opened.get_tensor(name) for name in ("u", "a", "c"))
-            return before, Correction(u, a, c, after, 0.0)
+            parts = Parts(*(opened.get_tensor(name) for name in Parts._fields))
+            return before, Correction(parts, after, 0.0)
     except (OSError, SafetensorError):
         return None

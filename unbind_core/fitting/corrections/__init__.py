@@ -1,0 +1,1 @@
+"""Corrections: what they are learned from, towards which reference, and how."""

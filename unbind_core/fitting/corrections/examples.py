@@ -1,0 +1,103 @@
+"""What a correction is learned from: states of the rows where they are met, with what the reference has there, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unbind_core.architecture import decoder_layers
+from unbind_core.fitting.corrections.reference import Reference
+from unbind_core.fitting.separation import FIRST
+from unbind_core.progress import ProgressCallback, counted, silent
+from unbind_core.running.capture import capture_states
+from unbind_core.windows import Window, batches
+
+NO_ROW = -1  # in place of a token, where what follows is no row's
+OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
+# Positions that are learned from, of the rows as they are and as they are met elsewhere.
+MOST_OWN, MOST_ELSEWHERE = 60_000, 40_000
+
+
+@dataclass(frozen=True)
+class Examples:
+    """``states`` [N,d] of this layer, ``theirs`` [N,e] of the reference's last, the rows' next tokens int64 [N] (or NO_ROW)."""
+
+    states: Tensor
+    theirs: Tensor
+    following: Tensor
+
+
+@dataclass(frozen=True)
+class Met:
+    """A window in which a row is met: positions ``at``, int64 [n], of the row's part, and the edited layer's ``states`` [n,d]."""
+
+    window: Window
+    at: Tensor
+    states: Tensor
+
+
+def met_part(window: Window, states: Tensor, step: int = 1, first: int = 0) -> Met:
+    """Of a window's states [T,d] those that say whose they are and precede a token; each ``step``-th of them from ``first`` on."""
+    begin, end = window.start + FIRST + first, len(window.ids) - 1
+    part = states[begin:-1:step]
+    return Met(window, torch.arange(min(begin, end), end, step), part if step == 1 else part.clone())
+
+
+def examples(
+    model: nn.Module,
+    met: Sequence[Met],
+    reference: Reference,
+    *,
+    pad: int,
+    generator: torch.Generator,
+    own: int = 0,
+    continued: Sequence[Met] = (),
+    most: tuple[int, int] = (MOST_OWN, MOST_ELSEWHERE),
+    progress: ProgressCallback = silent,
+) -> Examples:
+    """From the rows' parts of windows, which are drawn whole: of the first ``own``, the rows as they are, until they have
+    ``most[0]`` positions, and of the others until they have ``most[1]``; and all of the ``continued`` ones, where no row's token
+    follows. Those of the rows as they are count OWN times.
+    """
+    first, others = _drawn(met[:own], most[0], generator), _drawn(met[own:], most[1], generator)
+    met = [*first, *others, *continued]
+    of_rows, repeated = len(met) - len(continued), [*range(len(first))] * (OWN - 1) + [*range(len(met))]
+    ours = [one.states.to(torch.bfloat16) for one in met]
+    theirs, at = ours, [one.at for one in met]
+    if reference.model is not None:
+        theirs = last_states(reference.source(model), [one.window for one in met], at, pad, progress)
+
+    def repeat(of: Sequence[Tensor]) -> Tensor:
+        return torch.cat([of[i] for i in repeated])
+
+    ids = [torch.tensor(one.window.ids)[one.at + 1] for one in met]
+    following = repeat([own if i < of_rows else torch.full_like(own, NO_ROW) for i, own in enumerate(ids)])
+    states = repeat(ours)
+    return Examples(states, states if theirs is ours else repeat(theirs), following.to(states.device))
+
+
+def _drawn(met: Sequence[Met], most: int, generator: torch.Generator) -> list[Met]:
+    """Windows in no order, until there are ``most`` positions."""
+    found, count = list[Met](), 0
+    for number in torch.randperm(len(met), generator=generator).tolist():
+        if count >= most:
+            break
+        found.append(met[number])
+        count += len(met[number].at)
+    return found
+
+
+def last_states(
+    model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
+) -> list[Tensor]:
+    """bfloat16 states [n,d] at some positions of each window at the last decoder layer, in the order of ``windows``."""
+    last, device = len(decoder_layers(model)) - 1, next(model.parameters()).device
+    order = iter(sorted(range(len(windows)), key=lambda i: -len(windows[i].ids)))  # as batches come
+    every, found = list(batches(windows, pad, device=device)), dict[int, Tensor]()
+    for batch in counted(every, len(every), "reference", progress):
+        for one, number in zip(capture_states(model, batch, [last], roughly=True)[last], order, strict=False):
+            found[number] = one[at[number].to(device)].to(torch.bfloat16)
+    return [found[i] for i in range(len(windows))]
