@@ -95,7 +95,7 @@ class GuardStore:
         digest, file = str(record["digest"]), str(record["file"])
         index = self._read.get(digest)
         if index is None:
-            index = GuardIndex.from_bytes(self._objects.soon(file, digest), file, self._secret)
+            index = GuardIndex.from_bytes(bytes(self._objects.soon(file, digest)), file, self._secret)
         if index.name != record["name"]:
             raise DamagedObject(f"{file}: holds the guard '{index.name}'; the record was changed")
         return index

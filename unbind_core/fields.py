@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from unbind_core.partitions import are_whole_numbers
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_NESTED = 16  # levels of the free fields: reports have four
 _LARGEST = 2.0**127  # what single precision, in which modules are applied, can hold
@@ -65,12 +67,6 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _is_partitions(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(rows, (list, tuple)) and set(map(type, rows)) <= {int} for rows in value.values()
-    )
-
-
 def _is_free(value: Any) -> bool:
     return isinstance(value, dict) and _plain(value, MOST_NESTED)
 
@@ -123,7 +119,7 @@ _FIELDS: Mapping[str, _Rule] = {
     "quantile": _NUMBER_OR_NULL,
     "model": (lambda value: isinstance(value, dict), "an object"),
     "forms": (_is_texts, "a list of texts"),
-    "partitions": (_is_partitions, "an object of lists of row indices"),
+    "partitions": (are_whole_numbers, "an object of lists of row indices"),
     "budgets": _FREE,
     "measured": _FREE,
     "forget_digest": _TEXT,

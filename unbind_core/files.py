@@ -74,8 +74,10 @@ def locked(path: Path, *, wait: bool = True) -> IO[str]:
     return file
 
 
-def read_regular(path: Path, most: int, follow: bool = True) -> bytes:
-    """The bytes of a regular file of at most ``most``. Never waits, as a pipe would have it; ``follow`` links or refuse them.
+def read_regular(path: Path, most: int, follow: bool = True) -> bytearray:
+    """The bytes of a regular file of at most ``most``, in memory of their own: what becomes of the file later does not change them.
+
+    Never waits, as a pipe would have it; ``follow`` links or refuse them.
 
     Raises OSError, which says so where it is no regular file or too large.
     """
@@ -84,12 +86,13 @@ def read_regular(path: Path, most: int, follow: bool = True) -> bytes:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        data = bytearray(found.st_size if found.st_size <= most else 0)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = (
-                file.read(found.st_size + 1) if found.st_size <= most else b""
-            )  # room for ``most`` would be made each time
-            if len(data) > found.st_size:  # it grows
-                data += file.read(most + 1 - len(data))
+            del data[file.readinto(data) :]  # it may have shrunk
+            if len(data) == found.st_size and (
+                more := file.read(1)
+            ):  # it grows; room for ``most`` is not made each time
+                data += more + file.read(most - len(data))
     finally:
         os.close(descriptor)
     if max(found.st_size, len(data)) > most:

@@ -22,8 +22,9 @@ from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.fields import field_problems
 from unbind_core.files import MAX_BYTES, read_regular, write_whole
 from unbind_core.identity import ModelIdentity
-from unbind_core.module_checks import FIRST_PARTITIONS, PARTITIONS, module_problems
+from unbind_core.module_checks import module_problems
 from unbind_core.module_file import FLOAT32, TENSORS, UNREADABLE, filed, read, written
+from unbind_core.partitions import FIRST_PARTITIONS, PARTITIONS, RowsByPart
 from unbind_core.quantisation import computed_in
 
 
@@ -162,22 +163,27 @@ class UnbindModule:
         return module
 
     @classmethod
-    def from_bytes(cls, data: bytes, origin: str = "module file", digest: str | None = None) -> UnbindModule:
+    def from_bytes(
+        cls, data: bytes | bytearray, origin: str = "module file", digest: str | None = None
+    ) -> UnbindModule:
         """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does.
 
+        A bytearray becomes the module's own memory, which nobody may change any more; of bytes it takes a copy.
         ``digest``: their SHA-256, in hex, where somebody has just held it against that of a file that was read before: then
         the file's own checksum is not asked.
         """
-        tensors, described = read(data, origin, known=digest is not None)
+        memory = data if isinstance(data, bytearray) else bytearray(data)
+        tensors, described = read(memory, origin, known=digest is not None)
         for name, problem in field_problems(described):
             raise ModuleFileError(f"{origin}: metadata field {name} {problem}; fit it again")
         for part in FIRST_PARTITIONS:
             if part not in described["partitions"]:
                 raise ModuleFileError(f"{origin}: metadata field partitions.{part} is missing; fit it again")
-        made = {"model": ModelIdentity(**described["model"]), "forms": tuple(described["forms"])}
-        made["partitions"] = {key: tuple(rows) for key, rows in described["partitions"].items()}
+        if not isinstance(described["partitions"], RowsByPart):
+            described["partitions"] = RowsByPart(described["partitions"])
+        described |= {"model": ModelIdentity(**described["model"]), "forms": tuple(described["forms"]), **tensors}
         try:
-            module = cls(**(described | tensors | made))
+            module = cls(**described)
         except ModuleFileError as error:
             raise ModuleFileError(f"{origin}: {error}") from error
         except UNREADABLE as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from functools import lru_cache
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +12,11 @@ from torch import Tensor
 
 from unbind_core.fields import is_number, numerics_problem
 from unbind_core.module_file import CORRECTIONS, DETECTORS, shown
+from unbind_core.partitions import RowsByPart
 
 if TYPE_CHECKING:
     from unbind_core.module import UnbindModule
 
-# In every file; the certificate's rows came later.
-FIRST_PARTITIONS = ("forget_fit", "forget_calibration", "forget_validation", "retain_fit", "retain_calibration")
-PARTITIONS = (*FIRST_PARTITIONS, "retain_certificate")
 POLICIES = ("silent", "rewrite")
 MAX_GATE_WINDOW = 256  # positions
 MAX_RANK = {"lowrank": 256, "network": 1024}  # of a correction: a network's hidden units
@@ -38,6 +34,7 @@ def name_problem(name: str) -> str | None:
 def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
     """Every (field, what is wrong with it), first things first: later checks may rest on earlier ones."""
     size, count = module.model.hidden_size, module.model.num_layers
+    found = module.tensors
     if problem := name_problem(str(module.name)):
         yield "name", problem
     if type(module.layer) is not int or not 0 <= module.layer < count:
@@ -46,10 +43,10 @@ def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
         kind = getattr(module, field)
         if kind not in kinds:
             yield field, f"{kind!r} cannot be applied by this version; upgrade this software"
-        here = module.tensors.keys() & set().union(*kinds.values())
+        here = found.keys() & set().union(*kinds.values())
         if here != kinds[kind]:
-            needed, found = (", ".join(sorted(names)) or "none" for names in (kinds[kind], here))
-            yield field, f"'{kind}' needs the tensors {needed}, not {found}"
+            needed, given = (", ".join(sorted(names)) or "none" for names in (kinds[kind], here))
+            yield field, f"'{kind}' needs the tensors {needed}, not {given}"
     yield from _correction_problems(module, size)
     if module.policy not in POLICIES:
         yield "policy", f"is {shown(module.policy)}; it must be one of {', '.join(POLICIES)}"
@@ -66,20 +63,9 @@ def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
     yield from _detector_problems(module, size)
     if module.quantile is not None and not (is_number(module.quantile) and 0 <= module.quantile <= 1):
         yield "quantile", f"is {shown(module.quantile)}; it must lie between 0 and 1, or be null"
-    for key in module.partitions:
-        if key not in PARTITIONS:
-            yield "partitions", f"has an unknown part '{key}'; known are {', '.join(PARTITIONS)}"
-    for kind in ("forget", "retain"):
-        parts = tuple(module.partitions.get(key, ()) for key in PARTITIONS if key.startswith(kind))
-        if set(map(type, chain.from_iterable(parts))) - {int} or not _distinct(parts):
-            yield "partitions", f"of the {kind} rows must be distinct row indices, each in one part"
-
-
-@lru_cache(maxsize=64)
-def _distinct(parts: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether no index is negative or twice in these, which modules that were fitted on the same rows have in common."""
-    rows = list(chain.from_iterable(parts))
-    return min(rows, default=0) >= 0 and len(rows) == len(set(rows))
+    parts = module.partitions if isinstance(module.partitions, RowsByPart) else RowsByPart(module.partitions)
+    if parts.problem is not None:
+        yield "partitions", parts.problem
 
 
 def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:

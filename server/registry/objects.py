@@ -47,7 +47,7 @@ class ObjectStore:
         self._files: Any = None
         self._seen = False
         self._asking = threading.Lock()
-        self._asked: dict[str, Future[bytes]] = {}  # what the store has not answered yet
+        self._asked: dict[str, Future[bytearray]] = {}  # what the store has not answered yet
         self._slow_until = 0.0
 
     def put(self, data: bytes) -> str:
@@ -67,17 +67,17 @@ class ObjectStore:
             self._remote("pipe_file", key, data)
         return key
 
-    def get(self, key: str, digest: str) -> bytes:
-        """The bytes under ``key``. Raises OSError, StoreUnreachable; DamagedObject where they are not of this digest."""
-        folder = self.folder
-        data = read_regular(folder / key, MAX_BYTES) if folder is not None else bytes(self._remote("cat_file", key))
+    def get(self, key: str, digest: str) -> bytearray:
+        """The bytes under ``key``, the caller's alone. Raises OSError, StoreUnreachable; DamagedObject where they are others."""
+        near = self.folder
+        data = read_regular(near / key, MAX_BYTES) if near is not None else bytearray(self._remote("cat_file", key))
         if hashlib.sha256(data).hexdigest() != digest:
             raise DamagedObject(
                 f"{self.where}/{key}: damaged (its content is not that of its name); restore it from a backup"
             )
         return data
 
-    def soon(self, key: str, digest: str, patience: float = PATIENCE_SECONDS) -> bytes:
+    def soon(self, key: str, digest: str, patience: float = PATIENCE_SECONDS) -> bytearray:
         """The same for threads that cannot wait: what a store elsewhere has not given in ``patience`` seconds comes at a later
         call. Raises StoreUnreachable until then.
         """

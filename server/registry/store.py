@@ -240,7 +240,7 @@ class ModuleStore:
                 f"{_shown(path)}: '{module.name}' is the name of a takedown's module, which no file stands in for; "
                 "bring it under another name"
             )
-        file = self._objects.put(data) if dropped else str(path)
+        file = self._objects.put(bytes(data)) if dropped else str(path)
         record = self._records.adopt(
             NewModule(module.name, module.digest, self._identity.fingerprint, file, origin), time.time()
         )

@@ -8,12 +8,13 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unbind_core.files import locked, remove_unfinished, require_writable, write_text, write_whole
+from unbind_core.files import locked, read_regular, remove_unfinished, require_writable, write_text, write_whole
 
 WRITER = """
 import sys, time
@@ -138,3 +139,40 @@ def test_a_lock_has_one_holder_and_goes_with_it_however_that_ends(tmp_path: Path
     locked(path, wait=False).close()
     with locked(tmp_path / "new.lock"):
         assert stat.S_IMODE((tmp_path / "new.lock").stat().st_mode) == 0o600
+
+
+def test_what_was_read_stays_as_it_was_whatever_becomes_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"1" * 10_000)
+    data = read_regular(path, 10_000)
+    with path.open("r+b") as file:  # in place, as no writer here does it
+        file.write(b"2" * 5_000)
+        file.truncate(5_000)
+    assert data == b"1" * 10_000
+    assert read_regular(path, 10_000) == b"2" * 5_000
+
+
+def test_a_file_that_grows_while_it_is_read_is_read_to_its_end_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "a.bin", os.fdopen
+    path.write_bytes(b"1" * 100)
+
+    def grown(*given: Any, **options: Any) -> Any:
+        with path.open("ab") as file:
+            file.write(b"2" * 100)
+        return opened(*given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdopen", grown)
+        assert read_regular(path, 250) == b"1" * 100 + b"2" * 100
+        with pytest.raises(OSError, match="larger than 250 bytes"):
+            read_regular(path, 250)
+
+    def shrunk(*given: Any, **options: Any) -> Any:
+        os.truncate(path, 7)
+        return opened(*given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdopen", shrunk)
+        assert read_regular(path, 1000) == b"1" * 7

@@ -22,7 +22,7 @@ from tests.core.test_module import (
 from tests.support.modules import rectified
 from unbind_core.errors import ModuleFileError
 from unbind_core.module import UnbindModule
-from unbind_core.module_checks import PARTITIONS
+from unbind_core.partitions import PARTITIONS
 
 
 def metadata_of(data: bytes) -> dict[str, Any]:
@@ -217,3 +217,72 @@ def test_not_a_number_in_the_file_is_refused() -> None:
 def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ModuleFileError, match="nowhere"):
         UnbindModule.load(tmp_path / "nowhere.safetensors")
+
+
+def test_a_module_lies_in_the_memory_that_it_was_read_from_and_leaves_bytes_of_others_alone() -> None:
+    data = make_network_module(MODEL).to_bytes()
+    memory = bytearray(data)
+    module = UnbindModule.from_bytes(memory, digest=hashlib.sha256(data).hexdigest())
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert all(start < part.data_ptr() < start + len(memory) for part in module.tensors.values())
+    assert module.to_bytes() == data
+    other = UnbindModule.from_bytes(data)
+    other.w.zero_()
+    assert UnbindModule.from_bytes(data).to_bytes() == data
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), data[start:]
+
+
+def with_header(header: Any, rest: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + rest
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("data_offsets", [0, 64]),  # where another tensor lies
+        ("data_offsets", [68, 132]),
+        ("data_offsets", [64, 124]),
+        ("data_offsets", [-64, 0]),
+        ("data_offsets", [64]),
+        ("data_offsets", None),
+        ("shape", [4, 3]),
+        ("shape", [-4, -4]),
+        ("shape", [16.0]),
+        ("shape", ["16"]),
+        ("shape", 16),
+        ("dtype", "I32"),
+        ("dtype", "F16"),
+        ("dtype", None),
+    ],
+)
+def test_a_header_whose_tensors_lie_elsewhere_is_refused_whatever_its_digest(field: str, value: Any) -> None:
+    data = make_module(MODEL).to_bytes()
+    header, rest = header_of(data)
+    assert UnbindModule.from_bytes(with_header(header, rest), digest="0" * 64) == UnbindModule.from_bytes(
+        data, digest="0" * 64
+    )
+    name = max(header.keys() - {"__metadata__"}, key=lambda one: header[one]["data_offsets"])
+    header[name] = header[name] | {field: value}
+    for digest in (None, "0" * 64):
+        with pytest.raises(ModuleFileError, match="truncated, or not a safetensors file"):
+            UnbindModule.from_bytes(with_header(header, rest), digest=digest)
+
+
+@pytest.mark.parametrize("more", [b"", b"0000", b"\0" * 64])
+def test_bytes_that_no_tensor_has_are_refused_whatever_their_digest(more: bytes) -> None:
+    data = make_module(MODEL).to_bytes()
+    changed = data + more if more else data[:-4]
+    for digest in (None, hashlib.sha256(changed).hexdigest()):
+        with pytest.raises(ModuleFileError, match="truncated"):
+            UnbindModule.from_bytes(changed, digest=digest)
+
+
+@pytest.mark.parametrize("header", [[], "text", 7, None, {"__metadata__": []}, {"w": None}, {"w": {}}])
+def test_a_header_of_another_kind_is_refused_whatever_its_digest(header: Any) -> None:
+    with pytest.raises(ModuleFileError):
+        UnbindModule.from_bytes(with_header(header, b""), digest="0" * 64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.core.conftest import lowrank
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
-from unbind_core.module_checks import PARTITIONS
+from unbind_core.partitions import PARTITIONS
 
 
 def build_module(

@@ -6,7 +6,7 @@ import torch
 
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
-from unbind_core.module_checks import FIRST_PARTITIONS
+from unbind_core.partitions import FIRST_PARTITIONS
 
 
 def probe_module(identity: ModelIdentity, layer: int) -> UnbindModule:
