@@ -8,11 +8,13 @@ holds or is, keeps another from being read.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,10 @@ from unbind_core.module import UnbindModule
 
 log = logging.getLogger("unbind.modules")
 READERS = 4  # threads that read a store elsewhere
-FOLDER_READERS = 2  # and a folder: one reads and hashes while another looks at fields, which no two do at once
+FOLDER_READERS = (
+    2  # and a folder: they read and hash, mostly without Python's lock, while another checks what they read
+)
+MANY = 100  # modules; Python's collector of garbage is not had look through so many that have just come
 SETTLED_SECONDS = 2.0  # a dropped file that cannot be read may still be being copied
 _MOST_TOLD = 600  # characters of an error: a file may have put anything into it
 _Stamp = tuple[int, int, int]
@@ -154,23 +159,18 @@ class ModuleStore:
         missing = [(digest, file) for digest, file in files.items() if digest not in self._objects_read]
         read = {digest: module for digest, module in self._objects_read.items() if digest in files}
         failed: dict[str, Exception] = {}
-
-        waiting = iter(missing)
-
-        def read_on() -> None:
-            for digest, file in waiting:
-                try:
-                    module = UnbindModule.from_bytes(self._objects.soon(file, digest), file, digest)
-                    module.require(self._identity)
-                    read[digest] = module
-                except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
-                    failed[digest] = error
-
         if missing:
             readers = min(len(missing), READERS if self._objects.folder is None else FOLDER_READERS)
-            with ThreadPoolExecutor(readers, "unbind-modules") as pool:
-                for reader in [pool.submit(read_on) for _ in range(readers)]:
-                    reader.result()
+            staying = _staying() if len(missing) >= MANY else nullcontext()
+            with staying, ThreadPoolExecutor(readers, "unbind-modules") as pool:
+                coming = [(digest, file, pool.submit(self._objects.soon, file, digest)) for digest, file in missing]
+                for digest, file, data in coming:
+                    try:
+                        module = UnbindModule.from_bytes(data.result(), file, digest)
+                        module.require(self._identity)
+                        read[digest] = module
+                    except Exception as error:  # noqa: BLE001 - of one module; it must not keep the others away
+                        failed[digest] = error
         self._objects_read = read
         return failed
 
@@ -250,6 +250,21 @@ class ModuleStore:
         if dropped:
             path.unlink(missing_ok=True)
         return StoredModule(module, module.digest, _shown(path), record)
+
+
+@contextmanager
+def _staying() -> Iterator[None]:
+    """Make a hundred objects a module, which stay: Python's collector of garbage would go through them again and again. It waits
+    meanwhile, and leaves out from then on what is there in the end.
+    """
+    gc.unfreeze()
+    gc.collect()  # else what is garbage by now would stay as well
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class _Unreadable(Exception):
