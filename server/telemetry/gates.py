@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from server.engine.guarding import Guarded
-from server.engine.modules import Gates
+from server.engine.modules import NO_GATES, Gates
 from unbind_core.applying.looks import BOUNDARIES
 
 LEXEMES = (8, 12, 16, 20, 25, 30, 35, 40, 45, 49, 50, 75, 100, 200, 500)
@@ -82,11 +82,24 @@ def families(now: Gates) -> Iterable[Metric]:
 
 
 class Kept(Collector):
-    """Families as they were when somebody looked last."""
+    """What gates and guards had done when somebody looked last. It is written out when somebody asks: of thousands of modules that
+    takes half a second.
+    """
 
-    def __init__(self, families: Iterable[Metric] = ()) -> None:
-        self.families = tuple(families)
+    def __init__(self, now: Gates = NO_GATES, guards: Iterable[Metric] = ()) -> None:
+        """``guards``: families of what these did."""
+        self._shown = now, tuple(guards)
+        self._written: tuple[Gates | None, tuple[Metric, ...]] = None, ()
+
+    def show(self, now: Gates, guards: Iterable[Metric]) -> None:
+        """Have it be that of a later moment."""
+        before = self._shown[0]
+        self._shown = before if now == before else now, tuple(guards)  # what is as before is not written out again
 
     def collect(self) -> Iterable[Metric]:
-        """Those."""
-        return self.families
+        """A family each."""
+        (now, guards), (of, written) = self._shown, self._written
+        if of is not now:
+            written = tuple(families(now))
+            self._written = now, written
+        return (*written, *guards)

@@ -65,7 +65,6 @@ class Telemetry:
         registry.register(Present(read))
         self._delayed, self._kept, self._port = CollectorRegistry(), gates.Kept(), Port()
         self._guards = gates.Guards(self._delayed)
-        self._shown: tuple[Gates, tuple[Metric, ...]] = NO_GATES, tuple(gates.families(NO_GATES))
         self.keep_gates(NO_GATES)
         self.answers = Answers(registry, detail)
         self.work = Work(registry if works else CollectorRegistry())
@@ -106,13 +105,11 @@ class Telemetry:
 
     def keep_gates(self, now: Gates) -> None:
         """What everybody is shown of gates and guards until the next time."""
-        if now != self._shown[0]:  # thousands of modules take a tenth of a second, and mostly nobody asks anything
-            self._shown = now, tuple(gates.families(now))
-        self._kept.families = (*self._shown[1], *self._delayed.collect())
+        self._kept.show(now, self._delayed.collect())
 
     def exposition(self, now: Gates | None = None) -> bytes:
         """The text that Prometheus scrapes; with what gates have done up to ``now``, else what was kept last."""
-        shown = self._kept if now is None else gates.Kept((*gates.families(now), *self._delayed.collect()))
+        shown = self._kept if now is None else gates.Kept(now, self._delayed.collect())
         return generate_latest(_Together(self._registry, shown))
 
     def listen(self, host: str, port: int) -> int:

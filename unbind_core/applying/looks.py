@@ -122,10 +122,11 @@ class Requests:
 
     def reach(self, slots: int) -> None:
         """Have columns for so many slots of modules."""
-        with self.lock, torch.inference_mode(False):
+        with self.lock:
             while self.opened.shape[1] < slots:
-                self.opened = functional.pad(self.opened, (0, self.opened.shape[1]))
-                self.counts = functional.pad(self.counts, (0, len(self.counts)))
+                with torch.inference_mode(False):
+                    self.opened = functional.pad(self.opened, (0, self.opened.shape[1]))
+                    self.counts = functional.pad(self.counts, (0, len(self.counts)))
 
     def read(self) -> list[int]:
         """By slot, the requests in which its gate was open; waits for the device."""
