@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, select, text
+from sqlalchemy import ColumnElement, Row, select, text
 from sqlalchemy.orm import Session
 
 from server.registry.tables import AuditRow
@@ -20,6 +20,10 @@ from unbind_core.canonical import canonical_json
 
 ORIGIN = "0" * 64  # what the first row has for a predecessor
 FIELDS = ("id", "at", "actor", "source", "action", "subject", "detail", "before", "after", "previous")
+_NAMES = (*FIELDS, "digest")
+_COLUMNS = [
+    AuditRow.__table__.columns[name] for name in _NAMES
+]  # and no objects of rows, which take longer than the database
 _LOCK = 7_235_310_414  # PostgreSQL's advisory lock for appending: two appenders would seal the same predecessor
 _APPENDED = "audit_appended"
 
@@ -110,20 +114,20 @@ def rows(
     session: Session, *, after: int = 0, limit: int = 1000, wanted: Wanted | None = None, newest_first: bool = False
 ) -> list[dict[str, Any]]:
     """The rows behind number ``after``, in order; ``newest_first``: those before it, or from the end where it is 0."""
-    query = select(AuditRow).where(*(wanted or Wanted()).conditions()).limit(limit)
+    query = select(*_COLUMNS).where(*(wanted or Wanted()).conditions()).limit(limit)
     if newest_first:
         query = query.order_by(AuditRow.id.desc())
         query = query.where(AuditRow.id < after) if after else query
     else:
         query = query.order_by(AuditRow.id).where(AuditRow.id > after)
-    return [_view(row) for row in session.scalars(query)]
+    return [_view(row) for row in session.execute(query)]
 
 
 def rows_about(session: Session, subjects: Collection[str]) -> list[dict[str, Any]]:
     """The rows whose subject is one of these, in order."""
     return [
         _view(row)
-        for row in session.scalars(select(AuditRow).where(AuditRow.subject.in_(subjects)).order_by(AuditRow.id))
+        for row in session.execute(select(*_COLUMNS).where(AuditRow.subject.in_(subjects)).order_by(AuditRow.id))
     ]
 
 
@@ -140,8 +144,8 @@ def last_word(
     return None if session.scalar(since.limit(1)) is not None else dict(row.detail)
 
 
-def _view(row: AuditRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in (*FIELDS, "digest")}
+def _view(row: Row[Any]) -> dict[str, Any]:
+    return dict(zip(_NAMES, row, strict=True))
 
 
 def problems(entries: Iterable[dict[str, Any]], head: tuple[int, str] | None, *, first: int = 1) -> Iterator[str]:
