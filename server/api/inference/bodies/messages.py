@@ -13,21 +13,19 @@ from server.api.inference.bodies.unsupported import unsupported
 
 
 class CalledFunction(BaseModel):
-    """What was called, with arguments as a text of JSON."""
+    """What was called, with arguments as a text, which is JSON where the answer was not cut within them."""
 
     name: FunctionName
     arguments: Text = ""
 
-    @field_validator("arguments")
-    @classmethod
-    def _an_object(cls, value: str) -> str:
+    @property
+    def meant(self) -> dict[str, Any] | str:
+        """The object that the arguments write; the text itself where they are none."""
         try:
-            found = json.loads(value or "{}")
+            found = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError("must be a JSON object written as a text")
-        return value
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
 
 
 class ToolCall(BaseModel):
@@ -39,8 +37,7 @@ class ToolCall(BaseModel):
 
     def plain(self, arguments_as_text: bool) -> dict[str, Any]:
         """The call as chat templates take it."""
-        written = self.function.arguments or "{}"
-        arguments = written if arguments_as_text else json.loads(written)
+        arguments = (self.function.arguments or "{}") if arguments_as_text else self.function.meant
         return {
             "id": self.id,
             "type": "function",
