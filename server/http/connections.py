@@ -14,11 +14,12 @@ from typing import Any
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from server.errors import ApiError, response
 from server.http.framing import Parser, without_chunks
+from server.http.half_closed import HalfClosedProtocol
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
@@ -72,7 +73,7 @@ class _Part(Enum):
     BODY = auto()
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(HalfClosedProtocol):
     """One connection. What goes over a limit is answered with an error object, where an answer can still be sent."""
 
     def __init__(

@@ -17,6 +17,7 @@ import pytest
 
 from server.cli.loading import bind, not_ready
 from server.settings import Settings
+from tests.server.api.test_health import until
 from tests.support.live import Live, live
 
 ASK = {"prompt": "def add(", "max_tokens": 4, "temperature": 0}
@@ -43,6 +44,16 @@ def connected(port: int, sent: bytes = b"") -> Iterator[socket.socket]:
     """A connection on which something was sent."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as made:
         made.sendall(sent)
+        yield made
+
+
+@contextmanager
+def half_closed(port: int, sent: bytes) -> Iterator[socket.socket]:
+    """A connection whose end comes in one packet with what was sent."""
+    with connected(port) as made:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+        made.sendall(sent)
+        made.shutdown(socket.SHUT_WR)
         yield made
 
 
@@ -222,15 +233,58 @@ def test_more_pipelined_requests_than_are_held_end_the_connection(bounded: Live)
     assert bounded.complete().status == 200
 
 
-def test_a_stream_longer_than_every_time_limit_runs_to_its_end(bounded: Live) -> None:
-    decode = bounded.service.engine.runner.decode
+@contextmanager
+def slow(server: Live) -> Iterator[list[float]]:
+    """Each decode step takes 0.03 s; when each began."""
+    decode = server.service.engine.runner.decode
+    steps: list[float] = []
 
     def slowly(*arguments: Any) -> Any:
+        steps.append(time.monotonic())
         time.sleep(0.03)
         return decode(*arguments)
 
-    bounded.service.engine.runner.decode = slowly  # type: ignore[method-assign]
+    server.service.engine.runner.decode = slowly  # type: ignore[method-assign]
     try:
+        yield steps
+    finally:
+        server.service.engine.runner.decode = decode  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_half_closes_behind_its_request_is_answered(bounded: Live, version: bytes, stream: bool) -> None:
+    asked = request({**ASK, "stream": stream}).replace(b"HTTP/1.1", version)
+    with half_closed(bounded.port, asked) as connection:
+        head, _, body = read_all(connection).rpartition(b"HTTP/1.1 200 OK\r\n")[2].partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert b"[DONE]" in body if stream else json.loads(body)["choices"]
+
+
+def test_all_that_a_half_closed_connection_has_asked_is_answered_in_order(bounded: Live) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    long = {**ASK, "max_tokens": 30, "ignore_eos": True}
+    with slow(bounded), half_closed(bounded.port, request(long) + health + request(long)) as connection:
+        answers = read_all(connection).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").split(b"HTTP/1.1 200 OK")
+    assert [b"text_completion" in one for one in answers] == [False, True, False, True], answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_stops_soon_after_its_client_has_left(bounded: Live, stream: bool) -> None:
+    with slow(bounded) as steps:
+        with connected(bounded.port, request({**ASK, "max_tokens": 400, "ignore_eos": True, "stream": stream})):
+            until(lambda: len(steps) > 2)
+        until(lambda: time.monotonic() - steps[-1] > 0.5)
+        assert len(steps) < 100
+
+
+def test_a_request_that_half_closes_within_its_body_is_not_answered(bounded: Live) -> None:
+    with half_closed(bounded.port, request()[:-1]) as connection:
+        assert read_all(connection) == b""
+
+
+def test_a_stream_longer_than_every_time_limit_runs_to_its_end(bounded: Live) -> None:
+    with slow(bounded):
         body = {**ASK, "max_tokens": 50, "ignore_eos": True, "stream": True}
         began = time.monotonic()
         with connected(bounded.port, request(body) + b"GET /health HTTP/1.1\r\nHost: ") as connection:
@@ -241,8 +295,6 @@ def test_a_stream_longer_than_every_time_limit_runs_to_its_end(bounded: Live) ->
             assert time.monotonic() - began > 1.2
             connection.sendall(b"localhost\r\nConnection: close\r\n\r\n")
             assert b'{"status":"ok"}' in read_all(connection)
-    finally:
-        bounded.service.engine.runner.decode = decode  # type: ignore[method-assign]
 
 
 def test_the_port_has_the_same_limits_while_the_model_loads() -> None:
