@@ -48,6 +48,7 @@ def files() -> dict[str, tuple[bytes, str, str]]:
     return found
 
 
+@router.head("/", include_in_schema=False)
 @router.get("/")
 async def page(request: Request) -> Response:
     """The console."""

@@ -88,6 +88,7 @@ async def describe(request: Request) -> dict[str, Any]:
     return describe_refusals(found)
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def show_version() -> dict[str, str]:
     """Which release this is."""

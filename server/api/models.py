@@ -49,6 +49,7 @@ def _card(served: Service, name: str) -> dict[str, Any]:
     }
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def list_models(served: Served) -> dict[str, Any]:
@@ -57,6 +58,7 @@ async def list_models(served: Served) -> dict[str, Any]:
     return {"object": "list", "data": [_card(served, name) for name in names]}
 
 
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, served: Served) -> dict[str, Any]:
     """One model or alias. 404 for any other name."""

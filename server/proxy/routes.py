@@ -32,6 +32,7 @@ async def chat(asked: AskedChat, call: Admitted) -> Response:
     return await _passed(asked, call, "/v1/chat/completions")
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def list_models(call: Admitted) -> dict[str, Any]:
@@ -49,6 +50,7 @@ async def list_models(call: Admitted) -> dict[str, Any]:
     return {"object": "list", "data": [*listed, *aliases]}
 
 
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, call: Admitted) -> dict[str, Any]:
     """One model, or an alias of it. 404 for what is no name: a path could lead to any route of the other server."""

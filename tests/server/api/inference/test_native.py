@@ -97,7 +97,9 @@ def test_a_key_is_needed_there_once_there_is_one(server: Live, monkeypatch: pyte
         assert server.call(path, {**body, "max_tokens": 1} if body else None, key=ADMIN_KEY).status == 200, path
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/v1/models", "/v1/models/tiny"])
 def test_who_asks_whether_it_is_up_may_do_so_by_a_head(server: Live, path: str) -> None:
-    answer = server.call(path, method="HEAD")
+    answer = server.call(path, method="HEAD", key=ADMIN_KEY)
     assert answer.status == 200 and answer.raw == b""
+    assert answer.headers["content-length"] == server.call(path, method="GET", key=ADMIN_KEY).headers["content-length"]
+    assert server.call(path, method="HEAD").status == server.call(path).status
