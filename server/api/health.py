@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse
 
 from server.api.caller import Caller, holder, onlooker
 from server.base_service import BaseService, base_service
@@ -70,7 +71,7 @@ def _canary(served: BaseService) -> str:
     return "; ".join(served.canaries.misses(served.offer.enforced))
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metrics"))]) -> Response:
     """Prometheus text. Whoever may have reports sees the gates' counts as they are, others as they were read last."""
     current = caller.may("report") or caller.may("admin")

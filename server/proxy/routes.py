@@ -8,7 +8,7 @@ from urllib.parse import quote
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.inference.answers import unless_gone
+from server.api.inference.answers import STREAMED, unless_gone
 from server.api.models import SEPARATOR
 from server.api.profiles import profile_names
 from server.errors import ApiError
@@ -19,13 +19,13 @@ from server.proxy.relay import PassedEvents, models
 router = APIRouter(tags=["guarded"])
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def complete(asked: AskedCompletion, call: Admitted) -> Response:
     """Have each prompt continued."""
     return await _passed(asked, call, "/v1/completions")
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(asked: AskedChat, call: Admitted) -> Response:
     """Have the conversation answered."""

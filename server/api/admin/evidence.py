@@ -14,7 +14,7 @@ from server.evidence.bundle import evidence
 router = admin_router()
 
 
-@router.get("/takedowns/{takedown_id}/evidence")
+@router.get("/takedowns/{takedown_id}/evidence", responses={200: {"content": {"text/html": {}}}})
 async def show_evidence(
     takedown_id: str, served: Served, form: Annotated[Literal["json", "html"], Query(alias="format")] = "json"
 ) -> Response:

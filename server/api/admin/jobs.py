@@ -37,7 +37,11 @@ async def show_job(job_id: str, served: Served) -> dict[str, Any]:
     return await _look(served, job_id)
 
 
-@router.get("/jobs/{job_id}/events")
+@router.get(
+    "/jobs/{job_id}/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}},
+)
 async def follow_job(job_id: str, served: Served) -> StreamingResponse:
     """Server-sent events: the job whenever it changes, ``event: progress``, and at its end ``event: end``."""
     first = await _look(served, job_id)

@@ -16,6 +16,9 @@ from server.api.inference.generation import Generation, Result
 from server.errors import ApiError, error_body, is_anthropic, response
 
 DONE = b"data: [DONE]\n\n"
+STREAMED: Any = {
+    200: {"content": {"text/event-stream": {}}}
+}  # for the description of a route whose answer may be a stream
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 T = TypeVar("T")
 

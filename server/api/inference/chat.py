@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.inference.answers import EventStream, whole
+from server.api.inference.answers import STREAMED, EventStream, whole
 from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Generation, Result
@@ -24,7 +24,7 @@ from server.service import Service
 router = APIRouter(tags=["chat"])
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: ChatBody, call: Admitted) -> Response:
     """Answer the conversation; modules are named as in completions."""

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.inference.answers import EventStream, whole
+from server.api.inference.answers import STREAMED, EventStream, whole
 from server.api.inference.bodies.completions import CompletionBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Choice, Generation, Result
@@ -23,7 +23,7 @@ from server.engine.request import TokenLogprob
 router = APIRouter(prefix="/v1", tags=["completions"])
 
 
-@router.post("/completions")
+@router.post("/completions", responses=STREAMED)
 async def complete(body: CompletionBody, call: Admitted) -> Response:
     """Continue each prompt; ``unbind.modules`` and the header ``X-Unbind-Modules`` name modules to apply."""
     size = size_of(body.prompt, body.suffix)

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.inference.answers import EventStream, whole
+from server.api.inference.answers import STREAMED, EventStream, whole
 from server.api.inference.bodies.completions import FimBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Generation, Result
@@ -23,7 +23,7 @@ from server.api.inference.report import Report
 router = APIRouter(tags=["completions"])
 
 
-@router.post("/v1/fim/completions")
+@router.post("/v1/fim/completions", responses=STREAMED)
 @router.post("/fim/completions", include_in_schema=False)
 async def fill(body: FimBody, call: Admitted) -> Response:
     """Fill the gap between ``prompt`` and ``suffix``; without a suffix, continue."""

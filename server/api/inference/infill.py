@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import Response
 
-from server.api.inference.answers import EventStream, whole
+from server.api.inference.answers import STREAMED, EventStream, whole
 from server.api.inference.bodies.dialects import LlamaBody
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, MAX_CHOICES, Text
 from server.api.inference.bodies.forms import NativeFormBody
@@ -64,7 +64,7 @@ class InfillBody(NativeBody):
     prompt: Annotated[Text, Field(description="what the answer begins with, after the gap's mark")] = ""
 
 
-@router.post("/infill")
+@router.post("/infill", responses=STREAMED)
 async def infill(body: InfillBody, call: Admitted) -> Response:
     """Fill the gap between ``input_prefix`` and ``input_suffix``; ``n_predict`` 0 only warms the cache."""
     new = body.wanted if body.wanted is not None and body.wanted >= 0 else DEFAULT_MAX_TOKENS

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from server.api.caller import inference
-from server.api.inference.answers import EventStream, named_bytes, whole
+from server.api.inference.answers import STREAMED, EventStream, named_bytes, whole
 from server.api.inference.bodies.anthropic import NAMES, CountBody, MessagesBody
 from server.api.inference.bodies.conversation import named_as
 from server.api.inference.call import Admitted
@@ -30,7 +30,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "content_filter": "refusa
 REFUSED = "the answer would have held text that a takedown protects"
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=STREAMED)
 async def say(body: MessagesBody, call: Admitted) -> Response:
     """Answer the messages; modules are named as in completions."""
     with named_as(NAMES):

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from server.api.caller import inference
 from server.api.health import show_version
+from server.api.inference.answers import STREAMED
 from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.completions import PromptBody
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, Name
@@ -36,7 +37,7 @@ class TemplateBody(TemplateOptions, ToolBody):
     messages: Messages
 
 
-@router.post("/completion")
+@router.post("/completion", responses=STREAMED)
 @router.post("/completions", include_in_schema=False)
 async def complete(body: NativeCompletionBody, call: Admitted) -> Response:
     """Continue the prompt, answered as by ``/infill``."""

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from server.api.caller import inference
-from server.api.inference.answers import EventStream, named_bytes, whole
+from server.api.inference.answers import STREAMED, EventStream, named_bytes, whole
 from server.api.inference.bodies.conversation import named_as
 from server.api.inference.bodies.responses import NAMES, ResponsesBody
 from server.api.inference.call import Admitted
@@ -32,7 +32,7 @@ router = APIRouter(tags=["chat"])
 Event = dict[str, Any]
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=STREAMED)
 @router.post("/responses", include_in_schema=False)
 async def respond(body: ResponsesBody, call: Admitted) -> Response:
     """Answer the input; modules are named as in completions."""

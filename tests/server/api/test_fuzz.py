@@ -234,6 +234,9 @@ def explore(server: Live, examples: int) -> None:
                 case.as_curl_command(),
                 answer.text,
             )
+            told = case.operation.definition.raw["responses"]
+            kinds = told.get(str(answer.status_code), told["default"])["content"]
+            assert answer.headers["content-type"][0].partition(";")[0] in kinds, case.as_curl_command()
             server.service.access.delete_rules("global", Actor("test"), 0.0)
 
         check()

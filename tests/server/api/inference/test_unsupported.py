@@ -143,6 +143,28 @@ def test_fields_that_do_not_go_together_are_named(server: Live, body: dict[str, 
     assert refused.error["message"].startswith(f"{param}: ")
 
 
+def test_the_description_says_which_answers_may_be_streams(server: Live) -> None:
+    described = server.call("/openapi.json").body["paths"]
+
+    def kinds(path: str, method: str = "post") -> set[str]:
+        return set(described[path][method]["responses"]["200"]["content"])
+
+    prompt, chat = {"prompt": "a", "max_tokens": 1}, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for path, body in (
+        ("/v1/completions", prompt),
+        ("/v1/fim/completions", prompt),
+        ("/completion", prompt),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 1}),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", chat),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+    ):
+        answered = [server.call(path, {**body, "stream": stream}).headers["content-type"] for stream in (False, True)]
+        assert kinds(path) == {one.partition(";")[0] for one in answered}, path
+    assert kinds("/metrics", "get") == {server.call("/metrics").headers["content-type"].partition(";")[0]}
+    assert kinds("/admin/v1/jobs/{job_id}/events", "get") == {"text/event-stream"}
+
+
 def test_an_unknown_route_names_what_there_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     described = server.call("/openapi.json").body["paths"]
 
