@@ -86,7 +86,16 @@ async def describe(request: Request) -> dict[str, Any]:
     """The machine's description of the API."""
     # in a thread: it is built when first asked for, which takes a second
     found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
-    return describe_refusals(found)
+    return describe_refusals(_without_nulls(found))
+
+
+def _without_nulls(description: dict[str, Any]) -> dict[str, Any]:
+    """The description, whose parameters are none of them null: one that is not needed is left out."""
+    for operations in description["paths"].values():
+        for parameter in (one for operation in operations.values() for one in operation.get("parameters", ())):
+            kinds = [kind for kind in parameter["schema"].pop("anyOf", ()) if kind != {"type": "null"}]
+            parameter["schema"] |= kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {}
+    return description
 
 
 @router.head("/version", include_in_schema=False)

@@ -127,7 +127,7 @@ async def _call(
     served: Annotated[Service, Depends(service)],
     caller: Annotated[Caller, Depends(inference)],
     x_unbind_modules: Annotated[  # noqa: ARG001 - read from the request, where it may stand several times
-        list[str] | None, Header(description="module names with commas between, NAME or NAME=STRENGTH")
+        str | None, Header(description="module names with commas between, NAME or NAME=STRENGTH")
     ] = None,
 ) -> Call:
     return Call(request, served, caller)

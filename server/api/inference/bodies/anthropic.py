@@ -135,7 +135,7 @@ class Turn(BaseModel):
         return [*results, {"role": self.role, "content": said, **({"tool_calls": calls} if calls else {})}]
 
 
-class Tool(BaseModel):
+class AnthropicTool(BaseModel):
     """A tool of the client's own; there are no others here."""
 
     type: Annotated[Literal["custom"], of_the_client("custom")] = "custom"
@@ -196,7 +196,7 @@ class ConversationBody(GenerationBody):
         list[StrictStr] | None,
         Field(max_length=1024, validation_alias=AliasChoices("stop_sequences", "stop")),
     ] = None
-    tools: Annotated[list[Tool], Field(max_length=512)] = Field(default_factory=list)
+    tools: Annotated[list[AnthropicTool], Field(max_length=512)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig = OutputConfig()
 

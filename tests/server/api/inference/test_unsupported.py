@@ -165,6 +165,16 @@ def test_the_description_says_which_answers_may_be_streams(server: Live) -> None
     assert kinds("/admin/v1/jobs/{job_id}/events", "get") == {"text/event-stream"}
 
 
+def test_clients_can_be_made_from_the_description(server: Live) -> None:
+    described = server.call("/openapi.json").body
+    assert not [name for name in described["components"]["schemas"] if "__" in name]  # of two things with one name
+    operations = [operation for path in described["paths"].values() for operation in path.values()]
+    parameters = [parameter for operation in operations for parameter in operation.get("parameters", ())]
+    assert {"x-unbind-modules", "if-match", "limit"} <= {parameter["name"] for parameter in parameters}
+    for parameter in parameters:  # absent it may be, and not null; a header is one text
+        assert parameter["schema"]["type"] in ("string", "integer", "boolean"), parameter
+
+
 def test_an_unknown_route_names_what_there_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     described = server.call("/openapi.json").body["paths"]
 
