@@ -86,15 +86,21 @@ async def describe(request: Request) -> dict[str, Any]:
     """The machine's description of the API."""
     # in a thread: it is built when first asked for, which takes a second
     found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
-    return describe_refusals(_without_nulls(found))
+    return describe_refusals(_for_generators(found))
 
 
-def _without_nulls(description: dict[str, Any]) -> dict[str, Any]:
-    """The description, whose parameters are none of them null: one that is not needed is left out."""
+def _for_generators(description: dict[str, Any]) -> dict[str, Any]:
+    """The description without what makers of clients trip over: parameters that may be null, where they are left out instead,
+    and defaults of what may be of several kinds, which these makers write in no kind's own terms.
+    """
     for operations in description["paths"].values():
         for parameter in (one for operation in operations.values() for one in operation.get("parameters", ())):
             kinds = [kind for kind in parameter["schema"].pop("anyOf", ()) if kind != {"type": "null"}]
             parameter["schema"] |= kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {}
+    for schema in description["components"]["schemas"].values():
+        for field in schema.get("properties", {}).values():
+            if "anyOf" in field or "$ref" in field:
+                field.pop("default", None)
     return description
 
 

@@ -29,14 +29,9 @@ class NamedSchema(BaseModel):
 
     model_config = ConfigDict(validate_by_name=True)
     name: StrictStr = ""
-    document: Annotated[
-        Schema,
-        Field(
-            alias="schema",
-            description="every JSON object where left out",
-            default_factory=lambda: {"type": "object"},
-        ),
-    ]
+    document: Annotated[Schema, Field(alias="schema", description="every JSON object where left out")] = {
+        "type": "object"
+    }
     strict: Annotated[StrictBool | None, Field(description="refuse what of the schema cannot be kept")] = None
 
 

@@ -173,6 +173,9 @@ def test_clients_can_be_made_from_the_description(server: Live) -> None:
     assert {"x-unbind-modules", "if-match", "limit"} <= {parameter["name"] for parameter in parameters}
     for parameter in parameters:  # absent it may be, and not null; a header is one text
         assert parameter["schema"]["type"] in ("string", "integer", "boolean"), parameter
+    fields = [field for one in described["components"]["schemas"].values() for field in one["properties"].values()]
+    assert [field for field in fields if field.get("default") == 1]
+    assert not [field for field in fields if "default" in field and ("anyOf" in field or "$ref" in field)]
 
 
 def test_an_unknown_route_names_what_there_is(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
