@@ -53,7 +53,7 @@ class ResponseFormat(BaseModel):
 
     def wanted(self) -> Iterator[Wanted]:
         """None for text."""
-        if self.type == "json_object" and self.document is not None:
+        if self.type == "json_object" and self.document not in (None, {}):
             yield _json(self.document, "response_format.schema")
         elif self.type == "json_object":
             yield Wanted(Form("json", '{"type": "object"}'), "response_format")

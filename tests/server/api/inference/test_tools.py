@@ -284,6 +284,13 @@ def test_a_schema_beside_json_object_is_kept(hermes: Live) -> None:
         assert hermes.call(path, asked).body["choices"][0]["message"]["content"] == '"forty-two"'
 
 
+def test_an_empty_schema_beside_json_object_asks_for_an_object(hermes: Live) -> None:
+    form = {"type": "json_object", "schema": {}}
+    for seed in range(4):
+        asked = {"messages": ASK["messages"], "max_tokens": 1, "seed": seed, "response_format": form}
+        assert hermes.call("/v1/chat/completions", asked).body["choices"][0]["message"]["content"].startswith("{")
+
+
 class Weather(BaseModel):
     """The weather."""
 
