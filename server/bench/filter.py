@@ -1,7 +1,7 @@
 """What modules cost at inference: the bank's edits against a plain forward pass, measured in the same run.
 
 Behind ``unbind bench filter``. Modules are random, which costs the same as fitted ones or more: the arithmetic is dense,
-and ``open_rate`` says how often their gates are open; on a CPU a low-rank correction costs nothing in a pass where none is.
+and ``open_rate`` says how often their gates are open; on a CPU a learned correction costs nothing in a pass where none is.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from unbind_core.module_file import FLOAT32
 
 MODULES = (1, 8, 64, 512)
 NETWORKS = (1, 8, 64)
-KINDS = ("fisher", "network", "network lowrank")
+KINDS = ("fisher", "network", "network network")  # detectors, and where it is no push the correction
 NETWORK_WIDTH, NETWORK_HEADS, NETWORK_WINDOW = 128, 24, 32  # as fitted for 24 rows of the demo
 HOLD = 64  # positions by which such gates are held open
-RANK = 32
+UNITS = 512  # of a correction, as fitted
 DECODE_ROWS, DECODE_CACHE = 16, 256
 PREFILL_TOKENS = 512
 
@@ -40,8 +40,8 @@ PREFILL_TOKENS = 512
 def random_module(
     identity: ModelIdentity, number: int, layer: int, kind: str = "fisher", running: Mapping[str, Any] = FLOAT32
 ) -> UnbindModule:
-    """A module of random directions; its numbers are seeded by ``number``. ``kind`` of ``KINDS``: a detector of the usual size, and
-    "lowrank" where its correction is no push. ``running``: the numerics that the model runs in.
+    """A module of random directions; its numbers are seeded by ``number``. ``kind`` of ``KINDS``, both parts of the
+    usual size. ``running``: the numerics that the model runs in.
     """
     detector, _, correction = kind.partition(" ")
     generator = torch.Generator().manual_seed(number)
@@ -54,12 +54,13 @@ def random_module(
             "heads": torch.randn(NETWORK_HEADS, NETWORK_WIDTH, generator=generator) / NETWORK_WIDTH**0.5,
             "heads_b": torch.zeros(NETWORK_HEADS),
         }
-    if correction == "lowrank":  # small, as such a correction takes the place of the state's own way
+    if correction == "network":  # small, as such a correction takes the place of the state's own way
         tensors |= {
             "v": None,
-            "u": torch.randn(identity.hidden_size, RANK, generator=generator) / 1000,
-            "a": torch.randn(RANK, identity.hidden_size, generator=generator) / identity.hidden_size**0.5,
+            "u": (torch.randn(identity.hidden_size, UNITS, generator=generator) / 1000).bfloat16(),
+            "a": (torch.randn(UNITS, identity.hidden_size, generator=generator) / identity.hidden_size**0.5).bfloat16(),
             "c": v.clone(),
+            "e": torch.zeros(UNITS),
         }
     return UnbindModule(
         name=f"bench{number:04}",

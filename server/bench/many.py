@@ -74,7 +74,7 @@ def fitted_often(loaded: LoadedModel, count: int) -> list[UnbindModule]:
 
 def random_closed(loaded: LoadedModel, number: int, layer: int, states: Tensor) -> UnbindModule:
     """A random network with the thresholds that a fitted one would have on these ``states`` [N,d] of ordinary code."""
-    one = random_module(loaded.identity, number, layer, "network lowrank")
+    one = random_module(loaded.identity, number, layer, "network network")
     largest = network_scores(states, one.w, *one.network).amax(-1)
     tau = float(largest.std()) / SPREAD
     return replace(one, s_ref=float(largest.median()), tau=tau, tau_close=tau / 2, window=8, first=4, least=4)
@@ -180,7 +180,7 @@ def many(loaded: LoadedModel, *, counts: Sequence[int] = MANY, repeats: int = 15
             found.append(
                 {
                     "modules": count,
-                    "kind": f"network {NETWORK_WIDTH}x{NETWORK_HEADS} lowrank, " + ("fitted" if fits else "random"),
+                    "kind": f"network {NETWORK_WIDTH}x{NETWORK_HEADS} network, " + ("fitted" if fits else "random"),
                     "phase": "decode",
                     "over_none": statistics.median(b / a for a, b in zip(none, under, strict=True)),
                     "of_minima": min(under) / min(none),

@@ -253,7 +253,7 @@ def run(
     if "modules" in parts:
         figures["module_slowdown"] = bench.modules(loads[0], sorted({0, *module_counts}))
         fewer = [count for count in module_counts if count <= max(NETWORKS)]
-        for key, kind in (("networks", "network"), ("lowrank", "network lowrank")):
+        for key, kind in (("networks", "network"), ("corrections", "network network")):
             figures[f"module_slowdown_{key}"] = bench.modules(loads[0], sorted({0, *fewer}), kind)
     if "http" in parts:
         through = bench.http(loads[0], settings)

@@ -1,6 +1,6 @@
 """What the edit of one layer takes in a decode step, apart from the model: by operations of torch and by kernels.
 
-Behind ``unbind bench step``. Modules are random networks with low-rank corrections, states are random, and the gates' memory is in
+Behind ``unbind bench step``. Modules are random networks with such corrections, states are random, and the gates' memory is in
 pages, as under vLLM.
 """
 
@@ -91,7 +91,7 @@ def run(
     identity = ModelIdentity("0" * 64, "random", size, 1)
     ways = {"torch": False, "kernels": None} if device.type == "cuda" else {"torch": False}
     for many in modules:
-        made = [random_module(identity, number, LAYER, "network lowrank") for number in range(many)]
+        made = [random_module(identity, number, LAYER, "network network") for number in range(many)]
         for gates, reference in (("closed", CLOSED), ("open", -CLOSED)):
             banks = {
                 way: ModuleBank(device, one_table=True, requests=4 * max(batches), kernels=kernels, dtype=dtype)

@@ -18,7 +18,7 @@ def test_every_combination_is_measured_as_a_share_of_the_plain_pass(tmp_path: Pa
         (count, placement, phase, kind)
         for phase in ("decode", "prefill")
         for placement in ("one layer", "spread")
-        for kind in ("fisher", "network", "network lowrank")
+        for kind in ("fisher", "network", "network network")
         for count in (1, 3)
     ]
     assert all(0.2 < row["open_rate"] <= 1 and row["share"] > 0 and row["forward_ms"] > 0 for row in figures["cost"])
@@ -30,7 +30,7 @@ def test_every_combination_is_measured_as_a_share_of_the_plain_pass(tmp_path: Pa
 def test_many_networks_are_measured_on_code_that_hardly_opens_them(tmp_path: Path) -> None:
     loaded = load_model(save_checkpoint("qwen2", tmp_path))
     (found,) = many(loaded, counts=(30,), repeats=1)
-    assert found["modules"] == 30 and found["kind"] == "network 128x24 lowrank, random"
+    assert found["modules"] == 30 and found["kind"] == "network 128x24 network, random"
     assert found["open_rate"] < 0.05 and found["over_none"] > 0 and 0 < found["bytes_a_token"] <= 30 * 25 * 4
     assert found["first_ms"] > 0 and found["change_ms"] > 0
     assert not any(layer._forward_hooks for layer in decoder_layers(loaded.model))

@@ -29,7 +29,7 @@ def test_every_figure_comes_from_one_run(checkpoint: Path) -> None:
     )
     assert set(figures["workloads"]["3x6->4"]["tokens_per_second"]) == {"engine", "static", "library"}
     assert figures["vs_static_generate"].keys() == figures["vs_library_batching"].keys() == {"3x6->4"}
-    for key in ("module_slowdown", "module_slowdown_networks", "module_slowdown_lowrank"):
+    for key in ("module_slowdown", "module_slowdown_networks", "module_slowdown_corrections"):
         assert figures[key].keys() == {"1", "3"}
     assert all(value > 0 for value in (figures["keystroke_warm_over_cold"], figures["http_over_engine"]))
     assert "vs_vllm" not in figures
