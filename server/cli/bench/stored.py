@@ -14,7 +14,7 @@ from unbind_core.files import told
 
 
 def stored(
-    modules: Annotated[int, typer.Option(min=1, help="Stored modules, 421 KB of disk each.")] = 10_000,
+    modules: Annotated[int, typer.Option(min=1, help="Stored modules, 685 KB of disk each.")] = 10_000,
     in_force: Annotated[
         int | None, typer.Option(min=0, help="How many of them bind every request; all where none is given.")
     ] = None,
