@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 UNITS = 512  # of a correction
 PAIRS = 2  # of units, for each direction that learning begins with
-STEPS, UNAIDED = 600, 600  # of learning: from the nearest linear map, and where that is no help
+STEPS, UNAIDED = 600, 500  # of learning: from the nearest linear map, and where that is no help
 RATE = 0.02  # of the learning rate, in units of a state's size
 ON = 0.06  # of the learning rate of u and a that are begun, in units of the size of their numbers
 SHARE = 0.25  # of a state's size that biases move by, where the vectors of ``a`` move by their learning rate
