@@ -124,10 +124,12 @@ def _views(data: bytearray, header: Mapping[str, Any], start: int) -> dict[str, 
             raise ValueError(f"tensor {ascii(name)[:80]} is {shown(told['dtype'])}, not {' or '.join(_DTYPES)}")
         width, read_as, dtype = _DTYPES[told["dtype"]]
         size = width * math.prod(shape)
-        if told["data_offsets"] != [at, at + size] or (start + at) % width or min(shape, default=0) < 0:
+        if told["data_offsets"] != [at, at + size] or min(shape, default=0) < 0:
             raise ValueError(f"tensor {ascii(name)[:80]} is not where it should be")
-        view = torch.from_numpy(np.ndarray(shape, read_as, data, start + at))  # a third of torch.frombuffer's time
-        tensors[name] = view.view(dtype)
+        view = np.ndarray(shape, read_as, data, start + at)
+        if not view.flags.aligned:  # behind a header of another length than the library's
+            view = view.copy()
+        tensors[name] = torch.from_numpy(view).view(dtype)  # a third of torch.frombuffer's time
         at += size
     if start + at != len(data):
         raise ValueError("more or fewer bytes than its tensors have")
