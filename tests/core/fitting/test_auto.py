@@ -75,7 +75,7 @@ def test_the_module_leads_elsewhere_within_the_budgets(
 ) -> None:
     module, report = fitted
     assert report.outcome == "calibrated" and report.selected is not None
-    assert (module.policy, module.correction, module.layer) == ("rewrite", "lowrank", 2)
+    assert (module.policy, module.correction, module.layer) == ("rewrite", "network", 2)
     assert f_bleu(loaded, None) > 0.6
     assert f_bleu(loaded, module) < 0.15
     estimates = report.selected["cost"]["cautious"]
