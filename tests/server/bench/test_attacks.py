@@ -303,6 +303,7 @@ def test_the_undo_takes_a_constant_at_the_last_layer_off_again_and_a_learned_cor
         u=None,
         a=None,
         c=None,
+        e=None,
         v=-constant / constant.norm(),
         kappa=3 * float(constant.norm()),
     )
