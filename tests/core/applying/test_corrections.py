@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -82,12 +82,14 @@ def test_each_of_these_modules_changes_something_and_not_everything() -> None:
 
 
 def test_the_order_of_adding_modules_does_not_matter() -> None:
-    rows = [dict.fromkeys(EVERY, 1.0), {}]
-    found, other = (
-        edit(select(bank_of(*some), *rows), LAYER, states(2, LENGTH))
-        for some in (EVERY.values(), reversed(EVERY.values()))
-    )
-    torch.testing.assert_close(found, other, atol=1e-6, rtol=1e-6)  # but for the order in which a product is added up
+    exact = {f"e{i}": made(f"e{i}", *kind, seed=i) for i, kind in enumerate(product(MAKE, (0, 1, 5)))}
+    for every, apart in ((exact, 0.0), (EVERY, 1e-6)):  # of more kinds but for the order in which a product is added up
+        rows = [dict.fromkeys(every, 1.0), {}]
+        found, other = (
+            edit(select(bank_of(*some), *rows), LAYER, states(2, LENGTH))
+            for some in (every.values(), reversed(every.values()))
+        )
+        torch.testing.assert_close(found, other, atol=apart, rtol=apart)
 
 
 @pytest.mark.parametrize("detector", list(MAKE))
