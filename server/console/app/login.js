@@ -1,5 +1,5 @@
 // The login: the whole page where the server asks for a key, and a page's stead where the key in use may not see it.
-import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js"
+import { html, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.js"
 import { get } from "./api.js"
 import { Field, Problem } from "./parts.js"
 import { change, useSession } from "./session.js"
@@ -9,7 +9,7 @@ const UNKNOWN = "the server does not know this key"
 export function Login({ reason = "", scope, page }) {
   const [key, setKey] = useState(""), [problem, setProblem] = useState(null), [busy, setBusy] = useState(false)
   const { open } = useSession(), form = useRef(null)
-  useEffect(() => { if (!page) form.current.elements.key.focus() }, [])
+  useLayoutEffect(() => { if (!page) form.current.elements.key.focus() }, [])
 
   async function enter(event) {
     event.preventDefault()

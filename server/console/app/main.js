@@ -1,9 +1,9 @@
 // The shell: what stands around every page, which page is shown, the login, and the beat that finds out whether all is well.
-import { html, render, useEffect, useRef, useState } from "../vendor/htm-preact.js"
+import { html, render, useEffect, useState } from "../vendor/htm-preact.js"
 import { ApiError, get } from "./api.js"
 import { Login } from "./login.js"
 import { pages } from "./pages.js"
-import { Empty } from "./parts.js"
+import { Empty, useFocus } from "./parts.js"
 import { change, leave, may, session, useSession } from "./session.js"
 import { ThemeSwitch } from "./theme.js"
 
@@ -76,13 +76,10 @@ function skip(event) {
 function Shell() {
   const { state, login, reason, away, said } = useSession()
   const { page, path } = useRoute()
-  const main = useRef(null), where = login ? "login" : state ? page : "", before = useRef("")
+  const where = login ? "login" : state ? page : null
   useBeat()
-  useEffect(() => {
-    document.title = login ? "Sign in - Unbind" : `${page?.title ?? "Not found"} - Unbind`
-    if (before.current && before.current !== where && !login) main.current.focus() // the login has a field of its own for that
-    before.current = where
-  }, [where])
+  useFocus(where, !login) // the login has a field of its own for that
+  useEffect(() => { document.title = login ? "Sign in - Unbind" : `${page?.title ?? "Not found"} - Unbind` }, [where])
   let shown
   if (login) shown = html`<${Login} reason=${reason} />`
   else if (!state) shown = html`<p class="hint">Asking the server.</p>`
@@ -91,7 +88,7 @@ function Shell() {
   else shown = html`<${page.view} path=${path} key=${page.route} />`
   return html`<${Head} now=${page} />
     <div role="alert">${away && html`<p class="banner">${away}</p>`}</div>
-    <main id="main" tabindex="-1" ref=${main}>${shown}</main>
+    <main id="main" tabindex="-1">${shown}</main>
     <div class="unseen" role="status" aria-live="polite">${said}</div>`
 }
 

@@ -77,3 +77,13 @@ export function useData(load, seconds = 0, depends = []) {
   }, [again, seconds])
   return { ...now, again }
 }
+
+// The focus goes to the page's main part when `which` has changed: with the rendering, since an effect comes after it, and would
+// take the focus from whoever types there already. Where nothing was shown before, `which` was null and the focus stays.
+export function useFocus(which, wanted = true) {
+  const before = useRef(which)
+  useLayoutEffect(() => {
+    if (wanted && before.current !== null && before.current !== which) document.getElementById("main").focus()
+    before.current = which
+  }, [which])
+}

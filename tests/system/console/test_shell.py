@@ -95,6 +95,28 @@ def test_the_menu_and_the_theme_work_by_keyboard(browser: Browser, asking: Live)
         expect(page).to_have_title("Modules - Unbind")
 
 
+def test_the_focus_comes_with_a_page_and_not_after_it(browser: Browser, asking: Live) -> None:
+    """Whoever types as soon as a page stands must not lose the focus to it: no frame is painted between the link and the look."""
+    led = """async hash => {
+        const changed = new Promise(done => addEventListener("hashchange", done, { once: true }))
+        document.querySelector("nav a").focus()
+        location.hash = hash
+        await changed
+        return [document.querySelector("h1").textContent, document.activeElement.id]
+    }"""
+    with opened(browser, asking.url, ADMIN_KEY) as page:
+        for hash, heading in (
+            ("#/takedowns", "Takedowns"),
+            ("#/takedowns/new", "New takedown"),
+            ("#/keys", "Keys and policies"),
+        ):
+            assert page.evaluate(led, hash) == [heading, "main"]
+        expect(page.get_by_role("link", name="New key")).to_be_visible()
+        assert page.evaluate(led, "#/keys/new") == ["New key", "main"]
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_label("API key")).to_be_focused()
+
+
 def test_where_no_key_is_needed_the_page_opens_and_unknown_keys_are_refused(
     browser: Browser, checkpoint: Path, tmp_path: Path
 ) -> None:

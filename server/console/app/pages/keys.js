@@ -1,8 +1,8 @@
 // Keys and policies: who may ask, and what applies to whom. #/keys/new makes a key, #/keys/rules/SCOPE changes the rules of a scope.
-import { html, useEffect, useRef, useState } from "../../vendor/htm-preact.js"
+import { html, useState } from "../../vendor/htm-preact.js"
 import { get, send } from "../api.js"
 import { time } from "../format.js"
-import { Ask, Badge, Cell, Empty, Problem, Table, Title, useData } from "../parts.js"
+import { Ask, Badge, Cell, Empty, Problem, Table, Title, useData, useFocus } from "../parts.js"
 import { announce, useSession } from "../session.js"
 import { NewKey } from "./keys/new.js"
 import { NewProfile, RulesForm } from "./keys/rules.js"
@@ -21,12 +21,9 @@ export async function everything() {
 }
 
 export function Keys({ path }) {
-  const [what, name] = path, before = useRef(what)
+  const [what, name] = path
   const { data, error, again } = useData(everything, SECONDS)
-  useEffect(() => {
-    if (before.current !== what) document.getElementById("main").focus()
-    before.current = what
-  }, [what])
+  useFocus(what)
   if (!data) return html`<${Title} title="Keys and policies" /><${Problem} error=${error} />`
   if (what === "new") return html`<${NewKey} known=${data} again=${again} />`
   if (what === "profile") return html`<${NewProfile} />`

@@ -1,8 +1,8 @@
 // Takedowns: all of them with what each binds; a new one (#/takedowns/new); one with its job and report (#/takedowns/ID).
-import { html, useEffect, useRef, useState } from "../../vendor/htm-preact.js"
+import { html, useState } from "../../vendor/htm-preact.js"
 import { get } from "../api.js"
 import { counted, time } from "../format.js"
-import { Badge, Button, Cell, Empty, Problem, Table, Title, useData } from "../parts.js"
+import { Badge, Button, Cell, Empty, Problem, Table, Title, useData, useFocus } from "../parts.js"
 import { New } from "./takedowns/new.js"
 import { Shown } from "./takedowns/shown.js"
 import { standing } from "./takedowns/words.js"
@@ -10,11 +10,8 @@ import { standing } from "./takedowns/words.js"
 const MOST = 1000
 
 export function Takedowns({ path }) {
-  const [which] = path, before = useRef(which)
-  useEffect(() => {
-    if (before.current !== which) document.getElementById("main").focus()
-    before.current = which
-  }, [which])
+  const [which] = path
+  useFocus(which)
   if (which === "new") return html`<${New} />`
   return which ? html`<${Shown} id=${which} key=${which} />` : html`<${List} />`
 }
