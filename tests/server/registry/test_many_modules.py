@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,24 @@ from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel
 
 COUNT = 12
+SHIPPED = Path(__file__).parents[3] / "modules" / "demo-a.safetensors"
+# As a store reads them, in a process of its own, where nothing else takes memory or gives it back.
+READ_OFTEN = """
+import hashlib, sys
+from pathlib import Path
+import psutil
+from unbind_core.files import read_regular
+from unbind_core.module import UnbindModule
+path, count, kept = Path(sys.argv[1]), int(sys.argv[2]), []
+def once():
+    data = read_regular(path, 1 << 30)
+    kept.append(UnbindModule.from_bytes(data, "", hashlib.sha256(data).hexdigest()))
+once()
+before = psutil.Process().memory_info().rss
+for _ in range(count):
+    once()
+print((psutil.Process().memory_info().rss - before) / count / path.stat().st_size)
+"""
 
 
 @pytest.fixture
@@ -61,3 +81,10 @@ def test_the_collector_of_garbage_leaves_out_what_was_loaded_and_runs_again(
     finally:
         gc.unfreeze()
     assert any(one is module for one in gc.get_objects())
+
+
+def test_loaded_modules_take_the_memory_of_their_files_and_hardly_more() -> None:
+    """What checking them takes and gives back must not lie between them as holes."""
+    command = [sys.executable, "-c", READ_OFTEN, str(SHIPPED), "200"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert 0.9 < float(told) < 1.3
