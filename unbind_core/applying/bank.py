@@ -1,7 +1,7 @@
 """The bank: any number of modules, any mix of them in one batch, one edit per layer.
 
-Between modules (frozen artifacts) and hooks (which call :meth:`Selection.edit` at every layer). A bank may change at
-any time; a :class:`Selection` never does, so that a running request keeps the modules it began with.
+Between modules (frozen artifacts) and hooks, which call :meth:`Selection.edit` at every layer. A bank may change at any time; a
+:class:`Selection` never does, so that a running request keeps the modules it began with.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from unbind_core.applying.corrections import placed
 from unbind_core.applying.counts import PHASES, Counters
 from unbind_core.applying.fused import kernels_of
 from unbind_core.applying.gate_memory import Columns
@@ -96,7 +97,7 @@ class ModuleBank:
                     return
                 self.remove(module.name)
             self._modules[module.name] = module
-            self._tensors[module.name] = {key: part.to(self._device) for key, part in module.tensors.items()}
+            self._tensors[module.name] = placed(module.tensors, self._device, self._kernels is not None)
             self._slots[module.name] = self._counters.new_slot()
             self._slot_names.append(module.name)
             if module.heads is not None:
@@ -155,7 +156,6 @@ class ModuleBank:
             return tuple(sorted(self._modules))
 
     def __len__(self) -> int:
-        """How many modules the bank holds."""
         return len(self._modules)
 
     def __contains__(self, name: object) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 FEW = 4  # where no more than a fourth of the modules act, theirs alone are multiplied
+STACKED = 2**28  # bytes of matrices that are made of several modules' at a time
 
 
 class Stacked(NamedTuple):
@@ -26,6 +27,18 @@ class Stacked(NamedTuple):
     edge: Tensor | None
     back: Tensor
     owner: Tensor | None
+
+
+class Addressed(NamedTuple):
+    """The corrections of m modules where they lie, for kernels: ``matrices`` int64 [m,2], addresses of each one's A and U', both
+    [r,d], line by line, in FP32 or bfloat16; ``factors`` FP32 [m]; ``constants`` FP32 [m,d], each one's c times its factor;
+    ``edge`` as :class:`Stacked` has it.
+    """
+
+    matrices: Tensor
+    factors: Tensor
+    constants: Tensor
+    edge: Tensor | None
 
 
 def added(states: Tensor, amount: Tensor, by: Stacked, to: Tensor) -> Tensor:
@@ -57,6 +70,14 @@ def corrected(states: Tensor, amount: Tensor, u: Tensor, a: Tensor, c: Tensor, e
     return added(states, amount.unsqueeze(-1), by, states)
 
 
+def placed(tensors: Mapping[str, Tensor], device: torch.device, addressed: bool) -> dict[str, Tensor]:
+    """A module's tensors on a device; ``addressed``: as kernels read them, U' line by line."""
+    own = {name: part.to(device) for name, part in tensors.items()}
+    if addressed and "u" in own:
+        own["u"] = own["u"].t().contiguous().t()
+    return own
+
+
 class Corrections:
     """The corrections of m modules; ``factors`` FP32 [m] are part of the tensors, as strengths that never change."""
 
@@ -64,20 +85,39 @@ class Corrections:
         """``tensors`` are the modules' own, on the device of ``factors``: v of a push, else u, a and c, and e of a network."""
         self._tensors, self._factors = tuple(tensors), factors
         self.ranks = [own["u"].shape[1] if "u" in own else 0 for own in tensors]
+        self.single = ["u" in own and own["u"].dtype == torch.float32 for own in tensors]  # else in bfloat16
         self.width = 2 * sum(self.ranks)  # as of gates, beside the constants
+        size = max((own["u"].shape[0] for own in tensors if "u" in own), default=1)
+        self._most = STACKED // (2 * 4 * size)  # ranks
+        self._small = sum(self.ranks) <= self._most
+        self._last: tuple[Sequence[int], Stacked] | None = None
+
+    def stacked(self, which: Sequence[int]) -> Stacked:
+        """Those of some modules, by number. Made when asked for; the last are kept, as an open gate stays so for a while."""
+        if (last := self._last) is None or last[0] != which:
+            with torch.inference_mode(False):  # what is first asked for in inference mode must serve outside it too
+                self._last = last = which, self._stack(which)
+        return last[1]
 
     @cached_property
-    def stacked(self) -> Stacked:
-        """Those of all modules. Made when it is needed, which on a CPU is seldom: of many modules few act in a pass."""
-        with torch.inference_mode(False):  # a selection that was first used in inference mode must serve outside it too
-            return self._stack(range(len(self._tensors)))
+    def addressed(self) -> Addressed:
+        """Those of all modules where they lie. What does not lie line by line is copied, and stays as long as this does."""
+        with torch.inference_mode(False):
+            self._lines = [
+                (own["a"].contiguous(), own["u"].t().contiguous()) if "u" in own else () for own in self._tensors
+            ]
+            places = [[one.data_ptr() for one in lines] or [0, 0] for lines in self._lines]
+            matrices = torch.tensor(places, dtype=torch.int64, device=self._factors.device)
+            edges = [_edge(own) for own in self._tensors if "u" in own]
+            edge = torch.cat(edges, 1) if any("e" in own for own in self._tensors) else None
+            return Addressed(matrices, self._factors, _constants(self._tensors) * self._factors[:, None], edge)
 
     def _stack(self, which: Sequence[int]) -> Stacked:
         tensors, factors = [self._tensors[i] for i in which], self._factors
         if len(which) < len(factors):
             factors = factors[torch.tensor(which, device=factors.device)]
         low = [i for i, own in enumerate(tensors) if "u" in own]
-        constants = torch.stack([own["c"] if "u" in own else -own["v"] for own in tensors])
+        constants = _constants(tensors)
         into = (
             torch.cat([constants.new_empty(0, constants.shape[1]), *(tensors[i]["a"].float() for i in low)])
             .t()
@@ -92,17 +132,41 @@ class Corrections:
         return Stacked(into, edge, back, torch.tensor(owners, device=factors.device) if len(tensors) > 1 else None)
 
     def add_to(self, to: Tensor, states: Tensor, amount: Tensor) -> Tensor:
-        """``to`` [...,d] plus what the modules correct of ``states`` [...,d] by ``amount`` FP32 [...,m]; ``to`` itself where a CPU
-        sees at once that there is nothing to add. A device of its own is not waited for. Where few modules act, a CPU multiplies
-        theirs alone.
+        """``to`` [...,d] plus what the modules correct of ``states`` [...,d] by ``amount`` FP32 [...,m]; ``to`` itself where one
+        looked and there is nothing to add. On a CPU one looks which modules act, and multiplies theirs alone where they are few. A
+        device of its own is waited for only where the matrices of all together are large; then no more than STACKED are made.
         """
-        if self.width and amount.device.type == "cpu":
-            acting = amount.reshape(-1, amount.shape[-1]).any(0).nonzero()[:, 0].tolist()
-            if not acting:
-                return to
-            if len(acting) <= len(self._tensors) // FEW:
-                return added(states, amount[..., acting], self._stack(acting), to)
-        return added(states, amount, self.stacked, to)
+        every = range(len(self._tensors))
+        if not self.width or (self._small and amount.device.type != "cpu"):
+            return added(states, amount, self.stacked(every), to)
+        acting = amount.reshape(-1, amount.shape[-1]).any(0).nonzero()[:, 0].tolist()
+        if not acting:
+            return to
+        if self._small and len(acting) > len(every) // FEW:
+            return added(states, amount, self.stacked(every), to)
+        first, *others = self._groups(acting)
+        if not others:
+            return added(states, amount[..., first], self.stacked(first), to)
+        total = torch.zeros_like(to, dtype=torch.float32)
+        for some in (first, *others):
+            total = added(states, amount[..., some], self._stack(some), total)
+        return to + total.to(to.dtype)
+
+    def _groups(self, acting: Sequence[int]) -> list[list[int]]:
+        """These modules in turn, as many in each group as may be put together, or one."""
+        groups, ranks = list[list[int]](), self._most + 1
+        for i in acting:
+            ranks += self.ranks[i]
+            if ranks > self._most:
+                groups.append([])
+                ranks = self.ranks[i]
+            groups[-1].append(i)
+        return groups
+
+
+def _constants(tensors: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """What each module adds whatever the state, [m,d]."""
+    return torch.stack([own["c"] if "u" in own else -own["v"] for own in tensors])
 
 
 def _edge(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -131,8 +131,10 @@ class FusedPart:
         ranks = corrections.ranks
         begins = [0, *accumulate(ranks)]
         fields = [
-            (*own, slot, begin, rank)
-            for own, slot, begin, rank in zip(gates.described, slots.tolist(), begins, ranks, strict=False)
+            (*own, slot, begin, rank, single)
+            for own, slot, begin, rank, single in zip(
+                gates.described, slots.tolist(), begins, ranks, corrections.single, strict=False
+            )
         ]
         self._modules = torch.tensor(fields, dtype=torch.int32, device=on.device)
         self._count, self._ranks = len(names), begins[-1]
@@ -153,7 +155,7 @@ class FusedPart:
         if (kernels := self._kernels.made(d, edited.dtype, where.positions.dtype, where.tables.dtype)) is None:
             return None
         flat = states.reshape(-1, d)
-        by = self._corrections.stacked
+        by = self._corrections.addressed
         work = flat.new_empty((len(flat), 2 * m + self._ranks))
         rows, counts, requests = map(_one_by_one, (pass_.rows, pass_.counts, pass_.requests))
         tables = None if requests is None else self._requests
@@ -163,10 +165,10 @@ class FusedPart:
                     kernels.decide(
                         *block.products(flat), first, self._modules, self._gates.close, self._weights, rows, where,
                         self._bins[pass_.phase], counts, requests,
-                        None if tables is None else (tables.opened, tables.counts), flat, by.into, by.edge, work,
+                        None if tables is None else (tables.opened, tables.counts), flat, by, work,
                     )  # fmt: skip
             out = edited if in_place else torch.empty_like(edited)
-            kernels.correct(edited.view(-1, d), out.view(-1, d), work, by.back, self._modules, in_place)
+            kernels.correct(edited.view(-1, d), out.view(-1, d), work, by, self._modules, in_place)
         amounts = work[:, :m]
         if pass_.record is not None:
             active = torch.where(amounts != 0, work[:, -m:], 0.0)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unbind_core.applying.corrections import Addressed
 from unbind_core.cuda import kernels
 
 
@@ -61,8 +62,7 @@ class DecodeKernels:
         requests: Tensor | None,
         tables: tuple[Tensor, Tensor] | None,
         states: Tensor,
-        into: Tensor,
-        edge: Tensor | None,
+        by: Addressed,
         work: Tensor,
     ) -> Any:
         """What the gates of m modules decide at N states, m of the M of a part from the one numbered ``first`` on.
@@ -72,7 +72,7 @@ class DecodeKernels:
         act, below 0 where it does not ask for it; ``rows`` int64 [N], None where state i is row i or R is 1; ``where``:
         ``Addresses``. ``tally`` int64 [M,BINS], of states that are ``counted`` bool [N]. ``requests`` int64 [N], rows of the first
         of two ``tables``: int32 [requests,slots], whether a gate was open for one, and int64 [slots], for how many. ``states`` FP32
-        [N,d], ``into`` FP32 [d,ranks] and ``edge`` FP32 [2,ranks], as ``Stacked`` has them, are read where a correction acts.
+        [N,d], and of ``by`` the matrices, are read where a correction acts.
 
         Written are the memory's rows and ``work`` FP32 [N,M + ranks + M]: amounts, 0 where a gate is closed and below 0 where one
         is open that only measures; amount max(A h + bias, least) of each rank whose module acts, the others are left as they are;
@@ -89,16 +89,26 @@ class DecodeKernels:
             where.tables, where.tables.stride(0), where.size, int(where.paged),
             tally, self._bounds, self._none if counted is None else counted, int(counted is not None),
             tally if requests is None else requests, int(requests is not None and tables is not None),
-            opened, opened.stride(0), hits, states, into, into if edge is None else edge, int(edge is not None), self._d, work,
+            opened, opened.stride(0), hits, states, by.matrices, by.factors, by.factors if by.edge is None else by.edge,
+            int(by.edge is not None), self._d, work,
         )  # fmt: skip
 
-    def correct(self, to: Tensor, out: Tensor, work: Tensor, back: Tensor, modules: Tensor, in_place: bool) -> Any:
-        """``out`` [N,d] becomes ``to`` [N,d], plus what acts of ``work``, see :meth:`decide`; ``back`` FP32 [ranks + M,d] as
-        ``added`` has it. ``in_place``: they are the same, and stay as they are where nothing acts.
+    def correct(self, to: Tensor, out: Tensor, work: Tensor, by: Addressed, modules: Tensor, in_place: bool) -> Any:
+        """``out`` [N,d] becomes ``to`` [N,d], plus what acts of ``work``, see :meth:`decide`. ``in_place``: they are the same, and
+        stay as they are where nothing acts.
         """
         in_all = len(modules)
         return self._correct[len(to), -(-self._d // kernels.BLOCK), 1](
-            to, out, work, back, modules, self._d, in_all, work.shape[1] - 2 * in_all, int(in_place)
+            to,
+            out,
+            work,
+            by.matrices,
+            by.constants,
+            modules,
+            self._d,
+            in_all,
+            work.shape[1] - 2 * in_all,
+            int(in_place),
         )
 
     def _built(self, dtype: torch.dtype, positions: torch.dtype, tables: torch.dtype) -> tuple[Any, Any]:
@@ -115,17 +125,18 @@ class DecodeKernels:
             memory=zeros(2, 2, of=torch.int32), positions=zeros(1, of=positions), ahead=0, tables=zeros(1, 1, of=tables),
             size=1, paged=True,
         )  # fmt: skip
-        modules = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0, 1]], dtype=torch.int32, device=self._device)
+        modules = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 0, 1, 1]], dtype=torch.int32, device=self._device)
+        by = Addressed(zeros(1, 2, of=torch.int64), zeros(1), zeros(1, d), None)
         tally, work, to = zeros(1, kernels.BINS, of=torch.int64), zeros(1, 3), zeros(1, d, of=dtype)
 
         def decide() -> Any:
             return self.decide(
                 zeros(1, 1, 1), zeros(1, 1, 1), 0, modules, zeros(1), zeros(1, 1), None, where, tally, None, None, None,
-                zeros(1, d), zeros(d, 1), None, work,
+                zeros(1, d), by, work,
             )  # fmt: skip
 
         def correct() -> Any:
-            return self.correct(to, to, work, zeros(2, d), modules, in_place=True)
+            return self.correct(to, to, work, by, modules, in_place=True)
 
         built = decide(), correct()
         if not all(

@@ -8,13 +8,14 @@ compiled, so that modules come and go, and batches grow, without a pause. Triton
 import triton
 import triton.language as tl
 
-FIELDS = 9  # int32 of each module: first column, heads, window, first, least, hold, slot, first rank, ranks
+FIELDS = 10  # int32 of each module: first column, heads, window, first, least, hold, slot, first rank, ranks, whether in FP32
 BINS = 12  # int64 of each module: scores by how many boundaries they reach, at most 10; and open gates
 BOUNDS = 16  # boundaries, infinite beyond those there are
 BLOCK = 512  # numbers of a state that one program corrects
 
 _FIELDS, _BINS, _BOUNDS, _BLOCK = (tl.constexpr(one) for one in (FIELDS, BINS, BOUNDS, BLOCK))
 _LANES = tl.constexpr(32)  # heads, or ranks, at a time
+_LINES = tl.constexpr(8)  # ranks at a time, of those that are added to a state
 _STATE = tl.constexpr(128)  # numbers of a state at a time, for the product with ranks
 _SOME = tl.constexpr(64)  # modules at a time that are asked whether one of them acts
 _LIMIT = tl.constexpr(2048.0)  # grains: a score counts for two thresholds at most
@@ -61,7 +62,19 @@ def _mean(grains, position, first, window, least):
 
 
 @triton.jit
-def _within(state, d, into, edge, has_edge, ranks, rank, amount, out):
+def _numbers(address, single, places, there):
+    """Numbers of a matrix at an address in memory, where devices have them: a multiple of 16. It has FP32 or else bfloat16."""
+    if single != 0:
+        full = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+        found = tl.load(full + places, mask=there, other=0.0)
+    else:
+        half = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+        found = tl.load(half + places, mask=there, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _within(state, d, into, single, edge, has_edge, ranks, rank, amount, out):
     """Writes amount max(A h + bias, least) of one module."""
     for begin in range(0, rank, _LANES):
         lane = begin + tl.arange(0, _LANES)
@@ -69,9 +82,9 @@ def _within(state, d, into, edge, has_edge, ranks, rank, amount, out):
         for at in range(0, d, _STATE):
             part = at + tl.arange(0, _STATE)
             values = tl.load(state + part, mask=part < d, other=0.0)
-            there = (part[:, None] < d) & (lane[None, :] < rank)
-            lines = tl.load(into + part[:, None].to(tl.int64) * ranks + lane[None, :], mask=there, other=0.0)
-            sums += tl.sum(values[:, None] * lines, 0)
+            there = (lane[:, None] < rank) & (part[None, :] < d)
+            lines = _numbers(into, single, lane[:, None].to(tl.int64) * d + part[None, :], there)
+            sums += tl.sum(lines * values[None, :], 1)
         if has_edge != 0:
             sums += tl.load(edge + lane, mask=lane < rank, other=0.0)
             least = tl.load(edge + ranks + lane, mask=lane < rank, other=0.0)
@@ -86,7 +99,7 @@ def _within(state, d, into, edge, has_edge, ranks, rank, amount, out):
     ],
     do_not_specialize_on_alignment=[
         "products", "offsets", "modules", "closes", "weights", "rows", "memory", "positions", "pages", "tally", "bounds", "counted",
-        "requests", "opened", "hits", "into", "edge", "work",
+        "requests", "opened", "hits", "matrices", "factors", "edge", "work",
     ],
 )  # fmt: skip
 def decide(
@@ -96,7 +109,7 @@ def decide(
     memory, width, positions, ahead, pages, pages_width, size, paged,
     tally, bounds, counted, has_counted,
     requests, has_requests, opened, opened_width, hits,
-    states, into, edge, has_edge, d, work,
+    states, matrices, factors, edge, has_edge, d, work,
 ):  # fmt: skip
     """One module at one state."""
     j = tl.program_id(0)
@@ -161,13 +174,16 @@ def decide(
         start = tl.load(own + 7)
         state = states + n.to(tl.int64) * d
         out += modules_in_all + start
-        _within(state, d, into + start, edge + start, has_edge, ranks, rank, amount, out)
+        amount *= tl.load(factors + module)
+        into = tl.load(matrices + 2 * module)
+        _within(state, d, into, tl.load(own + 9), edge + start, has_edge, ranks, rank, amount, out)
 
 
 @triton.jit(
-    do_not_specialize=["modules_in_all", "ranks", "in_place"], do_not_specialize_on_alignment=["work", "modules"]
+    do_not_specialize=["modules_in_all", "ranks", "in_place"],
+    do_not_specialize_on_alignment=["work", "matrices", "constants", "modules"],
 )
-def correct(to, out, work, back, modules, d, modules_in_all, ranks, in_place):
+def correct(to, out, work, matrices, constants, modules, d, modules_in_all, ranks, in_place):
     """A part of one state."""
     n = tl.program_id(0).to(tl.int64)
     wide = tl.zeros((), tl.int64) + d
@@ -183,11 +199,18 @@ def correct(to, out, work, back, modules, d, modules_in_all, ranks, in_place):
             for module in range(begin, tl.minimum(begin + _SOME, modules_in_all)):
                 amount = tl.load(amounts + module)
                 if amount > 0.0:
-                    sums += amount * tl.load(back + (ranks + module) * wide + part, mask=there, other=0.0)
-                    start = tl.load(modules + module * _FIELDS + 7)
-                    for rank in range(start, start + tl.load(modules + module * _FIELDS + 8)):
-                        line = tl.load(back + rank * wide + part, mask=there, other=0.0)
-                        sums += tl.load(amounts + modules_in_all + rank) * line
+                    sums += amount * tl.load(constants + module * wide + part, mask=there, other=0.0)
+                    own = modules + module * _FIELDS
+                    within = amounts + modules_in_all + tl.load(own + 7)
+                    back = tl.load(matrices + 2 * module + 1)
+                    single = tl.load(own + 9)
+                    rank = tl.load(own + 8)
+                    for at in range(0, rank, _LINES):
+                        lane = at + tl.arange(0, _LINES)
+                        share = tl.load(within + lane, mask=lane < rank, other=0.0)
+                        inside = (lane[:, None] < rank) & there[None, :]
+                        lines = _numbers(back, single, lane[:, None] * wide + part[None, :], inside)
+                        sums += tl.sum(share[:, None] * lines, 0)
     if (acts != 0) | (in_place == 0):
         state = tl.load(to + n * d + part, mask=there, other=0.0)
         added = (state.to(tl.float32) + sums.to(state.dtype).to(tl.float32)).to(state.dtype)

@@ -202,3 +202,25 @@ def test_where_few_of_many_modules_act_theirs_alone_are_multiplied() -> None:
         alone = edit(select(bank, dict.fromkeys(acting, 1.0)), LAYER, sequences)
         torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-5)
         assert not torch.equal(found, sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_however_many_act_no_more_than_so_much_is_put_together(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = {f"m{i}": made(f"m{i}", "network", (0, 1, 6)[i % 3], seed=i) for i in range(12)}
+    wanted, sequences = dict.fromkeys(every, 1.0), states(3, LENGTH).to(dtype)
+    whole = edit(select(bank_of(*every.values()), wanted), LAYER, sequences)
+    made_of = list[int]()
+
+    def counting(h: Tensor, amount: Tensor, by: corrections.Stacked, to: Tensor) -> Tensor:
+        made_of.append(by.into.shape[1])
+        return added(h, amount, by, to)
+
+    monkeypatch.setattr(corrections, "added", counting)
+    for ranks, most in ((13, 13), (1, 6)):  # a module that is larger itself is one group
+        made_of.clear()
+        monkeypatch.setattr(corrections, "STACKED", ranks * 2 * 4 * D)
+        found = edit(select(bank_of(*every.values()), wanted), LAYER, sequences)
+        assert len(made_of) > 1 and max(made_of) <= most and sum(made_of) == 21
+        torch.testing.assert_close(found, whole, atol=1e-4 if dtype == torch.float32 else 2**-6, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -31,6 +32,16 @@ opened = [
 assert sum(map(bool, opened)) > len(opened) // 2, opened
 """
 
+POINTERS = {
+    **dict.fromkeys(("products", "offsets", "closes", "weights", "bounds", "states"), "*fp32"),
+    **dict.fromkeys(("factors", "constants", "edge", "work"), "*fp32"),
+    **dict.fromkeys(("modules", "memory", "positions", "pages", "opened"), "*i32"),
+    **dict.fromkeys(("rows", "tally", "requests", "hits", "matrices"), "*i64"),
+    "counted": "*i1",
+    "to": "*bf16",
+    "out": "*bf16",
+}
+
 if find_spec("triton"):
 
     def test_kernels_do_what_torch_does() -> None:
@@ -40,6 +51,18 @@ if find_spec("triton"):
             [sys.executable, "-c", COMPARED], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         assert ended.returncode == 0, ended.stderr[-4000:]
+
+    @pytest.mark.parametrize("capability", [80, 90])
+    @pytest.mark.parametrize("name", ["decide", "correct"])
+    def test_kernels_compile_for_gpus_that_are_not_here(name: str, capability: int) -> None:
+        """What an interpreter takes may be none of Triton's language; that they compute the same there only a GPU can show."""
+        triton, target = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
+        kernel = getattr(importlib.import_module("unbind_core.cuda.kernels"), name)
+        told = {one: POINTERS.get(one, "i32") for one in kernel.arg_names}
+        aligned = {(kernel.arg_names.index("d"),): [["tt.divisibility", 16]]}  # as those of real models are
+        source = triton.compiler.ASTSource(fn=kernel, signature=told, constexprs={}, attrs=aligned)
+        built = triton.compile(source, target=target.GPUTarget("cuda", capability, 32)).asm
+        assert built["cubin"] and "ld.global.v4" in built["ptx"]  # matrices are read 16 bytes at a time
 
 
 def test_no_kernels_are_asked_of_a_cpu() -> None:
