@@ -228,7 +228,7 @@ class _Costs:
             tokens = min(a.retain_fit, leading.ROWS * length)
             work = max(passing, self._learning(learning.BATCH, 5))
             states = 4 * 2 * tokens * shape.width  # of both models, and once more as they are put together
-            seconds = 2 * self._pass(tokens) + self._learned(learning.BATCH, effort * beginning.UNAIDED)
+            seconds = 2 * self._pass(tokens) + self._learned(learning.BATCH, effort * beginning.STEPS)
             yield "leading", 2 * states + work, 2 * 8 * beginning.UNITS * shape.width, seconds
         yield "retain states", sample + self._writing(sample / 8) + passing, sample, self._pass(2 * a.retain_fit)
         retained, on_disk = self._retained(a.calibration, 1)
@@ -252,7 +252,7 @@ class _Costs:
         held += self.paths + pairs
         batch, copies = learning.BATCH + learning.BATCH // 2, 6 if self.options.policy != "silent" else 9
         learned = self._learning(batch, copies)
-        steps = effort * correction_effort(a.forget_rows) * beginning.UNAIDED
+        steps = effort * correction_effort(a.forget_rows) * beginning.STEPS
         yield "correction", held + learned, 0.0, self._learned(batch, steps)
         width, number = network_width(a.forget_rows), network_batch(a.forget_rows)
         # The states that scale all others, in float32, and once more while their deviation is taken.

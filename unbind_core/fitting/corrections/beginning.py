@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 UNITS = 512  # of a correction
 PAIRS = 2  # of units, for each direction that learning begins with
-STEPS, UNAIDED = 600, 500  # of learning: from the nearest linear map, and where that is no help
+STEPS = 700  # of learning
 RATE = 0.02  # of the learning rate, in units of a state's size
 ON = 0.06  # of the learning rate of u and a that are begun, in units of the size of their numbers
 SHARE = 0.25  # of a state's size that biases move by, where the vectors of ``a`` move by their learning rate
@@ -35,23 +35,20 @@ class Parts(NamedTuple):
 
 def beginning(
     states: Tensor, wanted: Tensor, left_by: Callable[[Parts], float], *, units: int, generator: torch.Generator
-) -> tuple[Parts, int]:
-    """Where the learning of a correction of ``states`` [N,d] begins, and how many steps it takes from there.
+) -> Parts:
+    """Where the learning of a correction of ``states`` [N,d] begins.
 
     At the linear map nearest to states ``wanted`` [N,e], if the divergence that ``left_by`` says it leaves is less than with
     nothing. States of another model may be of another width, or mean something else to the head.
     """
     d = states.shape[1]
     drawn = (torch.randn(max(1, units // (2 * PAIRS)), d, generator=generator) / _size(states)).to(states.device)
-    begun = nothing = paired(drawn.new_zeros(d, len(drawn)), drawn, drawn.new_zeros(d), states)
-    steps = UNAIDED
-    if wanted.shape == states.shape and wanted is not states:
-        mapped = paired(*nearest(states, wanted, drawn), states)
-        with torch.no_grad():
-            before, after = left_by(nothing), left_by(mapped)
-        if after < before:
-            begun, steps = mapped, STEPS if after <= before / 2 else UNAIDED
-    return begun, steps
+    nothing = paired(drawn.new_zeros(d, len(drawn)), drawn, drawn.new_zeros(d), states)
+    if wanted.shape != states.shape or wanted is states:
+        return nothing
+    mapped = paired(*nearest(states, wanted, drawn), states)
+    with torch.no_grad():
+        return min(nothing, mapped, key=left_by)
 
 
 def paired(u: Tensor, a: Tensor, c: Tensor, states: Tensor) -> Parts:

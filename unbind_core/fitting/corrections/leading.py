@@ -25,7 +25,7 @@ from unbind_core.errors import FittingError
 from unbind_core.evaluation.replay import cache_key
 from unbind_core.files import write_whole
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, learning
+from unbind_core.fitting.corrections.beginning import STEPS, UNITS, Parts, beginning, learning
 from unbind_core.fitting.corrections.examples import last_states
 from unbind_core.fitting.corrections.learning import BATCH, TRIED, Correction
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
@@ -123,8 +123,8 @@ def _learn(
         return over(learned_on, Correction(parts, 0.0, 0.0))
 
     ours, theirs = learned_on
-    begun, steps = beginning(ours, theirs, left_by, units=UNITS, generator=generator)
-    steps = max(1, round(min(1.0, context.options.effort) * steps))
+    begun = beginning(ours, theirs, left_by, units=UNITS, generator=generator)
+    steps = max(1, round(min(1.0, context.options.effort) * STEPS))
     parts, optimizer, schedule = learning(begun, learned_on[0], steps)
     correction = Correction(parts, 0.0, 0.0)
     work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]

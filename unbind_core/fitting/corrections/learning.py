@@ -19,7 +19,7 @@ from torch.nn.functional import log_softmax
 
 from unbind_core.applying.corrections import corrected
 from unbind_core.errors import FittingError
-from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, learning
+from unbind_core.fitting.corrections.beginning import STEPS, UNITS, Parts, beginning, learning
 from unbind_core.fitting.corrections.examples import NO_ROW, Examples
 from unbind_core.fitting.corrections.reference import Reference, last_logits
 from unbind_core.progress import ProgressCallback, counted, silent
@@ -27,9 +27,10 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.likelihood import apart, without
 from unbind_core.running.recording import frozen
 
-BATCH = 512
+BATCH = 256
 TRIED = 4096  # examples that say whether the linear map is a better beginning than nothing, at most
-FIRMER = 300  # steps of learning that go on from a correction
+FIRMER = STEPS // 2  # steps of learning that go on from a correction
+LAST = 100  # steps, by whose means it is told what is left
 EXCESS, RETAIN = 2.0, 0.3  # weights of two of the terms beside the divergences
 END = 3.0  # that of the end token: more than both divergences, which stay large where the model is its own reference
 MARGIN = 0.0  # nats by which a row's own next token is to be less likely than under the reference
@@ -85,10 +86,10 @@ def learn(
         return total / sum(map(len, states))
 
     one = torch.ones(BATCH + BATCH // 2, device=device)
-    if begun is None:
-        first, steps = beginning(found.states, found.theirs, left_by, units=units, generator=generator)
-    else:
+    if begun is not None:
         first, steps = begun.parts, FIRMER
+    else:
+        first, steps = beginning(found.states, found.theirs, left_by, units=units, generator=generator), STEPS
     steps = max(1, round(effort * steps))
     parts, optimizer, schedule = learning(first, found.states, steps)
 
@@ -126,7 +127,7 @@ def learn(
         for number in counted(range(steps), steps, "correction", progress):
             with threads_for(device, work, SHARED_PASS):
                 loss, left, kept = step()
-            if number >= steps - 50:
+            if number >= steps - LAST:
                 lefts.append((float(left), float(kept)))
     if not bool(torch.isfinite(loss)):
         raise FittingError("the correction's loss is not finite; check the rows and the reference")
