@@ -83,21 +83,21 @@ class ModuleBank:
         return bank
 
     def add(self, module: UnbindModule) -> None:
-        """Make a module available; one of the same name is replaced for selections made from now on.
-
-        Raises ModelMismatch where the bank already holds modules of another model.
+        """Make a module available; one of the same name is replaced for selections made from now on. Raises ModelMismatch where the
+        bank already holds modules of another model.
         """
         if self._kernels is not None and self._dtype is not None and module.heads is not None:
             self._kernels.prepare(module.w.shape[1], self._dtype, paged=self._one_table)
         with self._lock:
             if other := next((one for one in self._modules.values() if one.name != module.name), None):
                 module.require(other.model)
-            if replaced := self._modules.get(module.name):
-                if replaced.digest == module.digest:
-                    return
+            if (replaced := self._modules.get(module.name)) and replaced.digest == module.digest:
+                return
+            tensors = placed(module.tensors, self._device, self._kernels is not None)  # without room nothing changes
+            if replaced:
                 self.remove(module.name)
             self._modules[module.name] = module
-            self._tensors[module.name] = placed(module.tensors, self._device, self._kernels is not None)
+            self._tensors[module.name] = tensors
             self._slots[module.name] = self._counters.new_slot()
             self._slot_names.append(module.name)
             if module.heads is not None:

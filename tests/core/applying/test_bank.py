@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.core.conftest import bank_of, edit, make_module, select
+from unbind_core.applying import bank as bank_module
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import FisherGates
 from unbind_core.errors import ModelMismatch, UnbindError, UnknownModule
@@ -284,3 +285,15 @@ def test_rows_that_all_ask_for_the_same_share_a_selection_however_many_they_are(
     both = {"a": 1.0, "b": 0.5}
     assert bank.select([both]) is bank.select([both, dict(both)]) is bank.select([both] * 9)
     assert bank.select([both, {"a": 1.0}]) is not bank.select([both])
+
+
+def test_a_module_that_the_device_has_no_room_for_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, rows = bank_of(module("a")), states(1, 3)
+    before = edit(select(held, {"a": 1.0}), 1, rows)
+    with monkeypatch.context() as full:
+        full.setattr(bank_module, "placed", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        for name in ("a", "b"):
+            with pytest.raises(torch.OutOfMemoryError):
+                held.add(module(name, seed=1))
+    assert held.names == ("a",) and torch.equal(edit(select(held, {"a": 1.0}), 1, rows), before)
+    held.add(module("b", seed=1))
