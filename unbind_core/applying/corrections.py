@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unbind_core.cuda.addressed import Addressed
+
 FEW = 4  # where no more than a fourth of the modules act, theirs alone are multiplied
 STACKED = 2**28  # bytes of matrices that are made of several modules' at a time
 
@@ -27,18 +29,6 @@ class Stacked(NamedTuple):
     edge: Tensor | None
     back: Tensor
     owner: Tensor | None
-
-
-class Addressed(NamedTuple):
-    """The corrections of m modules where they lie, for kernels: ``matrices`` int64 [m,2], addresses of each one's A and U', both
-    [r,d], line by line, in FP32 or bfloat16; ``factors`` FP32 [m]; ``constants`` FP32 [m,d], each one's c times its factor;
-    ``edge`` as :class:`Stacked` has it.
-    """
-
-    matrices: Tensor
-    factors: Tensor
-    constants: Tensor
-    edge: Tensor | None
 
 
 def added(states: Tensor, amount: Tensor, by: Stacked, to: Tensor) -> Tensor:

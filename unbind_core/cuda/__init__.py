@@ -1,1 +1,1 @@
-"""What a CUDA device does with kernels of its own; nothing here is imported where they are not used."""
+"""What a CUDA device does with kernels of its own, which are imported where they are used."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unbind_core.applying.corrections import Addressed
 from unbind_core.cuda import kernels
+from unbind_core.cuda.addressed import Addressed
 
 
 class DecodeKernels:
