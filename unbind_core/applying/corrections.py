@@ -17,6 +17,7 @@ from unbind_core.cuda.addressed import Addressed
 
 FEW = 4  # where no more than a fourth of the modules act, theirs alone are multiplied
 STACKED = 2**28  # bytes of matrices that are made of several modules' at a time
+KEPT = 2**23  # of one of two such matrices that stays on a device of its own: a network's at a width of 3,584 has 7 MB
 
 
 class Stacked(NamedTuple):
@@ -83,11 +84,16 @@ class Corrections:
         self._last: tuple[Sequence[int], Stacked] | None = None
 
     def stacked(self, which: Sequence[int]) -> Stacked:
-        """Those of some modules, by number. Made when asked for; the last are kept, as an open gate stays so for a while."""
-        if (last := self._last) is None or last[0] != which:
-            with torch.inference_mode(False):  # what is first asked for in inference mode must serve outside it too
-                self._last = last = which, self._stack(which)
-        return last[1]
+        """Those of some modules, by number. Made when asked for; the last are kept, as an open gate stays so for a while, but for
+        large ones on a device of its own: there are many selections, and nobody has left room for them.
+        """
+        if (last := self._last) is not None and last[0] == which:
+            return last[1]
+        with torch.inference_mode(False):  # what is first asked for in inference mode must serve outside it too
+            made = self._stack(which)
+        if made.back.device.type == "cpu" or made.back.nbytes <= KEPT:
+            self._last = which, made
+        return made
 
     @cached_property
     def addressed(self) -> Addressed:

@@ -224,3 +224,13 @@ def test_however_many_act_no_more_than_so_much_is_put_together(
         found = edit(select(bank_of(*every.values()), wanted), LAYER, sequences)
         assert len(made_of) > 1 and max(made_of) <= most and sum(made_of) == 21
         torch.testing.assert_close(found, whole, atol=1e-4 if dtype == torch.float32 else 2**-6, rtol=1e-5)
+
+
+def test_a_device_of_its_own_keeps_no_large_matrices_for_each_mix_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are many mixes, and no plan of its memory knows of them. Tensors without numbers stand for those of a GPU."""
+    for device, most, kept in (("meta", 1, False), ("meta", corrections.KEPT, True), ("cpu", 1, True)):
+        monkeypatch.setattr(corrections, "KEPT", most)
+        modules = [made(f"m{seed}", "network", 2, seed=seed) for seed in range(3)]
+        tensors = [{name: part.to(device) for name, part in one.tensors.items()} for one in modules]
+        some = corrections.Corrections(tensors, torch.ones(3, device=device))
+        assert (some.stacked(range(3)) is some.stacked(range(3))) == kept
