@@ -303,17 +303,18 @@ def test_a_terminal_that_closes_ends_the_server_in_good_order_and_nohup_keeps_it
     checkpoint: Path, tmp_path: Path
 ) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True})
-    with serving(checkpoint, tmp_path) as server:
-        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        stream = connection.getresponse()  # with its first token
-        server.process.send_signal(signal.SIGHUP)
-        said = stream.read()
-        connection.close()
-        assert said.endswith(b"data: [DONE]\n\n") and b'"error"' not in said and b'"length"' in said
-        server.process.wait(20)
-    asked = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a child inherits
+    asked = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what a child inherits: these tests may run under nohup, too
     try:
+        with serving(checkpoint, tmp_path) as server:
+            connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            stream = connection.getresponse()  # with its first token
+            server.process.send_signal(signal.SIGHUP)
+            said = stream.read()
+            connection.close()
+            assert said.endswith(b"data: [DONE]\n\n") and b'"error"' not in said and b'"length"' in said
+            server.process.wait(20)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with serving(checkpoint, tmp_path / "nohup", worker=False) as server:
             server.process.send_signal(signal.SIGHUP)
             time.sleep(0.5)
