@@ -228,7 +228,7 @@ class _Costs:
             tokens = min(a.retain_fit, leading.ROWS * length)
             work = max(passing, self._learning(learning.BATCH, 5))
             states = 4 * 2 * tokens * shape.width  # of both models, and once more as they are put together
-            seconds = 2 * self._pass(tokens) + self._learned(learning.BATCH, effort * beginning.STEPS)
+            seconds = 2 * self._pass(tokens) + self._learned(learning.BATCH, effort * leading.STEPS)
             yield "leading", 2 * states + work, 2 * 8 * beginning.UNITS * shape.width, seconds
         yield "retain states", sample + self._writing(sample / 8) + passing, sample, self._pass(2 * a.retain_fit)
         retained, on_disk = self._retained(a.calibration, 1)

@@ -25,7 +25,7 @@ from unbind_core.errors import FittingError
 from unbind_core.evaluation.replay import cache_key
 from unbind_core.files import write_whole
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.corrections.beginning import STEPS, UNITS, Parts, beginning, learning
+from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, learning
 from unbind_core.fitting.corrections.examples import last_states
 from unbind_core.fitting.corrections.learning import BATCH, TRIED, Correction
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
@@ -36,6 +36,7 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.recording import frozen
 
 ROWS = 300  # retain rows that it is learned on
+STEPS = 350  # of learning: twice as many bring it hardly nearer
 HELD = 8  # every so-manieth of them says whether it helps
 
 
