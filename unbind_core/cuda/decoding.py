@@ -75,7 +75,7 @@ class DecodeKernels:
         [N,d], and of ``by`` the matrices, are read where a correction acts.
 
         Written are the memory's rows and ``work`` FP32 [N,M + ranks + M]: amounts, 0 where a gate is closed and below 0 where one
-        is open that only measures; amount max(A h + bias, least) of each rank whose module acts, the others are left as they are;
+        is open that only measures; amount factor max(A h + bias, least) of each rank whose module acts, the others as they are;
         and scores, in thresholds.
         """
         m, count, most = products.shape

@@ -75,7 +75,7 @@ def _numbers(address, single, places, there):
 
 @triton.jit
 def _within(state, d, into, single, edge, has_edge, ranks, rank, amount, out):
-    """Writes amount max(A h + bias, least) of one module."""
+    """Writes amount max(A h + bias, least) of one module, whose factor is part of the amount."""
     for begin in range(0, rank, _LANES):
         lane = begin + tl.arange(0, _LANES)
         sums = tl.zeros((_LANES,), tl.float32)
