@@ -17,6 +17,7 @@ from unbind_core.progress import Progress, ProgressCallback, counted, silent
 from unbind_core.running.attention import sharing_keys
 from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.recording import frozen
+from unbind_core.running.roomy import make_room
 
 SHORTEST_STRETCH = 4  # tokens
 Editing = Callable[[], AbstractContextManager[object]]
@@ -119,6 +120,8 @@ def _continued(
     while done < count:
         stretch = min(max(SHORTEST_STRETCH, done), count - done)
         computed = len(ids) if done else ids.numel()  # positions in the largest pass of this stretch
+        if cache is not None:
+            make_room(cache, stretch)
         with threads_for(ids.device, computed * parameters, SHARED_PASS):
             out = model.generate(
                 input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=stretch, **options
