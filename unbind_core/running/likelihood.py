@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from unbind_core.windows import Batch
 
-LEAST = -20.0  # a log-probability of p, below which a q that differs is no further apart
-
 
 def target_nll(logits: Tensor, batch: Batch) -> Tensor:
     """-log p(x_{t+1} | x_<=t) of every target (Section 3, eq. (1)): logits [B,T,V] -> FP32 (or wider) [N]."""
@@ -30,20 +28,3 @@ def divergences(original: Tensor, edited: Tensor) -> Tensor:
     q = torch.log_softmax(edited.float(), -1)
     difference = torch.sub(p, q, out=q)
     return difference.mul_(p.exp_()).sum(-1)
-
-
-def apart(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far log-probabilities q [N,V] are from p [N,V], in nats, each a mean over N positions: KL(p || q); KL(q || p), where no
-    log-probability of p is below LEAST; and the entropy of q less that of p.
-    """
-    of_p, of_q = p.exp(), q.exp()
-    forward = (of_p * (p - q)).sum(-1).mean()
-    back = (of_q * (q - p.clamp(min=LEAST))).sum(-1).mean()
-    return forward, back, (of_p * p).sum(-1).mean() - (of_q * q).sum(-1).mean()
-
-
-def without(log_probabilities: Tensor, token: int) -> Tensor:
-    """The distribution [N,V] given that it is not this token, which keeps almost nothing."""
-    rest = log_probabilities.clone()
-    rest[:, token] = -30.0
-    return rest.log_softmax(-1)

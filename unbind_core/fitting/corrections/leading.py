@@ -28,11 +28,13 @@ from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, learning
 from unbind_core.fitting.corrections.examples import last_states
 from unbind_core.fitting.corrections.learning import BATCH, TRIED, Correction
+from unbind_core.fitting.corrections.objective import toward
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
 from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import counted
 from unbind_core.rows import spread
 from unbind_core.running.device import SHARED_PASS, threads_for
+from unbind_core.running.likelihood import divergences
 from unbind_core.running.recording import frozen
 
 ROWS = 300  # retain rows that it is learned on
@@ -108,17 +110,17 @@ def _learn(
     generator = torch.Generator().manual_seed(context.options.seed)
     plain, adapted, device = last_logits(model), last_logits(context.model), learned_on[0].device
 
-    def apart(sides: Sequence[Tensor], places: Tensor, change: Correction | None) -> Tensor:
+    def said(sides: Sequence[Tensor], places: Tensor, change: Correction | None) -> tuple[Tensor, Tensor]:
         theirs, ours = (states[places.to(device)].float() for states in sides)
         with torch.no_grad():
             wanted = log_softmax(adapted(ours), -1)
-        got = log_softmax(plain(theirs if change is None else _apply(change, theirs)), -1)
-        return (wanted.exp() * (wanted - got)).sum(-1).mean()
+        return wanted, plain(theirs if change is None else _apply(change, theirs))
 
     def over(sides: Sequence[Tensor], change: Correction | None) -> float:
         parts = torch.arange(0, len(sides[0]), max(1, -(-len(sides[0]) // TRIED))).split(BATCH)
         with torch.no_grad():
-            return sum(float(apart(sides, part, change)) * len(part) for part in parts) / sum(map(len, parts))
+            found = [divergences(*said(sides, part, change)) for part in parts]
+        return float(torch.cat(found).mean())
 
     def left_by(parts: Parts) -> float:
         return over(learned_on, Correction(parts, 0.0, 0.0))
@@ -133,9 +135,10 @@ def _learn(
         for _ in counted(range(steps), steps, "reference", context.progress):
             with threads_for(device, work, SHARED_PASS):
                 places = torch.randint(len(learned_on[0]), (BATCH,), generator=generator)
-                loss = apart(learned_on, places, correction)
+                wanted, got = said(learned_on, places, correction)
+                loss, _, gradient = toward(wanted, got.detach())
                 optimizer.zero_grad()
-                loss.backward()
+                got.backward(gradient)
                 optimizer.step()
                 schedule.step()
     if not bool(torch.isfinite(loss)):

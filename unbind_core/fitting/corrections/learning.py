@@ -21,18 +21,18 @@ from unbind_core.applying.corrections import corrected
 from unbind_core.errors import FittingError
 from unbind_core.fitting.corrections.beginning import STEPS, UNITS, Parts, beginning, learning
 from unbind_core.fitting.corrections.examples import NO_ROW, Examples
+from unbind_core.fitting.corrections.objective import Own, pull, toward
 from unbind_core.fitting.corrections.reference import Reference, last_logits
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.device import SHARED_PASS, threads_for
-from unbind_core.running.likelihood import apart, without
+from unbind_core.running.likelihood import divergences
 from unbind_core.running.recording import frozen
 
 BATCH = 256
 TRIED = 4096  # examples that say whether the linear map is a better beginning than nothing, at most
 FIRMER = STEPS // 2  # steps of learning that go on from a correction
 LAST = 100  # steps, by whose means it is told what is left
-EXCESS, RETAIN = 2.0, 0.3  # weights of two of the terms beside the divergences
-END = 3.0  # that of the end token: more than both divergences, which stay large where the model is its own reference
+RETAIN = 0.3  # weight of what the edit changes on retained code
 MARGIN = 0.0  # nats by which a row's own next token is to be less likely than under the reference
 
 
@@ -82,7 +82,7 @@ def learn(
         total = 0.0
         for ours, their, own in zip(states, theirs, following, strict=True):
             got = logits(corrected(ours.float(), one[: len(ours)], *parts))
-            total += float(apart(said(their.float(), own.clamp(min=0)), log_softmax(got, -1))[0]) * len(ours)
+            total += float(divergences(said(their.float(), own.clamp(min=0)), got).sum())
         return total / sum(map(len, states))
 
     one = torch.ones(BATCH + BATCH // 2, device=device)
@@ -99,27 +99,19 @@ def learn(
             for count, number in ((len(found.states), BATCH), (len(retained), BATCH // 2))
         )
         following = found.following[ours]
-        protected, following = following != NO_ROW, following.clamp(min=0)
-        wanted = said(found.theirs[ours].float(), following)
+        own = Own(following.clamp(min=0), following != NO_ROW, margin)
+        wanted = said(found.theirs[ours].float(), own.following)
         plain = retained[theirs].float()
-        both = torch.cat((found.states[ours].float(), plain))
-        got, after = log_softmax(logits(corrected(both, one, *parts)), -1).split((BATCH, BATCH // 2))
-        ends = torch.zeros((), device=device)
-        if end is not None:
-            ends = -got[:, end].mean()
-            wanted, got = (without(part, end) for part in (wanted, got))
-        left, back, spread = apart(wanted, got)
-        above = (got.gather(1, following[:, None]) - wanted.gather(1, following[:, None])).squeeze(1) + margin
-        excess = (above.relu() * protected).mean()
+        edited = logits(corrected(torch.cat((found.states[ours].float(), plain)), one, *parts))
         with torch.no_grad():
             before = log_softmax(logits(plain), -1)
-        kept = (before.exp() * (before - after)).sum(-1).mean()
-        loss = left + back + spread**2 + END * ends + EXCESS * excess + retain * kept
+        met, unmet = edited.detach().split((BATCH, BATCH // 2))
+        away, kept = pull(wanted, met, own, end), toward(before, unmet)
         optimizer.zero_grad()
-        loss.backward()
+        edited.backward(torch.cat((away.gradient, retain * kept.gradient)))
         optimizer.step()
         schedule.step()
-        return loss.detach(), left.detach(), kept.detach()
+        return away.loss + retain * kept.loss, away.left, kept.loss
 
     work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
     lefts: list[tuple[float, float]] = []
