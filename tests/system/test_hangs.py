@@ -16,7 +16,7 @@ import pytest
 
 from server.worker.process import Supervisor, python
 from tests.system.conftest import ROOT
-from tests.system.test_worker import Workshop, workshop
+from tests.system.workshop import Workshop, workshop
 
 HANG = 2.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.registry.tables import JobKind
-from tests.system.test_worker import ADMIN, Workshop, workshop
+from tests.system.workshop import ADMIN, Workshop, workshop
 
 DEVICES = ("cpu:0", "cpu:1")  # one job at a time on each, so these two workers overlap
 

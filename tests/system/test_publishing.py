@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import markers
-from tests.system.test_worker import LEASE, Workshop, workshop
+from tests.system.workshop import LEASE, Workshop, workshop
 
 KILLS = 2  # at each place: the next worker is killed there as well
 COMMITTED = markers.WORKER[4:]  # where nothing is left to come there a second time

@@ -11,7 +11,7 @@ import pytest
 from server.registry.private.files import TakedownFiles
 from server.registry.retention import purge
 from tests.support.folders import files_in
-from tests.system.test_worker import ADMIN, workshop
+from tests.system.workshop import ADMIN, workshop
 from unbind_core.rows import ForgetRow
 
 KEY = "5a" * 32

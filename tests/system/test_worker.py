@@ -1,151 +1,23 @@
-"""Workers and their child processes, killed at any instant: every job ends, one module each, nothing half-written or left over."""
+"""Workers and their child processes: stages, retries, cancelling, and what is left where a disk is full or a store away."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import sqlite3
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from server.registry.audit import Actor
-from server.registry.registry import Registry, open_registry
 from server.registry.tables import ENDED
-from server.settings import PREFIX, Settings
-from server.worker.process import environment_of, python
 from tests.support.collector import attributes, collector
 from tests.support.disks import Disk
 from tests.support.folders import files_in, unfinished_in
-from tests.system.conftest import ROOT
-
-ADMIN = Actor("admin", "test")
-LEASE = 1.5
-
-
-class Workshop:
-    """A registry, and workers with fast stages on it."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        given = {"lease_seconds": LEASE, "max_attempts": 10_000, "prepare": False, "worker_nice": 0, **settings}
-        self.settings = Settings(data_dir=folder / "data", **given)
-        self.registry: Registry = open_registry(self.settings)
-        self.workers: list[subprocess.Popen[str]] = []
-        self.log: list[str] = []
-
-    def start(self, **environment: str) -> subprocess.Popen[str]:
-        """A worker process."""
-        process = subprocess.Popen(
-            python("tests.support.fast_stages", "worker"),
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**environment_of(self.settings), "PYTHONPATH": str(ROOT), **environment},
-        )
-        threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True).start()
-        self.workers.append(process)
-        return process
-
-    def submit(self, name: str, forget_digest: str = "f", **options: Any) -> str:
-        """A job."""
-        job, _ = self.registry.takedowns.submit(
-            name=name,
-            row_count=3,
-            forget_digest=forget_digest,
-            notice={},
-            options=options,
-            request_digest="r",
-            idempotency_key=None,
-            fingerprint="model",
-            actor=ADMIN,
-            now=time.time(),
-        )
-        return str(job["id"])
-
-    def job(self, job_id: str) -> dict[str, Any]:
-        """One job."""
-        return self.registry.jobs.get(job_id, time.time())
-
-    def wait(self, what: Callable[[], bool], seconds: float = 30) -> None:
-        """Until something is so."""
-        deadline = time.monotonic() + seconds
-        while not what():
-            told = "".join(self.log[-30:])
-            assert time.monotonic() < deadline, told
-            assert not any((worker.poll() or 0) > 0 for worker in self.workers), (
-                told
-            )  # none ends by an error of its own
-            time.sleep(0.02)
-
-    def ended(self, *jobs: str, seconds: float = 30) -> list[dict[str, Any]]:
-        """The jobs once they have ended."""
-        self.wait(lambda: all(self.job(job)["state"] in ENDED for job in jobs), seconds)
-        return [self.job(job) for job in jobs]
-
-    def children(self) -> list[int]:
-        """Process ids of the stages' processes of this workshop's workers, dead workers' included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                environment = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            mine = f"{PREFIX}DATA_DIR={self.settings.data_dir}".encode() in environment.split(b"\0")
-            if mine and b"tests.support.fast_stages" in command and b"worker" not in command and state != "Z":
-                found.append(int(entry.name))
-        return found
-
-    def check_what_is_left(self, jobs: list[str]) -> None:
-        """One module a job, each file whole and known, no temporary file, a whole audit trail."""
-        records = self.registry.modules.versions()
-        assert sorted(record["job_id"] for record in records) == sorted(jobs)
-        store = Path(self.settings.published_store)
-        files = sorted(path.name for path in files_in(store))
-        assert files == sorted(f"{record['digest']}.safetensors" for record in records)
-        left = [path for path in unfinished_in(self.settings.data_dir) if "jobs" not in path.parts]
-        assert not left  # a job's own folder is tidied when it ends
-        assert self.registry.audit_problems() == []
-        ends = [row["subject"] for row in self.registry.audit(limit=1000) if row["action"] == "job.succeeded"]
-        assert sorted(ends) == sorted(jobs)
-
-    def close(self) -> None:
-        """End the workers."""
-        for worker in self.workers:
-            if worker.poll() is None:
-                worker.send_signal(signal.SIGCONT)
-                worker.terminate()
-        for worker in self.workers:
-            try:
-                worker.wait(10)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
-        self.wait(lambda: not self.children(), 5)
-        for worker in self.workers:
-            if worker.stderr is not None:
-                worker.stderr.close()
-        self.registry.close()
-
-
-@contextmanager
-def workshop(folder: Path, **settings: Any) -> Iterator[Workshop]:
-    made = Workshop(folder, **settings)
-    try:
-        yield made
-    finally:
-        made.close()
+from tests.system.workshop import ADMIN, LEASE, Workshop, workshop
 
 
 @pytest.fixture
@@ -217,43 +89,6 @@ def test_a_job_and_its_stages_are_spans(tmp_path: Path) -> None:
         assert attributes(root)["unbind.job.id"] == job_id and attributes(root)["unbind.job.state"] == "succeeded"
         stages = [span.name for span in received.spans if span.parent_span_id == root.span_id]
         assert stages == [f"stage {name}" for name in ("check", "fit", "verify", "joint", "publish")]
-
-
-def killings(shop: Workshop, count: int, workers: int, seed: int) -> None:
-    """Kill workers and children at random instants, ``count`` times, while jobs run; then let them end."""
-    rng = random.Random(seed)
-    jobs = [shop.submit(f"m{number}") for number in range(max(3, count // 6))]
-    killed = 0
-    deadline = time.monotonic() + 10 * count + 60
-    while killed < count:
-        assert time.monotonic() < deadline, "".join(shop.log[-30:])
-        while sum(worker.poll() is None for worker in shop.workers) < workers:
-            shop.start()
-        time.sleep(rng.random() * 1.2)
-        if all(shop.job(job)["state"] in ENDED for job in jobs):
-            jobs.append(shop.submit(f"m{len(jobs)}"))
-        alive = [worker.pid for worker in shop.workers if worker.poll() is None]
-        victims = alive if rng.random() < 0.5 else shop.children()
-        if victims:
-            with suppress(ProcessLookupError):
-                os.kill(rng.choice(victims), signal.SIGKILL)
-                killed += 1
-    time.sleep(0.2)  # the last one killed has ended by then
-    while sum(worker.poll() is None for worker in shop.workers) < workers:
-        shop.start()
-    for job in shop.ended(*jobs, seconds=60 + 2 * LEASE * len(jobs)):
-        assert (job["state"], job["outcome"]) == ("succeeded", "active"), job
-    shop.check_what_is_left(jobs)
-
-
-def test_workers_and_children_killed_at_random_lose_nothing(shop: Workshop) -> None:
-    killings(shop, 8, workers=2, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_killings_and_more_lose_nothing(shop: Workshop, seed: int) -> None:
-    killings(shop, int(os.environ.get("UNBIND_TEST_KILLS", "30")), workers=1 + seed % 2, seed=seed)
 
 
 @pytest.mark.parametrize("stage", ["check", "fit", "verify", "joint", "publish"])
@@ -359,19 +194,6 @@ def test_two_workers_share_a_device_one_job_at_a_time(shop: Workshop) -> None:
         time.sleep(0.02)
     assert most == 1
     shop.check_what_is_left(jobs)
-
-
-@pytest.mark.slow
-def test_a_database_locked_for_ten_seconds_delays_and_loses_nothing(shop: Workshop) -> None:
-    job_id = shop.submit("m", seconds=0.5)
-    shop.start()
-    shop.wait(lambda: shop.job(job_id)["stage"] == "fit")
-    with closing(sqlite3.connect(shop.registry.transactions.engine.url.database or "", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        time.sleep(11)
-        other.execute("ROLLBACK")
-    assert shop.ended(job_id)[0]["outcome"] == "active"
-    shop.check_what_is_left([job_id])
 
 
 @pytest.mark.parametrize("stage", ["fit", "verify", "publish"])

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from server.telemetry.work import Work
 from server.worker.process import BEAT, Heart, Supervisor, python
 from tests.system.conftest import ROOT
-from tests.system.test_worker import workshop
+from tests.system.workshop import workshop
 
 
 def samples(text: bytes) -> dict[str, float]:
