@@ -167,6 +167,8 @@ class BaseService(ABC):
         await self._count_jobs()
         if self.settings.metrics_port is not None:
             await asyncio.to_thread(self.telemetry.listen, self.settings.metrics_host, self.settings.metrics_port)
+        for outage in (self._database, self._stored, self._writing):
+            outage.awaited()
         # Each by itself: what a file, a store or an engine does to one of them must not hold up the revocation of keys.
         for what, work, seconds in (
             ("access", self._refresh_access, self._refresh_seconds),

@@ -22,6 +22,10 @@ class Outage:
         self._lasts = False
         self._seen = time.monotonic()
 
+    def awaited(self) -> None:
+        """From now on somebody looks: until then nobody could say that it works, however long a start took."""
+        self._seen = time.monotonic()
+
     def begins(self, error: BaseException) -> None:
         """It failed; where the error is ``lasting``, it fails until this process ends, whatever else works."""
         lasts = bool(getattr(error, "lasting", False))
@@ -54,7 +58,7 @@ class Outage:
 
     @property
     def age(self) -> float:
-        """Seconds since it worked; since this was made, where nobody has looked yet."""
+        """Seconds since it worked; where nobody has looked yet, since that is awaited, or else since this was made."""
         return time.monotonic() - self._seen
 
     @property

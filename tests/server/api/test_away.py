@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 import time
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from server import base_service
+from server.base_service import LOOKS
 from server.bench.fleet.postgres import postgres
 from server.outage import Outage
 from server.registry.database import connect, upgrade
+from server.service import Service
 from tests.server.api.admin.test_modules import act, adopt, applied
 from tests.server.api.test_health import until
 from tests.support.databases import PROGRAMS
@@ -42,6 +46,25 @@ def test_what_nobody_has_seen_for_too_long_is_away_though_no_look_failed() -> No
     assert seen.told is None and seen.age < 0.05
     seen.begins(OSError("no route"))
     assert "OSError: no route" in (seen.told or "")
+    seen.awaited()
+    assert "OSError: no route" in (seen.told or "")  # that it is awaited does not make it work
+
+
+def test_a_start_that_takes_long_is_no_outage(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of an engine with processes of its own, or of ten thousand modules."""
+    refresh, opened = 0.3, Service._open
+
+    async def slowly(service: Service) -> None:
+        await opened(service)
+        await asyncio.sleep((LOOKS + 1) * refresh)
+
+    monkeypatch.setattr(Service, "_open", slowly)
+    monkeypatch.setattr(base_service, "REFRESH_SECONDS", refresh)
+    with live(checkpoint, tmp_path, refresh_seconds=refresh) as server:
+        assert reasons(server) == []
+        assert gauges(server)["unbind_registry_reachable"] == 1
 
 
 def without_registry(checkpoint: Path, tmp_path: Path) -> None:
