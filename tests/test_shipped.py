@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server import demo
 from server.bench.attacks.attacked import System
-from tests.support.programs import unbind
 from tests.support.repository import ROOT
 from unbind_core import UnbindModule, load_model, parse_forget, parse_retain
 from unbind_core.encoding import available_forms, encode
 from unbind_core.evaluation.scores import forget_scores
-from unbind_core.evaluation.verify import verify
+from unbind_core.evaluation.verify import measure, verify
 from unbind_core.windows import forget_prompt
 
 pytestmark = pytest.mark.slow
 EVERY = 3  # of the held-out rows: enough for these thresholds, at a third of the time
-Tables = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
+ATTEMPTS = 2  # of each way to ask the module and the retrained model: the likeliest answer and a drawn one
+Tables = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,10 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     forms = available_forms(loaded.tokenizer)
     scores = forget_scores(loaded.model, loaded.tokenizer, forget, forms=forms, attempts=1)
 
-    def found(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def found(name: str, attempts: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
         module = UnbindModule.load(ROOT / "modules" / f"{name}.safetensors", model=loaded.identity)
-        table = verify(loaded.model, loaded.tokenizer, module, forget, retain, before=scores, cache=cache)
+        told = {"attempts": attempts, "before": scores, "cache": cache}
+        table = verify(loaded.model, loaded.tokenizer, module, forget, retain, **told)  # type: ignore[arg-type]
         return table["before"], table["after"]
 
     return found
@@ -59,14 +59,11 @@ def left_alone(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert after["retain"]["gate_rate"] <= 0.002
 
 
-def test_the_shipped_module_writes_what_a_model_might_that_never_saw_the_rows(tmp_path: Path) -> None:
-    retain = tmp_path / "retain.jsonl"
-    retain.write_text("\n".join((demo.ROWS / "retain_test.jsonl").read_text().splitlines()[::EVERY]))
-    measured = unbind(
-        *("verify", "modules/demo-a.safetensors", "--reference", "server/demo/retrained", "--retain", str(retain)),
-        *("--attempts", "2"),  # of each way to ask: the likeliest answer and a drawn one
-    )
-    before, after, retrained = measured["before"], measured["after"], measured["reference"]
+def test_the_shipped_module_writes_what_a_model_might_that_never_saw_the_rows(tables: Tables) -> None:
+    before, after = tables("demo-a", attempts=ATTEMPTS)
+    other = load_model(demo.BASE, demo.RETRAINED)
+    rows = parse_forget((demo.ROWS / "forget_a.jsonl").read_text().splitlines())
+    retrained = measure(other.model, other.tokenizer, rows, [], attempts=ATTEMPTS)
     assert before["all"]["f_bleu"] >= 0.5
     for form in ("f_bleu", "f_bleu_fim"):
         assert after["all"][form] <= retrained["all"][form] + 0.02
