@@ -60,10 +60,23 @@ class TextStream:
         self._ids.append(token)
         before = self._decode(self._ids[self._from : self._done])
         now = self._decode(self._ids[self._from :])
-        if now.endswith(REPLACEMENT) and len(self._ids) - self._done <= 4:  # no character has more than 4 bytes
-            return "", ""
-        self._from, self._done = self._done, len(self._ids)
+        end = len(self._ids)
+        if now.endswith(REPLACEMENT):
+            if end - self._done <= 4:  # no character has more than 4 bytes
+                return "", ""
+            end, now = self._settled(now)
+        self._from, self._done = self._done, end
         return self._release(now[len(before) :])
+
+    def _settled(self, now: str) -> tuple[int, str]:
+        """Of bytes that are no text, ``now``: how many tokens no later one changes, and their part of it. The last three may
+        begin a character, unless one that is whole reaches among them.
+        """
+        for end in range(len(self._ids) - 3, len(self._ids)):
+            text = self._decode(self._ids[self._from : end])
+            if now.startswith(text):
+                return end, text
+        return len(self._ids), now
 
     def peek(self, token: int) -> str:
         """The text that ``token`` would add, stop strings or not; nothing changes."""
