@@ -34,8 +34,10 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
 
     def found(name: str, attempts: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
         module = UnbindModule.load(ROOT / "modules" / f"{name}.safetensors", model=loaded.identity)
-        told = {"attempts": attempts, "before": scores, "cache": cache}
-        table = verify(loaded.model, loaded.tokenizer, module, forget, retain, **told)  # type: ignore[arg-type]
+        # The unedited model is asked once each way, also where the module is asked again: what is compared with it is greedy.
+        table = verify(
+            loaded.model, loaded.tokenizer, module, forget, retain, attempts=attempts, before=scores, cache=cache
+        )
         return table["before"], table["after"]
 
     return found

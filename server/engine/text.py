@@ -69,8 +69,9 @@ class TextStream:
         return self._release(now[len(before) :])
 
     def _settled(self, now: str) -> tuple[int, str]:
-        """Of bytes that are no text, ``now``: how many tokens no later one changes, and their part of it. The last three may
-        begin a character, unless one that is whole reaches among them.
+        """How many tokens no later one changes, and their part of the text ``now``, which ends in bytes that are no character.
+
+        The last three tokens may be the beginning of one, unless a whole character reaches among them.
         """
         for end in range(len(self._ids) - 3, len(self._ids)):
             text = self._decode(self._ids[self._from : end])

@@ -19,6 +19,7 @@ from server.bench.server import Served, served
 from tests.core.conftest import CORPUS, save_checkpoint
 from tests.support.databases import PROGRAMS
 from tests.support.disks import Disk, small_disk
+from tests.system.workshop import Workshop, workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
@@ -145,4 +146,10 @@ def retain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """A disk that can be filled."""
     with small_disk(tmp_path / "disk") as made:
+        yield made
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Workshop]:
+    with workshop(tmp_path) as made:
         yield made

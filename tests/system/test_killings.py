@@ -7,20 +7,12 @@ import random
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
 
 from server.registry.tables import ENDED
-from tests.system.workshop import LEASE, Workshop, workshop
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Workshop]:
-    with workshop(tmp_path) as made:
-        yield made
+from tests.system.workshop import LEASE, Workshop
 
 
 def killings(shop: Workshop, count: int, workers: int, seed: int) -> None:

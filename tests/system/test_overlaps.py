@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from server.registry.tables import JobKind
-from tests.system.workshop import ADMIN, Workshop, workshop
+from tests.system.workshop import ADMIN, Workshop
 
 DEVICES = ("cpu:0", "cpu:1")  # one job at a time on each, so these two workers overlap
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Workshop]:
-    with workshop(tmp_path) as made:
-        yield made
 
 
 def let_go(shop: Workshop, job_id: str) -> None:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import markers
-from tests.system.workshop import LEASE, Workshop, workshop
+from tests.system.workshop import LEASE, Workshop
 
 KILLS = 2  # at each place: the next worker is killed there as well
 COMMITTED = markers.WORKER[4:]  # where nothing is left to come there a second time
 FATES = [(place, victim) for place in markers.CHILD for victim in ("child", "worker")]
 FATES += [(place, "worker") for place in markers.WORKER]  # 22 kills at these places in all
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Workshop]:
-    with workshop(tmp_path) as made:
-        yield made
 
 
 def stopped(pid: int) -> bool:

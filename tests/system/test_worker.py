@@ -7,7 +7,6 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from tests.support.collector import attributes, collector
 from tests.support.disks import Disk
 from tests.support.folders import files_in, unfinished_in
 from tests.system.workshop import ADMIN, LEASE, Workshop, workshop
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Workshop]:
-    with workshop(tmp_path) as made:
-        yield made
 
 
 def test_an_idle_worker_prepares_and_yields_to_a_job(tmp_path: Path) -> None:

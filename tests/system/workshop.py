@@ -17,7 +17,7 @@ from server.registry.tables import ENDED
 from server.settings import PREFIX, Settings
 from server.worker.process import environment_of, python
 from tests.support.folders import files_in, unfinished_in
-from tests.system.conftest import ROOT
+from tests.support.repository import ROOT
 
 ADMIN = Actor("admin", "test")
 LEASE = 1.5
@@ -133,6 +133,7 @@ class Workshop:
 
 @contextmanager
 def workshop(folder: Path, **settings: Any) -> Iterator[Workshop]:
+    """One in a folder of its own; its workers end with it."""
     made = Workshop(folder, **settings)
     try:
         yield made

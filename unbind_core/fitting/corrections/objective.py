@@ -75,9 +75,8 @@ def _pull(p: Tensor, q: Tensor, own: Own) -> Pull:
     at = own.following[:, None]
     above = (q.gather(1, at) - p.gather(1, at)).squeeze(1) + own.margin
     excess = EXCESS * ((above > 0) & own.protected).to(q.dtype)
-    forward, back, of_p, of_q = (
-        torch.empty_like(above) for _ in range(4)
-    )  # the last two: sums of p log p, the entropies' opposites
+    # Of each position: the divergences, and sums of p log p and of q log q, which are the entropies' opposites.
+    forward, back, of_p, of_q = (torch.empty_like(above) for _ in range(4))
     for some in _few_at_a_time(q):
         said, ours = p[some], q[some]
         share, held = said.exp(), ours.exp()
