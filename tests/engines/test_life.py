@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tests.engines.both import demo_prompt, options, shipped, started
 from tests.support.asking import Answer, ask, sync
 from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
 
 PROMPTS = [demo_prompt(line) for line in (demo.ROWS / "forget_a.jsonl").read_text().splitlines()[:6]]
 OTHERS: set[psutil.Process] = set()  # of engines that other tests have
@@ -78,6 +79,30 @@ def test_a_module_for_which_the_gates_have_no_room_is_refused_with_the_remedy(en
     ):
         sync(engine, [*shipped()[:1], *more])
     assert list(engine.modules.current) == ["demo-a"] and answers(engine) == before
+
+
+def test_modules_are_sent_a_part_after_the_other_and_others_go(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, sent = answers(engine), []
+    whole = model_file.Model._sync
+
+    async def counted(model: model_file.Model, added: Mapping[str, bytes], modules: Mapping[str, UnbindModule]) -> None:
+        await whole(model, added, modules)
+        sent.append((len(added), len(model._held)))
+
+    monkeypatch.setattr(model_file.Model, "_sync", counted)
+    monkeypatch.setattr(model_file, "SENT", 1)
+    one, other = shipped()[0], replace(shipped()[0], name="another")
+    sync(engine, [])
+    sync(engine, [one, other])
+    probes = sent[0][1]
+    assert sent == [(0, probes), (1, probes + 1), (1, probes + 2)]
+    assert answers(engine) == before
+    sync(engine, [one])
+    sync(engine, [one, replace(one, name="one-more")])
+    assert sent[3:] == [(0, probes + 1), (1, probes + 2)]
+    sync(engine, [one])
 
 
 def test_a_module_at_a_layer_that_the_engine_was_not_started_for_is_refused_with_the_remedy(

@@ -22,7 +22,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.gates import GateReports, merged, merged_looks
 from server.engine.vllm.probe import probe_module
-from server.engine.vllm.remote import ByPhase
+from server.engine.vllm.remote import ByPhase, in_parts
 from unbind_core.applying.counts import PHASES
 from unbind_core.applying.looks import Look
 from unbind_core.errors import UnbindError
@@ -34,6 +34,7 @@ PROBE_PROMPT, PROBE_TOKENS = tuple(range(5, 29)), 3  # so that steps of both pha
 PROBE_SECONDS = 300.0  # between two trials of the edits
 STUCK_SECONDS = 60.0  # requests run and no step ends: the trial is made at once
 LOOK_SECONDS = 0.5  # between two looks at whether the processes live
+SENT = 256_000_000  # bytes of modules in a message, about
 MOST_SETS = 512  # of modules that workers know and nobody uses
 
 
@@ -150,24 +151,29 @@ class Model:
         return [one for rank in found for one in rank]
 
     async def hold(self, modules: Mapping[str, UnbindModule]) -> None:
-        """Have exactly these modules, by key, on every rank, and the probes. Raises UnbindError where ranks differ."""
+        """Have exactly these modules, by key, on every rank, and the probes. Raises UnbindError where ranks differ.
+
+        They are sent a part after the other: a thousand modules of a large model are more than one message may hold.
+        """
         modules = {**modules, **self._probes}
         async with self._changing:
-            added = {key: module.to_bytes() for key, module in modules.items() if key not in self._held}
             removed = [key for key in self._held if key not in modules]
-            if not added and not removed:
-                return
             gone = [digest for digest, keys in self._known.items() if keys & set(removed)]
             if gone:
                 await self.all("unbind_sets", {}, gone)
                 for digest in gone:
                     del self._known[digest]
-            wanted = {key: digest for key, digest in self._held.items() if key in modules}
-            wanted |= {key: sha256(data).hexdigest() for key, data in added.items()}
-            held = await self.all("unbind_sync", added, [key for key in self._held if key in modules])
-            self._held = dict(held[0])
-            if any(dict(one) != wanted for one in held):
-                raise UnbindError("the processes of the model hold different modules; restart the server")
+            added = {key: module for key, module in modules.items() if key not in self._held}
+            for part in itertools.chain([{}] * bool(removed), in_parts(added, SENT)):
+                await self._sync(part, modules)
+
+    async def _sync(self, added: Mapping[str, bytes], modules: Mapping[str, UnbindModule]) -> None:
+        kept = [key for key in self._held if key in modules]
+        wanted = {key: self._held[key] for key in kept} | {key: sha256(data).hexdigest() for key, data in added.items()}
+        held = await self.all("unbind_sync", added, kept)
+        self._held = dict(held[0])
+        if any(dict(one) != wanted for one in held):
+            raise UnbindError("the processes of the model hold different modules; restart the server")
 
     async def know(self, digest: str, strengths: Mapping[str, float], used: Counter[str]) -> None:
         """Have every rank know a set before a request names it; of those that nobody uses MOST_SETS are remembered."""

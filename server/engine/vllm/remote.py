@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.looks import Look, together
@@ -69,6 +69,18 @@ class RemoteBank(ModuleBank):
             key: _sum(zeros, _sum(self._kept.get(key, {}), self._seen.get(key, {})))
             for key, zeros in super().counts().items()
         }
+
+
+def in_parts(modules: Mapping[str, UnbindModule], size: int) -> Iterator[dict[str, bytes]]:
+    """The modules' files by key, some at a time: of ``size`` bytes, and what the last of them has beyond."""
+    part: dict[str, bytes] = {}
+    for key, module in modules.items():
+        part[key] = module.to_bytes()
+        if sum(map(len, part.values())) >= size:
+            yield part
+            part = {}
+    if part:
+        yield part
 
 
 def _sum(one: ByPhase, other: ByPhase) -> ByPhase:
