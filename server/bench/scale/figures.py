@@ -28,6 +28,7 @@ from unbind_core.evaluation.scores import forget_scores
 from unbind_core.evaluation.verify import verify
 from unbind_core.files import told
 from unbind_core.fitting.calibration import Budgets
+from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import Clock, FitOptions, Target
 from unbind_core.planning.amounts import Amounts
@@ -144,6 +145,7 @@ def _takedown(name: str, size: Size, dtype: torch.dtype, device: str, progress: 
             cache=cache,
             before=scores,
             progress=progress,
+            reference=Reference(most=0.0),  # random weights recite nothing: there is to be something to learn
         )
         with clock.stage("verify"):
             verify(model, tokenizer, module, forget, held, attempts=0, before=scores, cache=cache)

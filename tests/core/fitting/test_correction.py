@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support import memorising
 from unbind_core import LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
-from unbind_core.errors import DataError
+from unbind_core.errors import DataError, FittingError
 from unbind_core.fitting.corrections.examples import OWN, Examples, Met, examples, met_part
 from unbind_core.fitting.corrections.learning import Correction, learn
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits, load_reference
@@ -135,6 +135,18 @@ def test_a_silenced_answer_ends_and_without_its_end_goes_where_the_reference_goe
     rest[:, end] = -30.0
     rest = log_softmax(rest, -1)
     assert float(rest.gather(1, found.following[:, None]).exp().mean()) < 0.3
+
+
+def test_a_model_that_recites_nothing_and_is_its_own_reference_has_nothing_to_learn(world: World) -> None:
+    model = world.fresh.model
+    assert model is not None
+    never_saw_them = replace(world, loaded=replace(world.loaded, model=model))
+    with pytest.raises(
+        FittingError, match=r"nothing to learn: .* no token of the rows more than 50% of the mass; leave out"
+    ):
+        learned(never_saw_them, Reference())
+    _, correction = learned(never_saw_them, Reference(most=0.0), effort=0.01)
+    assert correction.parts.c.any()
 
 
 def test_a_model_that_is_its_own_reference_loses_the_memorised_token(world: World) -> None:

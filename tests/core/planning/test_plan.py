@@ -13,7 +13,7 @@ from tests.core.conftest import TinyCheckpoint
 from unbind_core import FitOptions, fit, load_model
 from unbind_core.architecture import outline
 from unbind_core.errors import TooLarge, UnbindError
-from unbind_core.fitting.corrections.reference import Kind
+from unbind_core.fitting.corrections.reference import Kind, Reference
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, Stage, plan_takedown
@@ -114,6 +114,7 @@ def test_disk_is_bounded_and_tokens_are_counted(tiny_checkpoint: TinyCheckpoint,
         identity=loaded.identity,
         options=options,
         cache=tmp_path,
+        reference=Reference(most=0.0),  # a model that recites nothing
     )
     taken = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert taken <= 1.1 * plan.disk + 64 * 1024 and plan.disk <= 2.5 * taken  # headers, and completions as text

@@ -70,9 +70,15 @@ def learn(
     ``margin``: nats by which a row's own next token is to be less likely than under the reference. ``end``: the id of the end
     token where the answer is to end; the reference's distribution then holds for the rest, for a client who bans that token.
     ``effort``: times as many steps as usual. ``begun``: a correction to go on from, in place of :func:`beginning`.
-    Deterministic for a generator and device. Raises FittingError where the loss is not finite.
+    Deterministic for a generator and device. Raises FittingError where the loss is not finite, and where there is nothing
+    to learn, as the model is its own reference and recites none of the rows.
     """
     device, logits, said = found.states.device, last_logits(model), reference.log_probabilities(model)
+    if end is None and not reference.differs(model, found.states, found.following):
+        raise FittingError(
+            "the correction has nothing to learn: the model, which is its own reference, gives no token of the rows more than "
+            f"{reference.most:.0%} of the mass; leave out rows that it does not recite, or name a reference that never saw them"
+        )
 
     def left_by(parts: Parts) -> float:
         places = slice(None, None, max(1, len(found.states) // TRIED))

@@ -7,7 +7,6 @@ itself, less the memorised token wherever it has most of the mass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,7 +23,8 @@ from unbind_core.identity import ModelIdentity
 from unbind_core.running.device import bfloat16_is_fast
 from unbind_core.running.upper_layers import logits_above
 
-MEMORISED = 0.5  # a next token of a forget row that has more of the mass than this is taken out
+MEMORISED = 0.5  # of the mass: a next token of a forget row that has more is taken out
+PART = 256  # states that are asked about at a time
 _GONE = -20.0  # its log-probability then
 
 
@@ -38,14 +38,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Reference:
-    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself. ``led``: KL(fitted ‖ it) in nats on
-    retained rows, before and after it was brought nearer (``leading.py``).
+    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself, less a next token of a forget row
+    that has more of the mass than ``most``. ``led``: KL(fitted ‖ it) in nats on retained rows, before and after it was brought
+    nearer (``leading.py``).
     """
 
     kind: Kind = Kind.ITSELF
     model: nn.Module | None = None
     identity: ModelIdentity | None = None
     led: tuple[float, float] | None = None
+    most: float = MEMORISED
 
     def source(self, fitted: nn.Module) -> nn.Module:
         """The model that is asked. Raises DataError where its vocabulary is another."""
@@ -70,10 +72,24 @@ class Reference:
                 found, own = log_softmax(logits(states), -1), following[:, None]
                 if alone:
                     known = found.gather(1, own)
-                    found = log_softmax(found.scatter(1, own, known.where(known <= math.log(MEMORISED), _GONE)), -1)
+                    found = log_softmax(found.scatter(1, own, known.where(known.exp() <= self.most, _GONE)), -1)
             return found
 
         return said
+
+    def differs(self, fitted: nn.Module, states: Tensor, following: Tensor) -> bool:
+        """Whether another model is asked, or a token is taken out: of last decoder states [N,d] before the rows' own next tokens,
+        int64 [N], below 0 where there is none.
+        """
+        if self.model is not None:
+            return True
+        logits, own = last_logits(fitted), (following >= 0).nonzero()[:, 0]
+        with torch.no_grad():
+            for some in own.split(PART):
+                known = log_softmax(logits(states[some].float()), -1).gather(1, following[some, None])
+                if bool((known.exp() > self.most).any()):
+                    return True
+        return False
 
     def to_json(self) -> dict[str, Any]:
         """As modules record it."""
