@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,6 +85,7 @@ def complete(
             with (
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
                 sharing_keys(inner),
+                _head_in_one_product(inner),
                 editing(),
             ):
                 torch.manual_seed(sampling.seed + number)
@@ -97,6 +98,19 @@ def complete(
 
 def _stretch(progress: ProgressCallback, group: Progress, done: int, count: int) -> None:
     progress(replace(group, message=f"{done} of up to {count} tokens"))
+
+
+@contextmanager
+def _head_in_one_product(model: Any) -> Iterator[None]:
+    """Copy the states [B,1,d] of the last positions before the head, where they lie among those of all positions: of such a view
+    torch makes B products, and on a CPU in bfloat16 a copy of the head's matrix for each of them.
+    """
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: tuple(states.contiguous() for states in given))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _continued(

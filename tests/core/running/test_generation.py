@@ -84,3 +84,13 @@ def test_a_checkpoints_own_penalty_hides_nothing(tiny: LoadedModel, monkeypatch:
     assert any(len(set(row)) < len(row) for row in plain)  # with a penalty it would not repeat itself
     monkeypatch.setattr(tiny.model.generation_config, "repetition_penalty", 5.0)
     assert complete(tiny.model, prompts(4), Sampling(NEW), pad=PAD, end=None) == plain
+
+
+def test_the_head_is_given_states_that_lie_together(tiny_checkpoint: TinyCheckpoint) -> None:
+    """Of a view of all positions' states torch makes a product for each row, in bfloat16 with a copy of the matrix for each."""
+    loaded, together = load_model(tiny_checkpoint("qwen2")), []
+    head = loaded.model.get_output_embeddings()  # type: ignore[operator]
+    hook = head.register_forward_hook(lambda _, given, __: together.append(given[0].is_contiguous()))
+    complete(loaded.model, prompts(3), Sampling(max_new_tokens=6), pad=PAD, end=None)
+    hook.remove()
+    assert len(together) == 6 and all(together)
