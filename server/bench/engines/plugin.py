@@ -71,7 +71,7 @@ def shaped(config: str, dtype: torch.dtype, device: str, layers: Sequence[int] =
     identity = ModelIdentity("0" * 64, config, int(found.hidden_size), int(found.num_hidden_layers))
     behind = tuple(layer % identity.num_layers for layer in layers)
     at, running = behind[0] if behind else identity.num_layers // 2, {"dtype": named, "quantisation": None}
-    module = replace(random_module(identity, 0, at, "network", running), s_ref=CLOSED)
+    module = replace(random_module(identity, 0, at, "network network", running), s_ref=CLOSED)
     with tempfile.TemporaryDirectory() as folder:
         found.save_pretrained(folder)
         flags = ["load-format=dummy"]

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from server.bench.gate.world import Retained, World, fit_one, forgetting, scores
+from server.bench.gate.world import Retained, World, fit_kept, fit_one, forgetting, scores
 from server.bench.gate.written import written
 from unbind_core.architecture import LoadedModel
-from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted
-from unbind_core.rows import ForgetRow, forget_digest
+from unbind_core.rows import ForgetRow
 
 JOINT_MODULES, JOINT_ROWS, MANY_ROWS = 10, 12, 5
 SHARED = slice(8, 16)  # of set A, which one module forgets up to their end and the other from their beginning
@@ -92,7 +91,9 @@ def many_figures(
     What is kept in ``keep`` is not fitted again.
     """
     sets = [world.forget["c"][start : start + size] for start in range(0, size * max(counts), size)]
-    modules = [_kept(world, rows, i, cache, keep, progress, policy) for i, rows in enumerate(sets)]
+    modules = [
+        fit_kept(world, rows, f"many-{i}-beside", cache, progress, policy, i, keep) for i, rows in enumerate(sets)
+    ]
     found = {}
     for count in counts:
         on, rows = modules[:count], [row for some in sets[:count] for row in some]
@@ -102,29 +103,6 @@ def many_figures(
             "retained": retained.measure(on),
         }
     return found
-
-
-def _kept(
-    world: World,
-    rows: Sequence[ForgetRow],
-    beside: int,
-    cache: Path | None,
-    keep: Path | None,
-    progress: ProgressCallback,
-    policy: str | None,
-) -> UnbindModule:
-    name = f"many-{beside}-beside"
-    path = None if keep is None else keep / f"{name}.safetensors"
-    if path is not None and path.is_file():
-        module = UnbindModule.load(path)
-        module.require(world.loaded.identity)
-        if module.forget_digest != forget_digest(rows) or policy not in (None, module.policy):
-            raise UnbindError(f"--keep: {path} was fitted on other rows or for another policy; name another folder")
-        return module
-    module, _ = fit_one(world, rows, name, "auto", cache, progress, policy, beside)
-    if path is not None:
-        module.save(path)
-    return module
 
 
 def _there(

@@ -18,6 +18,7 @@ from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import available_forms, pad_id
+from unbind_core.errors import UnbindError
 from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.evaluation.scores import RowScore, by_ways, forget_scores
@@ -27,7 +28,7 @@ from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
-from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain
+from unbind_core.rows import ForgetRow, RetainRow, forget_digest, parse_forget, parse_retain
 from unbind_core.running.generation import Sampling, complete
 from unbind_core.windows import Window, perplexity_windows, retain_windows
 
@@ -220,6 +221,33 @@ def fit_one(
     )
 
 
+def fit_kept(
+    world: World,
+    rows: Sequence[ForgetRow],
+    name: str,
+    cache: Path | None,
+    progress: ProgressCallback,
+    policy: str | None = None,
+    beside: int = 0,
+    keep: Path | None = None,
+) -> UnbindModule:
+    """The module of that name in the folder ``keep``; where there is none, one that is fitted and kept there.
+
+    Raises UnbindError where the one there was fitted on other rows or for another policy.
+    """
+    path = None if keep is None else keep / f"{name}.safetensors"
+    if path is not None and path.is_file():
+        module = UnbindModule.load(path)
+        module.require(world.loaded.identity)
+        if module.forget_digest != forget_digest(rows) or policy not in (None, module.policy):
+            raise UnbindError(f"--keep: {path} was fitted on other rows or for another policy; name another folder")
+        return module
+    module, _ = fit_one(world, rows, name, "auto", cache, progress, policy, beside)
+    if path is not None:
+        module.save(path)
+    return module
+
+
 def fit_parts(
     world: World,
     rows: Sequence[ForgetRow],
@@ -231,15 +259,12 @@ def fit_parts(
     keep: Path | None = None,
 ) -> list[UnbindModule]:
     """Modules of at most so many rows each in place of one of all of them: parts of the set in its order and of one size, but for
-    a row, each fitted as one that comes beside those before it. ``keep``: a folder for them.
+    a row, each fitted as one that comes beside those before it. ``keep``: a folder for them, in which they are not fitted again.
     """
     count = math.ceil(len(rows) / most)
     ends = [len(rows) * part // count for part in range(count + 1)]
     found = []
     for part, (begin, end) in enumerate(pairwise(ends)):
         called = name if count == 1 else f"{name}-{part + 1}"
-        module, _ = fit_one(world, rows[begin:end], called, "auto", cache, progress, policy, beside=part)
-        if keep is not None:
-            module.save(keep / f"{called}.safetensors")
-        found.append(module)
+        found.append(fit_kept(world, rows[begin:end], called, cache, progress, policy, part, keep))
     return found

@@ -37,6 +37,7 @@ def engines(
     layers: Annotated[
         str | None, typer.Option(help="With --config: behind which layers modules may stand, as in 14; else all.")
     ] = None,
+    modules: Annotated[str, typer.Option(help="With --config: numbers of modules, of which 0 is none.")] = "0,1,64",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """On the demo model: equal tokens, isolation, what the edits cost vLLM, which engine is quicker, and vLLM's processes killed
@@ -60,8 +61,11 @@ def engines(
                 )
             loads = [Workload.parse(text) for text in workloads.split(",")]
             behind = numbers(layers, int, "--layers", "14") or ()
+            counts = numbers(modules, int, "--modules", "0,1,64") or ()
+            if min(counts) < 0 or max(counts) < 1:
+                raise UnbindError("--modules: give numbers from 0 on, one of them above 0, as in 0,1,64")
             with shaped(config, dtype_of(dtype), device, behind) as plain:
-                _told(plugin(plain, loads, repeats, progress), as_json)
+                _told(plugin(plain, loads, repeats, progress, counts), as_json)
             return
         loader = partial(load_model, demo.BASE, demo.ADAPTER)
         tokenizer = loader().tokenizer
