@@ -18,6 +18,7 @@ from unbind_core.running.attention import sharing_keys
 from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.recording import frozen
 from unbind_core.running.roomy import make_room
+from unbind_core.running.sampling import Nucleus
 
 SHORTEST_STRETCH = 4  # tokens
 Editing = Callable[[], AbstractContextManager[object]]
@@ -69,11 +70,14 @@ def complete(
         "return_dict_in_generate": True,
         "repetition_penalty": 1.0,  # a checkpoint's own default would hide what the model knows by heart
         "logits_processor": LogitsProcessorList(processors),
+        # Where tokens are drawn, the last of the processors does it.
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
     }
     if sampling.temperature > 0:
-        options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    else:
-        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        options["logits_processor"] = LogitsProcessorList([*processors, Nucleus(sampling.temperature, sampling.top_p)])
     with torch.no_grad(), frozen(model):
         for number, group in enumerate(counted(groups, len(groups), stage, progress)):
             width = max(len(prompts[i]) for i in group)

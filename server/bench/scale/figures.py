@@ -22,6 +22,7 @@ from server.bench.filter import _Phase, make_bank
 from server.bench.scale.world import bare, rows, with_weights
 from unbind_core.applying.hooks import Intervention
 from unbind_core.architecture import LoadedModel
+from unbind_core.cpu.linears import SHARE
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.scores import forget_scores
@@ -35,7 +36,7 @@ from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, plan_takedown
 from unbind_core.progress import Progress, ProgressCallback
-from unbind_core.running.device import forget_peak, peak_bytes
+from unbind_core.running.device import forget_peak, free_bytes, peak_bytes
 from unbind_core.running.shape import Shape
 
 # Few of the training steps, as each costs what any costs; and whatever gate is tried first is good enough.
@@ -94,7 +95,7 @@ def figures(
     shape = Shape.of(bare(name, dtype))
     whole = replace(full, layers=shape.layers)
     amounts = Amounts.even(whole.forget, whole.retain, whole.length)
-    plan = plan_takedown(shape, amounts, Machine.measured(torch.device(device), dtype), FitOptions().settled())
+    plan = _planned(shape, amounts, torch.device(device), dtype, FitOptions().settled())
     predicted = plan.to_json()
     for stage in predicted["stages"]:
         stage["seconds"] = round(stage["seconds"] * factors.get(stage["name"], 1.0), 1)
@@ -115,6 +116,11 @@ def figures(
     }
 
 
+def _planned(shape: Shape, amounts: Amounts, where: torch.device, dtype: torch.dtype, options: FitOptions) -> Plan:
+    packed = where.type == "cpu" and shape.weights <= SHARE * free_bytes(where)
+    return plan_takedown(shape, amounts, Machine.measured(where, dtype), options, packed=packed)
+
+
 def _takedown(name: str, size: Size, dtype: torch.dtype, device: str, progress: ProgressCallback) -> dict[str, Any]:
     """One takedown's stages, seconds and bytes."""
     loaded = with_weights(name, dtype, device, size.layers)
@@ -123,7 +129,7 @@ def _takedown(name: str, size: Size, dtype: torch.dtype, device: str, progress: 
     held = retain[: max(1, size.forget)]
     options, shape = OPTIONS, Shape.of(model)
     amounts = Amounts.of(tokenizer, forget, retain, (), held, options)
-    plan = plan_takedown(shape, amounts, Machine.measured(where, dtype), options)
+    plan = _planned(shape, amounts, where, dtype, options)
     forget_peak(where)
     before, clock = peak_bytes(where), Clock(where)
     with clock.stage("check"):
