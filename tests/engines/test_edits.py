@@ -13,8 +13,10 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from server.bench.filter import random_module
 from server.engine.vllm.batch import Batch
 from server.engine.vllm.edits import Edits
+from server.engine.vllm.worker import GatedWorker
 from tests.core.conftest import make_network_module
 from unbind_core.applying.selection import Selection
 from unbind_core.identity import ModelIdentity
@@ -62,3 +64,29 @@ def test_pages_and_gates_fit_the_memory_that_is_planned(full: int, windows: int)
     a_block = sum(tensor.size for tensor in planned.kv_cache_tensors[:1]) / planned.num_blocks
     taken = planned.num_blocks * (a_block + 4 * edits.columns * heads["block_size"])
     assert 0.6 * memory < taken <= memory
+
+
+@pytest.mark.parametrize("width", [256, 3584])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_room_for_modules_is_what_modules_take(width: int, count: int) -> None:
+    module = random_module(ModelIdentity("f" * 64, "wide", width, 4), 0, 1, "network network")
+    assert module.heads is not None
+    columns = count * (len(module.heads) + 1)
+    room = Edits(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns).room_for_modules(width)
+    taken = count * sum(tensor.numel() * tensor.element_size() for tensor in module.tensors.values())
+    assert taken <= room <= 1.2 * taken
+
+
+@pytest.mark.parametrize("said", [None, 10**9])
+def test_room_is_left_for_modules_unless_keys_and_values_have_a_size_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, said: int | None
+) -> None:
+    monkeypatch.setattr(GatedWorker.__base__, "determine_available_memory", lambda _: 10**9)
+    worker = object.__new__(GatedWorker)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    worker.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=said))
+    worker.model_config = SimpleNamespace(get_hidden_size=lambda: 3584)
+    worker.model_runner = SimpleNamespace(get_kv_cache_spec=lambda: {"layer": spec})
+    worker.edits = Edits(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns=100)
+    room = 0 if said else worker.edits.room_for_modules(3584)
+    assert worker.determine_available_memory() == int((10**9 - room) * worker.edits.share_of_pages([spec]))

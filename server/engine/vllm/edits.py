@@ -6,6 +6,7 @@ One :class:`Edits` for each process of the model. The operator is opaque to comp
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from unbind_core.applying.selection import Selection
 from unbind_core.errors import UnbindError
 
 OPERATOR = "unbind::edit"
+COLUMNS_OF_ONE, BYTES_OF_ONE = 25, 2700  # of a module of 24 rows; for each number of a state
 _KEPT = "unbind"  # the name of what a forward pass keeps with vLLM's context of it
 
 
@@ -98,6 +100,12 @@ class Edits:
         full = [spec.page_size_bytes / spec.block_size for spec in kinds if _full(spec)]
         kept = min(kinds.values(), default=0) * max(full, default=0.0)  # 0: of a model that is refused with its pages
         return float(kept / (kept + 4 * self.columns))
+
+    def room_for_modules(self, width: int) -> int:
+        """Bytes that modules take whose gates fill the columns, at states of ``width`` numbers: modules of 24 rows, as fits make
+        them.
+        """
+        return math.ceil(self.columns / COLUMNS_OF_ONE) * BYTES_OF_ONE * width
 
     def apply(self, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
         """Add to ``hidden`` [N,d] in place; with ``residual`` it makes the layer's output."""

@@ -56,8 +56,12 @@ class GatedWorker(_Base):  # type: ignore[misc]
         self.model_runner.input_batch.logitsprocs_need_output_token_ids = needed
 
     def determine_available_memory(self) -> int:
-        """What is left for keys and values beside the gates' memory of the same pages."""
+        """What is left for keys and values beside the gates' memory of the same pages; and beside modules, unless somebody has said
+        how much keys and values take.
+        """
         available = int(super().determine_available_memory())
+        if self.vllm_config.cache_config.kv_cache_memory_bytes is None:
+            available -= self.edits.room_for_modules(self.model_config.get_hidden_size())
         return int(available * self.edits.share_of_pages(self.model_runner.get_kv_cache_spec().values()))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
