@@ -17,6 +17,7 @@ GROUPS = (
     "fit",
     "verify",
     "bench",
+    "bench.complete",
     "bench.cpu",
     "bench.gate",
     "bench.takedown",
