@@ -10,7 +10,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,10 +53,9 @@ def run(
 
 def ours(loaded: LoadedModel, new: int, temperature: float) -> Generate:
     """As fits and measurements complete."""
-    on_cpu = next(loaded.model.parameters()).device.type == "cpu"
 
     def go(prompts: Sequence[Sequence[int]]) -> object:
-        with packed_linears(loaded.model) if on_cpu else nullcontext():
+        with packed_linears(loaded.model):
             return complete(loaded.model, prompts, Sampling(new, temperature, TOP_P), pad=0, end=None)
 
     return go

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from server.settings import Settings
-from unbind_core.cpu.linears import SHARE
+from unbind_core.cpu.linears import are_packed
 from unbind_core.errors import DataError, UnbindError
 from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.fitting.options import BUDGETS, FitOptions
@@ -71,7 +71,7 @@ def planned(
         Machine.measured(torch.device(device), getattr(torch, settings.dtype)),
         chosen,
         reference=Kind.NAMED if settings.reference else Kind.BASE if settings.adapter else Kind.ITSELF,
-        packed=device == "cpu" and shape.weights <= SHARE * room.memory,
+        packed=are_packed(shape.weights, torch.device(device), room.memory),
         beside=beside,
     )
     return Planned(plan, room)

@@ -33,7 +33,8 @@ class PackedLinears(AbstractContextManager[None]):
         self._here = threading.local()
         layers = [module for module in model.modules() if type(module) is nn.Linear and _packable(module)]
         size = sum(module.weight.numel() * module.weight.element_size() for module in layers)
-        self.layers = layers if size <= SHARE * free_bytes(torch.device("cpu")) else []
+        cpu = torch.device("cpu")
+        self.layers = layers if are_packed(size, cpu, free_bytes(cpu)) else []
         for module in self.layers:
             module.__dict__["forward"] = self._forward(module)
 
@@ -74,6 +75,11 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         packed.remove()
+
+
+def are_packed(size: int, device: torch.device, free: int) -> bool:
+    """Whether weights of ``size`` bytes on ``device`` are packed where so much memory is ``free``."""
+    return device.type == "cpu" and size <= SHARE * free
 
 
 def _packable(module: nn.Linear) -> bool:

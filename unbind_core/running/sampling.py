@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from unbind_core.errors import UnbindError
+
+LEAST = torch.finfo(torch.float32).tiny  # of the mass: the likeliest token is in every nucleus
+
 
 class Nucleus(LogitsProcessor):
     """Draws a token of each row with torch's generator and leaves no other: greedy decoding takes it then. It comes last.
@@ -19,12 +23,19 @@ class Nucleus(LogitsProcessor):
     """
 
     def __init__(self, temperature: float, top_p: float) -> None:
-        self._temperature, self._top_p = temperature, top_p
+        self._temperature, self._top_p = temperature, max(top_p, LEAST)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``scores`` [B,V], any float -> [B,V], 0 at the token that was drawn and -inf elsewhere."""
+        """``scores`` [B,V], any float -> [B,V], 0 at the token that was drawn and -inf elsewhere.
+
+        Raises UnbindError where a row of them has no distribution: one is not a number, or all are -inf.
+        """
         probabilities = torch.softmax(scores.float() / self._temperature, -1)
         below = probabilities.cumsum(-1)
+        if not bool(below[:, -1].isfinite().all()):
+            raise UnbindError(
+                "the model's logits are not finite, so no token can be drawn; load it in float32 or bfloat16"
+            )
         tokens, stay = self._drawn(probabilities, below)
         while not bool(stay.all()):
             again = (~stay).nonzero()[:, 0]

@@ -22,7 +22,7 @@ from server.bench.filter import _Phase, make_bank
 from server.bench.scale.world import bare, rows, with_weights
 from unbind_core.applying.hooks import Intervention
 from unbind_core.architecture import LoadedModel
-from unbind_core.cpu.linears import SHARE
+from unbind_core.cpu.linears import are_packed
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.scores import forget_scores
@@ -117,7 +117,7 @@ def figures(
 
 
 def _planned(shape: Shape, amounts: Amounts, where: torch.device, dtype: torch.dtype, options: FitOptions) -> Plan:
-    packed = where.type == "cpu" and shape.weights <= SHARE * free_bytes(where)
+    packed = are_packed(shape.weights, where, free_bytes(where))
     return plan_takedown(shape, amounts, Machine.measured(where, dtype), options, packed=packed)
 
 

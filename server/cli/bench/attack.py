@@ -31,7 +31,9 @@ def attack(
     attacks: Annotated[
         str | None, typer.Option(help="Names of attacks, with commas; all where none are given.")
     ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Folder for fitted modules and each set's figures.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Folder for fitted modules, which are not fitted again, and each set's figures.")
+    ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for what does not depend on a module.")] = None,
     device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
+from unbind_core.errors import UnbindError
 from unbind_core.running.sampling import Nucleus
 
 DRAWS = 40_000
@@ -48,6 +49,19 @@ def test_each_row_has_a_distribution_of_its_own_and_what_is_banned_is_never_draw
     assert drawn(scores, 1.0, 0.9).tolist() == [2 * row + 1 for row in range(200)]
     tokens = drawn(torch.zeros(200, 500).masked_fill(scores.isinf(), -torch.inf), 1.0, 1.0)
     assert bool((tokens % 2 == 1).all()) and len(set(tokens.tolist())) > 100
+
+
+def test_of_an_empty_nucleus_the_likeliest_token_is_drawn() -> None:
+    scores = torch.randn(50, 300)
+    assert drawn(scores, 1.0, 0.0).tolist() == scores.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, -torch.inf, torch.inf])
+def test_logits_that_are_no_distribution_are_refused(broken: float) -> None:
+    scores = torch.zeros(3, 20)
+    scores[1] = broken
+    with pytest.raises(UnbindError, match="logits are not finite"):
+        Nucleus(1.0, 0.9)(torch.zeros(3, 1, dtype=torch.int64), scores)
 
 
 def test_draws_follow_torch_s_generator() -> None:

@@ -33,6 +33,14 @@ def test_what_it_does_not_know_is_named_before_anything_is_measured(arguments: l
         (["serve", "--config", "codellama-7b", "--model", "."], "--config: stands in place of --model and --adapter"),
         (["serve", "--config", "codellama-7b", "--dtype", "int3"], "--dtype: 'int3' is unknown"),
         (["serve", "--config", "codellama-7b", "--parts", "http,throughput"], "--parts: http starts a server"),
+        (
+            ["engines", "--config", "codellama-7b", "--parts", "plugin", "--modules", "0"],
+            "--modules: give numbers from 0 on",
+        ),
+        (
+            ["engines", "--config", "codellama-7b", "--parts", "plugin", "--modules", "1,-2"],
+            "--modules: give numbers from 0",
+        ),
     ],
 )
 def test_an_architecture_stands_in_for_a_checkpoint_where_no_server_is_started(arguments: list[str], said: str) -> None:
