@@ -183,6 +183,24 @@ def test_a_trial_waits_its_turn_where_requests_queue(engine: VllmEngine, monkeyp
     assert engine._model is model and engine.healthy and next(model._trials) > before + 1
 
 
+def test_a_trial_that_gives_its_pages_up_is_made_again(engine: VllmEngine) -> None:
+    """What is computed again is a prompt's: where that is all of a trial, steps of decoding have not been tried."""
+    model = engine._model
+    assert model is not None
+
+    async def trial() -> None:
+        probe = asyncio.ensure_future(model.probe())
+        until = time.monotonic() + 2
+        while time.monotonic() < until and not probe.done():
+            await model._llm.reset_prefix_cache(reset_running_requests=True)
+        assert not probe.done() and not model.died.is_set()
+        await asyncio.wait_for(probe, 60)
+
+    before, preemptions = next(model._trials), model.preemptions
+    engine._await(trial())
+    assert next(model._trials) > before + 3 and model.preemptions > preemptions + 3
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
