@@ -8,7 +8,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+_APART = ThreadPoolExecutor(4, "apart")
+
+
+async def apart(work: Callable[..., T], *arguments: object) -> T:
+    """``work(*arguments)`` on a thread that nothing has which waits for registry or store: of the event loop's own there are as
+    few as six, and one that says nothing may have them all.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_APART, partial(copy_context().run, work, *arguments))
 
 
 class Outage:
@@ -80,7 +94,7 @@ class Writing(Outage):
 
     async def look(self) -> None:
         """Write a few bytes: what may keep from it is no room, no right, or a disk that turned read-only."""
-        await asyncio.to_thread(self.tried, self._write)
+        await apart(self.tried, self._write)
 
     def _write(self) -> None:
         with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:

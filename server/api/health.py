@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -12,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from server.api.caller import Caller, holder, onlooker
 from server.base_service import BaseService, base_service
 from server.errors import ApiError, describe_refusals
+from server.outage import apart
 from server.policy import unavailable
 from server.telemetry.build import release_of
 
@@ -77,7 +77,7 @@ async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metr
     current = caller.may("report") or caller.may("admin")
     gates = await served.gate_counts() if current else None
     # in a thread: that of a thousand modules takes a tenth of a second, and the loop must not stand still
-    text = await asyncio.to_thread(served.telemetry.exposition, gates)
+    text = await apart(served.telemetry.exposition, gates)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -85,7 +85,7 @@ async def metrics(served: Served, caller: Annotated[Caller, Depends(holder("metr
 async def describe(request: Request) -> dict[str, Any]:
     """The machine's description of the API."""
     # in a thread: it is built when first asked for, which takes a second
-    found: dict[str, Any] = await asyncio.to_thread(request.app.openapi)
+    found: dict[str, Any] = await apart(request.app.openapi)
     return describe_refusals(_for_generators(found))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.inference.answers import DONE, broken
 from server.errors import ApiError, response
+from server.outage import apart
 from server.proxy.events import DONE as DONE_DATA
 from server.proxy.events import events, parsed
 from server.proxy.following import Following
@@ -95,7 +95,7 @@ class Relay:
     async def _apart(self, work: Callable[[dict[str, Any], bytes], T], document: dict[str, Any], raw: bytes) -> T:
         """On a thread where it may take so long that others would wait."""
         if len(self.body) > LONG_BODY or len(raw) > LONG_BODY:
-            return await asyncio.to_thread(work, document, raw)
+            return await apart(work, document, raw)
         return work(document, raw)
 
 

@@ -25,7 +25,7 @@ def everything_is_killed(checkpoint: Path, tmp_path: Path) -> None:
     with fleet(tmp_path, checkpoint, python) as running:
         running.start()
         rolled = rolling_restart(running)
-        figures = kills(running, 5, seed=seed, clients=2, pause=3.0, progress=lambda _: None)
+        figures = kills(running, 6, seed=seed, clients=2, pause=3.0, progress=lambda _: None)
     print(json.dumps({"rolling": rolled, "kills": figures, "s3": python is not None}, indent=1))
     assert rolled["requests"] > 20 and rolled["dropped"] == 0, rolled
     assert figures["jobs"] and figures["demands"] and figures["by_status"].get("200", 0) > 20

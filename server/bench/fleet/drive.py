@@ -26,7 +26,7 @@ from server.registry.tables import JobState, ModuleState
 from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress, ProgressCallback
 
-KINDS = ("server", "worker", "stages", "registry", "store")
+KINDS = ("server", "worker", "stages", "registry", "silence", "store")
 AGAIN_SECONDS = 900.0  # a start is refused while the registry is away, and the registry may be killed during each
 PAUSE_SECONDS = 2.0  # at most, between a kill and the start after it
 
@@ -75,13 +75,19 @@ class Killer:
             self._mend(kind, part.name, part.kill, part.start, ready)
         elif kind == "stages":
             return self._kill_child()
-        elif kind in self._busy or (kind == "store" and fleet.store is None):
+        elif kind in ("registry", "silence"):
+            if "registry" in self._busy:
+                return False
+            by = (
+                (fleet.kill_database, fleet.start_database)
+                if kind == "registry"
+                else (fleet.freeze_database, fleet.thaw_database)
+            )
+            self._mend(kind, "registry", *by, self._all_ready)
+        elif "store" in self._busy or fleet.store is None:
             return False
-        elif kind == "registry":
-            self._mend(kind, kind, fleet.kill_database, fleet.start_database, self._all_ready)
         else:
-            store = fleet.store.part if fleet.store else None
-            assert store is not None
+            store = fleet.store.part
             freeze, thaw = (lambda: store.signal(signal.SIGSTOP)), (lambda: store.signal(signal.SIGCONT))
             self._mend(kind, kind, freeze, thaw, self._all_ready)
         return True

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -106,14 +106,28 @@ class Fleet:
 
     def kill_database(self) -> None:
         """End PostgreSQL at once."""
-        with self._turn:
-            self._away_since = time.monotonic()
-            self.database.kill()
+        self._lose_database(self.database.kill)
 
     def start_database(self) -> None:
         """Have it again."""
+        self._regain_database(self.database.start)
+
+    def freeze_database(self) -> None:
+        """Let PostgreSQL take what is sent and say nothing."""
+        self._lose_database(self.database.freeze)
+
+    def thaw_database(self) -> None:
+        """Let it go on."""
+        self._regain_database(self.database.thaw)
+
+    def _lose_database(self, by: Callable[[], None]) -> None:
         with self._turn:
-            self.database.start()
+            self._away_since = time.monotonic()
+            by()
+
+    def _regain_database(self, by: Callable[[], None]) -> None:
+        with self._turn:
+            by()
             if self._away_since is not None:
                 self.outages.append((self._away_since, time.monotonic()))
                 self._away_since = None
@@ -140,7 +154,7 @@ class Fleet:
 def fleet(folder: Path, model: Path | None, python: str | None) -> Iterator[Fleet]:
     """All of it, ended on leaving. ``python`` has what S3 needs; where there is none the store is a folder. Raises UnbindError."""
     with ExitStack() as parts:
-        database = parts.enter_context(postgres())
+        database = parts.enter_context(postgres(free_port()))
         store = S3Store(python, folder) if python else None
         if store is not None:
             parts.callback(store.part.close)

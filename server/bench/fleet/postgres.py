@@ -1,4 +1,4 @@
-"""A PostgreSQL of one's own in a temporary folder: started, killed and started again; reached by its socket alone."""
+"""A PostgreSQL of one's own in a temporary folder: started, frozen, killed and started again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from unbind_core.errors import UnbindError
 
 START_SECONDS = 30.0
-_FLAGS = ("listen_addresses=", "fsync=off", "max_connections=80", "shared_buffers=16MB")
+_FLAGS = ("fsync=off", "max_connections=80", "shared_buffers=16MB")
 
 
 def programs() -> Path | None:
@@ -36,7 +37,9 @@ def programs() -> Path | None:
 class Postgres:
     """One server. What was committed outlives its process, though not a power failure: it does not wait for the disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int | None = None) -> None:
+        """``port``: of loopback, by which it is reached; where there is none, by its socket alone."""
+        self._port = port
         found = programs()
         if found is None:
             raise UnbindError("PostgreSQL's initdb and postgres are not installed (Debian: apt-get install postgresql)")
@@ -69,7 +72,8 @@ class Postgres:
             time.sleep(0.05)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        flags = [part for flag in _FLAGS for part in ("-c", flag)]
+        over = ("listen_addresses=127.0.0.1", f"port={self._port}") if self._port else ("listen_addresses=",)
+        flags = [part for flag in (*_FLAGS, *over) for part in ("-c", flag)]
         return subprocess.Popen(
             [self._programs / "postgres", "-D", self.folder / "data", "-k", self.folder, *flags],
             stdout=subprocess.DEVNULL,
@@ -87,13 +91,17 @@ class Postgres:
 
     def connect(self) -> psycopg.Connection:
         """To the database that is always there. Raises psycopg.OperationalError."""
-        return psycopg.connect(host=str(self.folder), user="unbind", dbname="postgres", autocommit=True)
+        return psycopg.connect(
+            host=str(self.folder), port=self._port or 5432, user="unbind", dbname="postgres", autocommit=True
+        )
 
     def new_database(self) -> str:
         """The address of an empty database."""
         name = f"t{uuid.uuid4().hex[:12]}"
         with contextlib.closing(self.connect()) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
+        if self._port is not None:
+            return f"postgresql+psycopg://unbind@127.0.0.1:{self._port}/{name}"
         return f"postgresql+psycopg://unbind@/{name}?host={self.folder}"
 
     def kill(self) -> None:
@@ -101,6 +109,22 @@ class Postgres:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def freeze(self) -> None:
+        """Let all its processes stand still: it takes what is sent and says nothing."""
+        assert self._process is not None
+        main = psutil.Process(self._process.pid)
+        main.suspend()  # first, as it starts the others
+        for child in main.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.suspend()
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        assert self._process is not None
+        main = psutil.Process(self._process.pid)
+        for process in (*main.children(recursive=True), main):
+            process.resume()
 
     def close(self) -> None:
         """End it and delete what it kept."""
@@ -111,9 +135,9 @@ class Postgres:
 
 
 @contextmanager
-def postgres() -> Iterator[Postgres]:
+def postgres(port: int | None = None) -> Iterator[Postgres]:
     """A server, ended on leaving."""
-    made = Postgres()
+    made = Postgres(port)
     try:
         yield made
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,36 @@ def without_writing(checkpoint: Path, tmp_path: Path) -> None:
             until(lambda: server.admin("/modules/held").body["state"] == "suspended")
 
 
+def without_a_word(checkpoint: Path, tmp_path: Path) -> None:
+    with postgres() as database:
+        url = database.new_database()
+        engine = connect(url)
+        upgrade(engine)
+        engine.dispose()
+        with (
+            live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server,
+            ThreadPoolExecutor(40) as many,
+        ):
+            adopt(server, "held", "global")
+            database.freeze()
+            try:
+                waiting = [many.submit(server.admin, "/jobs") for _ in range(40)]
+                until(lambda: reasons(server) != [])
+                asked = time.monotonic()
+                while time.monotonic() - asked < 3:
+                    assert applied(server.complete()) == ["held"]
+                    for path in ("/metrics", "/openapi.json", "/ready", "/health"):
+                        begun = time.monotonic()
+                        assert server.call(path, key=ADMIN_KEY).status == 200 and time.monotonic() - begun < 2
+                assert not all(one.done() for one in waiting)
+            finally:
+                database.thaw()
+            assert {one.result().status for one in waiting} <= {200, 503}
+            until(lambda: reasons(server) == [])
+
+
 if PROGRAMS:
+    test_where_the_registry_says_nothing_all_else_is_answered_at_once = without_a_word
     test_without_the_registry_a_server_enforces_what_it_has_and_says_so = without_registry
     test_where_the_registry_is_away_a_module_is_suspended_all_the_same = without_anything_to_read
     test_where_the_registry_takes_no_changes_a_module_is_suspended_all_the_same = without_writing
