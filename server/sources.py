@@ -81,7 +81,7 @@ def written_out(settings: Settings) -> dict[str, str]:
 
 
 def _written(value: Any) -> str:
-    return ",".join(value) if isinstance(value, list) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _read(path: Path) -> dict[str, Any]:

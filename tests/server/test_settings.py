@@ -57,7 +57,12 @@ def test_retain_rows_of_one_s_own_are_not_calibrated_on_the_demo_s() -> None:
 
 
 def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> None:
-    made = Settings(model=Path("mine"), admin_key="secret", worker=False, retain_test=None, port=5)
+    several = {
+        "gate_layers": (20, -1),
+        "vllm_args": ("seed=1",),
+        "cors_origins": ("http://a.example", "http://b.example"),
+    }
+    made = Settings(model=Path("mine"), admin_key="secret", worker=False, retain_test=None, port=5, **several)
     environment = written_out(made)
     assert "secret" not in environment.values() and "secret" not in repr(made)
     assert load_settings({}, environment) == made.model_copy(update={"admin_key": ""})
