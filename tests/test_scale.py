@@ -53,6 +53,18 @@ def test_the_overlay_sets_only_settings_that_exist_and_holds_no_secret() -> None
             assert options <= Settings.model_fields.keys()
 
 
+def test_server_and_worker_of_the_overlay_compute_with_the_same_model_in_the_same_precision() -> None:
+    """Else the service would wait for ever for an enforced module that none of its servers can load."""
+
+    def given(name: str) -> tuple[object, ...]:
+        (container,) = documents(OVERLAY / name)[0]["spec"]["template"]["spec"]["containers"]
+        flags, own = container["args"], {entry["name"]: entry.get("value") for entry in container["env"]}
+        dtype = flags[flags.index("--dtype") + 1] if "--dtype" in flags else DEFAULTS["dtype"]
+        return dtype, container["image"], own["UNBIND_MODEL"], own.get("UNBIND_ADAPTER")
+
+    assert given("server.yaml") == given("worker.yaml")
+
+
 @cache
 def built() -> dict[tuple[str, str], dict[str, Any]]:
     """What Kubernetes gets, by kind and name."""
