@@ -17,7 +17,7 @@ from server.registry.audit import Actor, append
 from server.registry.estimate import expected_seconds, near_job, near_seconds, past_jobs, remaining_seconds
 from server.registry.lifecycle import Action
 from server.registry.records import NewModule, add, apply, live_version, module_view
-from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere
+from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere, RowsPurged
 from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
 from server.registry.transactions import Transactions
 
@@ -101,16 +101,16 @@ class Jobs:
     def retry(self, job_id: str, actor: Actor, now: float) -> dict[str, Any]:
         """Queue a failed or cancelled job again; it goes on after its last finished stage.
 
-        Raises NotThere, NotAllowed, NameTaken.
+        Raises NotThere, NotAllowed, RowsPurged, NameTaken.
         """
         try:
             with self._transactions.change() as session:
                 job = _find(session, job_id)
                 if job.state not in (JobState.FAILED, JobState.CANCELLED):
                     raise NotAllowed(f"job {job.id} is {job.state}; only a failed or cancelled job can be retried")
-                _check_name(session, job, self._model)
+                _check_takedown(session, job, self._model)
                 job.state, job.attempt, job.cancel_requested = JobState.QUEUED, 0, False
-                job.error, job.message, job.finished_at, job.result = None, "", None, None
+                job.error, job.message, job.result, job.finished_at, job.started_at = None, "", None, None, None
                 job.stage_progress, job.stage_started_at, job.lease_expires = 0.0, None, now
                 append(session, now, actor, "job.retry", job.id, {"finished": sorted(job.stages)})
                 return job_view(job, now)
@@ -227,17 +227,18 @@ def _find(session: Session, job_id: str) -> Job:
     return job
 
 
-def _check_name(session: Session, job: Job, model: str) -> None:
-    """Another takedown may have got the name since. Raises NameTaken."""
-    takedown = session.get(Takedown, job.takedown_id) if job.kind == JobKind.TAKEDOWN else None
-    if takedown is None or takedown.options.get("replace"):
+def _check_takedown(session: Session, job: Job, model: str) -> None:
+    """Its rows may be gone, or its name another takedown's. Raises RowsPurged, NameTaken."""
+    if job.kind != JobKind.TAKEDOWN or (takedown := session.get(Takedown, job.takedown_id)) is None:
         return
+    if takedown.purged_at is not None:
+        raise RowsPurged(f"the forget rows of takedown {takedown.id} were purged; submit them again")
     live = live_version(session, job.module, model)
-    if live is not None and live.takedown_id not in (None, takedown.id):
-        raise NameTaken(
-            f"name: module '{job.module}' is takedown {live.takedown_id}'s by now, and the job would supersede it; submit the "
-            "rows anew under another name, or with options.replace"
-        )
+    other = session.get(Takedown, live.takedown_id) if live is not None and live.takedown_id != takedown.id else None
+    # What ``replace`` spoke of is what had the name then.
+    if other is not None and not (takedown.options.get("replace") and other.created_at <= takedown.created_at):
+        said = f"name: module '{job.module}' is takedown {other.id}'s by now, and the job would supersede it; submit the rows anew "
+        raise NameTaken(f"{said}under another name, or with options.replace")
 
 
 def _held(session: Session, claim: Claim) -> Job:

@@ -30,6 +30,10 @@ class NameTaken(Refusal):
     """A module of this name exists or is being made."""
 
 
+class RowsPurged(Refusal):
+    """The rows that the work needs were deleted."""
+
+
 class NotAllowed(Refusal):
     """The lifecycle does not know this transition; the message lists those it knows."""
 

@@ -23,6 +23,7 @@ from server.registry.refusals import (
     NotAllowed,
     NotThere,
     Refusal,
+    RowsPurged,
     Stale,
     Unconditional,
 )
@@ -34,6 +35,7 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
     NotThere: (404, "not_found", None),
     KeyReused: (409, "idempotency_key_reused", "Idempotency-Key"),
     NameTaken: (409, "name_taken", "name"),
+    RowsPurged: (409, "rows_not_kept", None),
     NotAllowed: (409, "not_allowed", None),
     Stale: (412, "stale", "If-Match"),
     AlreadyThere: (412, "already_there", "If-None-Match"),

@@ -12,7 +12,7 @@ from server.registry.audit import Actor
 from server.registry.estimate import remaining_seconds
 from server.registry.jobs import Claim
 from server.registry.records import NewModule
-from server.registry.refusals import CancelRequested, KeyReused, LeaseLost, NameTaken, NotAllowed, NotThere
+from server.registry.refusals import CancelRequested, KeyReused, LeaseLost, NameTaken, NotAllowed, NotThere, RowsPurged
 from server.registry.registry import Registry
 from server.registry.tables import JobState, Origin
 
@@ -149,21 +149,41 @@ def test_a_retry_takes_no_name_from_the_takedown_that_has_it_by_now(registry: Re
 
     def failed(**fields: Any) -> str:
         job_id = submit(ours, **fields)
-        ours.jobs.finish(claim(ours), JobState.FAILED, 1.0, error="no space left on device")
+        ours.jobs.finish(claim(ours, now=9.0), JobState.FAILED, 9.0, error="no space left on device")
         return job_id
 
-    plain, replacing = failed(), failed(options={"replace": True})
-    submit(ours)
-    held = claim(ours)
-    ours.jobs.finish(held, JobState.SUCCEEDED, 2.0, module=made_by(held, scope="global"))
-    with pytest.raises(NameTaken, match=f"takedown {held.takedown_id}'s by now.*options.replace"):
-        ours.jobs.retry(plain, ADMIN, 3.0)
-    assert ours.jobs.get(plain, 3.0)["state"] == "failed"
+    plain, replaced = failed(), failed(options={"replace": True})
+    submit(ours, now=2.0)
+    held = claim(ours, now=9.0)
+    ours.jobs.finish(held, JobState.SUCCEEDED, 9.0, module=made_by(held, scope="global"))
+    for job_id in (plain, replaced):  # who asked to replace did not know of this one
+        with pytest.raises(NameTaken, match=f"takedown {held.takedown_id}'s by now.*options.replace"):
+            ours.jobs.retry(job_id, ADMIN, 9.0)
+        assert ours.jobs.get(job_id, 9.0)["state"] == "failed"
     assert (
-        Registry(registry.engine, model="other").jobs.retry(plain, ADMIN, 3.0)["state"] == "queued"
+        Registry(registry.engine, model="other").jobs.retry(plain, ADMIN, 9.0)["state"] == "queued"
     )  # of another model
-    ours.jobs.request_cancel(plain, ADMIN, 4.0)
-    assert ours.jobs.retry(replacing, ADMIN, 5.0)["state"] == "queued"
+    ours.jobs.request_cancel(plain, ADMIN, 9.0)
+    replacing = failed(options={"replace": True}, now=4.0)
+    assert ours.jobs.retry(replacing, ADMIN, 9.0)["state"] == "queued"
+
+
+def test_a_job_whose_rows_are_gone_is_not_queued_again(registry: Registry) -> None:
+    job_id = submit(registry)
+    registry.jobs.request_cancel(job_id, ADMIN, 1.0)
+    registry.takedowns.purge(registry.jobs.get(job_id, 1.0)["takedown_id"], lambda *_: None, ADMIN, 2.0)
+    with pytest.raises(RowsPurged, match="were purged; submit them again"):
+        registry.jobs.retry(job_id, ADMIN, 3.0)
+    assert registry.jobs.get(job_id, 3.0)["state"] == "cancelled"
+
+
+def test_the_pause_before_a_retry_is_no_work(registry: Registry) -> None:
+    job_id = submit(registry)
+    registry.jobs.finish(claim(registry, now=1.0), JobState.FAILED, 2.0, error="no space left on device")
+    assert registry.jobs.get(job_id, 500.0)["elapsed_seconds"] == 1.0
+    registry.jobs.retry(job_id, ADMIN, 400.0)
+    claim(registry, now=401.0)
+    assert registry.jobs.get(job_id, 404.0)["elapsed_seconds"] == 3.0
 
 
 def test_a_worker_that_leaves_in_good_order_is_not_counted_as_a_death(registry: Registry) -> None:
