@@ -323,9 +323,17 @@ def test_a_terminal_that_closes_ends_the_server_in_good_order_and_nohup_keeps_it
         signal.signal(signal.SIGHUP, asked)
 
 
-@pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads"])
-def test_a_server_serves_though_nothing_can_be_said_on_standard_output(
-    checkpoint: Path, tmp_path: Path, where: str
+@pytest.mark.parametrize(
+    ("where", "then"),
+    [
+        ("a full disk", ""),
+        ("a pipe that nobody reads", ""),
+        ("nothing", " >&-"),
+        ("errors on a full disk", " 2>/dev/full >>'{log}'"),
+    ],
+)
+def test_a_server_serves_though_nothing_can_be_said_on_standard_output_or_error(
+    checkpoint: Path, tmp_path: Path, where: str, then: str
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -334,6 +342,7 @@ def test_a_server_serves_though_nothing_can_be_said_on_standard_output(
     os.close(reading)
     output = os.open("/dev/full", os.O_WRONLY) if where == "a full disk" else writing
     command = [
+        *("sh", "-c", f'exec "$@"{then.format(log=tmp_path / "log")}', "sh"),
         *python("server", "serve"),
         "--model",
         str(checkpoint),
@@ -341,7 +350,7 @@ def test_a_server_serves_though_nothing_can_be_said_on_standard_output(
         str(tmp_path / "data"),
         "--no-worker",
     ]
-    limits = ["--port", str(port), "--modules-dir", str(tmp_path), "--max-model-len", "512"]
+    limits = ["--port", str(port), "--modules-dir", str(tmp_path), "--max-model-len", "512", "--log-format", "json"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, *limits], stdout=output, stderr=log, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -356,7 +365,11 @@ def test_a_server_serves_though_nothing_can_be_said_on_standard_output(
                 status = connection.getresponse().status
                 connection.close()
         said = (tmp_path / "log").read_text()
-        assert status == 200 and "standard output cannot be written" in said, said
+        assert status == 200, said
+        if not then:
+            assert "standard output cannot be written" in said
+        if where != "errors on a full disk":
+            assert all(json.loads(line)["time"] for line in said.splitlines())
     finally:
         process.terminate()
         process.wait(30)
