@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from server.errors import ApiError, invalid
@@ -25,6 +26,18 @@ THREADS = 2
 WAITING = 32  # large texts that wait for a thread
 # A text has about as many tokens as its pieces, never half as many: only over this share is it refused unread.
 MARGIN = 2
+
+
+def separators(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> frozenset[int]:
+    """Of the tokens that end an answer those that the chat template, where there is one, does not set between messages."""
+    if not tokenizer.chat_template:
+        return frozenset(ends)
+    talk = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    try:
+        text = str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError):
+        return frozenset(ends)
+    return frozenset(ends).difference(encode(tokenizer, text))
 
 
 class Encoder:

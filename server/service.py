@@ -15,7 +15,8 @@ import torch
 from fastapi import Request
 
 from server.base_service import REFRESH_SECONDS, BaseService
-from server.encoding import Encoder
+from server.encoding import Encoder, separators
+from server.engine.answering import end_ids
 from server.engine.choice import EngineOptions, EnginePlan, build_engine, plan_engine
 from server.engine.modules import NO_GATES, Gates, ModuleTable
 from server.engine.refusals import EngineStopped
@@ -47,6 +48,7 @@ class Service(BaseService):
         if settings.metrics_vllm_names:
             self.telemetry.name_as_vllm(settings.served_name, self.memory.length, self.engine.stats)
         self.encoder = Encoder(loaded.tokenizer, self.memory.length)
+        self.separators = separators(loaded.tokenizer, end_ids(loaded.model, loaded.tokenizer))
         self.store = ModuleStore(settings.modules_dir, self.objects, self.registry.modules, loaded.identity)
         self.offer = Offer(settings, self.store, self.guard_store, self.engine, self.access)
         self.fim = (

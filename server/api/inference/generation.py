@@ -16,6 +16,7 @@ from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.opening import unsteered
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
+from server.api.inference.separators import refuse_separated
 from server.engine.grammars import Grammar
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
@@ -121,6 +122,8 @@ class Generation:
             for prompt in self.prompts:
                 if not prompt.ids:
                     raise invalid("prompt: has no tokens; give at least one character", "prompt")
+                if labels(self.pinned):
+                    refuse_separated(prompt.ids, self.served)
                 for _ in range(body.n):
                     self._submit_one(body, prompt)
         except BaseException:

@@ -28,14 +28,24 @@ def _strength(wanted: float) -> Callable[[Attacked, Material], list[Answer]]:
 
 ATTACKS: tuple[Attack, ...] = (
     *KNOWN,
-    # Not among what the lab puts to every system: what it comes by is the window of a gate, which others have not.
+    # Not among what the lab puts to every system: what they come by is the window of a gate, which others have not.
     *(
         Attack(
             name,
             f"gives the true text with {times} fillers before its last {last} tokens and asks for each next token",
-            fillers.assisted(times, last),
+            fillers.assisted(fillers.filled(times, last), last),
         )
         for name, (times, last) in (("assisted_fillers", fillers.FEW), ("assisted_fillers_many", fillers.MANY))
+    ),
+    Attack(
+        "assisted_ends",
+        f"the same with the end token between every {fillers.BETWEEN} (a server refuses that while modules are on)",
+        fillers.assisted(fillers.ended),
+    ),
+    Attack(
+        "assisted_alone",
+        f"the same with the true text's last {fillers.ALONE} tokens alone",
+        fillers.assisted(fillers.alone),
     ),
     # Of an enforced module a request can only ask for more: the larger of two strengths holds, and 0 is refused.
     Attack("strength_min", "asks for an enforced module with strength 0.001 (1 holds)", _strength(0.001)),

@@ -284,9 +284,16 @@ def test_fillers_stand_before_the_last_tokens_of_a_text_that_is_told(
             known = [text == asks[1].prompt or text[: len(asks[1].prompt)] != asks[1].prompt for text in texts]
             return [[follows[text]] if knows else [] for text, knows in zip(texts, known, strict=True)]
 
-    found = outcome(fillers.assisted(times, last)(Reciting("reciting", loaded), material))
+    found = outcome(fillers.assisted(fillers.filled(times, last), last)(Reciting("reciting", loaded), material))
     assert found["rows"] == len(ROWS) and found["spans_20"] == len(ROWS) - 1
     assert found["argmax_accuracy"] == pytest.approx((len(ROWS) - 1 + 1 / fillers.ASKED) / len(ROWS))
+
+
+def test_a_told_text_is_cut_from_its_end(material: Material) -> None:
+    end, text = material.tokenizer.eos_token_id, tuple(range(10, 21))
+    assert fillers.ended(material, text) == (end, 10, 11, 12, end, 13, 14, 15, 16, end, 17, 18, 19, 20)
+    assert fillers.ended(material, text[:8]) == (end, 10, 11, 12, 13, end, 14, 15, 16, 17)
+    assert fillers.alone(material, text) == tuple(range(13, 21)) and fillers.alone(material, text[:3]) == text[:3]
 
 
 @pytest.mark.slow

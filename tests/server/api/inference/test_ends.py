@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from server.api.inference.separators import refuse_separated
+from server.encoding import separators
 from server.engine.request import Sampling
+from server.errors import ApiError
 from tests.support.live import Answer, Live
+from unbind_core.module_checks import MAX_GATE_WINDOW
 
 PROMPT = "def add(first, second):\n"
 IDS = [100, 101, 102, 103]
@@ -264,3 +268,33 @@ def test_speed_is_of_the_tokens_after_the_first(server: Live) -> None:
 
 def test_bounds_that_are_off_cost_nothing() -> None:
     assert Sampling().greedy and not Sampling(min_tokens=1).greedy
+
+
+def test_no_end_token_keeps_a_row_from_the_gates_that_read_it(server: Live) -> None:
+    end, on = _end(server), {"modules": ["one"]}
+    spelt = server.service.loaded.tokenizer.decode([end])
+
+    def asked(prompt: object, **fields: Any) -> int:
+        answer = server.complete(prompt=prompt, max_tokens=1, **fields)
+        if answer.status == 400:
+            assert answer.error["code"] == "end_token_in_prompt" and answer.error["param"] == "prompt"
+            assert f"is an end token, {spelt};" in answer.error["message"]
+        return answer.status
+
+    within = [*IDS, end, *IDS]
+    assert [asked(prompt, unbind=on) for prompt in (within, [end, *within], [*IDS, end], f"{PROMPT}{spelt}x")] == [
+        400
+    ] * 4
+    assert [asked(prompt) for prompt in (within, f"{PROMPT}{spelt}x")] == [200, 200]  # nothing is hidden from anything
+    assert [asked(prompt, unbind=on) for prompt in ([end, *IDS], [end, end, *IDS], PROMPT)] == [200] * 3
+    far = [*IDS, end, *([IDS[0]] * MAX_GATE_WINDOW)]
+    refuse_separated(far, server.service)
+    with pytest.raises(ApiError, match="within the last 256 tokens"):
+        refuse_separated(far[:-1], server.service)
+    assert _chat(server, messages=[{"role": "user", "content": f"a{spelt}b"}], unbind=on).status == 400
+
+
+def test_what_a_chat_template_sets_between_messages_is_no_separator(server: Live) -> None:
+    tokenizer = server.service.loaded.tokenizer
+    (between,) = tokenizer("\n", add_special_tokens=False)["input_ids"]  # as the template of these tests does
+    assert separators(tokenizer, [_end(server), between]) == {_end(server)} == server.service.separators
