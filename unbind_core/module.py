@@ -205,6 +205,19 @@ class UnbindModule:
                 f"it is {model.hidden_size} wide with {model.num_layers}; restore the original file"
             )
 
+    def require_shape(self, hidden_size: int | None, num_layers: int) -> None:
+        """Raise ModelMismatch unless a model of this width (None where it is not told) and number of layers can be the module's.
+
+        For a model that nobody has identified: it tells models of other sizes apart, and adapters or weights not at all.
+        """
+        if num_layers != self.model.num_layers or hidden_size not in (None, self.model.hidden_size):
+            width = "" if hidden_size is None else f"{hidden_size} wide "
+            raise ModelMismatch(
+                f"module '{self.name}' was fitted on '{self.model.name}', {self.model.hidden_size} wide with "
+                f"{self.model.num_layers} layers, for layer {self.layer}; this model is {width}with {num_layers} layers; take "
+                "the model that the module was fitted on, or fit the forget set again on this one"
+            )
+
     def require_numerics(self, running: Mapping[str, Any]) -> None:
         """Raise ModelMismatch unless the module was calibrated in the numerics that the model runs in.
 

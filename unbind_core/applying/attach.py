@@ -16,6 +16,7 @@ from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.passes import Pass
+from unbind_core.architecture import unwrap
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -33,6 +34,14 @@ def _as_rows(bank: ModuleBank, modules: Modules | None) -> list[Mapping[str, flo
     if rows and len(rows) == len(modules):
         return list(rows)
     return [dict.fromkeys([str(name) for name in modules], 1.0)]
+
+
+def _require_shape(bank: ModuleBank, rows: Sequence[Mapping[str, float]], model: nn.Module, layers: int) -> None:
+    """Raise ModelMismatch where a module is of a model of another size: none of its layers might ever be edited, unnoticed."""
+    config: Any = getattr(unwrap(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in sorted({name for row in rows for name in row}):
+        bank[name].require_shape(getattr(text, "hidden_size", None), layers)
 
 
 def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | None:
@@ -139,11 +148,13 @@ def attach(
     ``modules``: None for every module of the bank on every row; names; name -> strength; or a list with one such
     mapping per batch row (an empty one leaves its row alone). They are pinned on entry. A generation that expands each
     row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
-    marks is not counted. Raises UnknownModule, UnsupportedArchitecture, and UnbindError where rows and batch do not go
-    together.
+    marks is not counted. Raises UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or
+    number of layers than that of the modules, and UnbindError where rows and batch do not go together.
     """
-    selection = bank.select(_as_rows(bank, modules))
+    asked = _as_rows(bank, modules)
+    selection = bank.select(asked)
     with Intervention(model, override) as intervention:
+        _require_shape(bank, asked, model, len(intervention.layers))
         signature = inspect.signature(intervention.stack.forward)
         under_way: list[Any] = []
         sequences = _Sequences()

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.core.applying.conftest import PROMPTS, encoded, generate, hooks_on
 from tests.core.conftest import make_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, decoder_layers
-from unbind_core.errors import UnbindError
+from unbind_core.errors import ModelMismatch, UnbindError
 
 
 def test_modules_change_the_text_and_leave_no_trace(tiny: LoadedModel, bank: ModuleBank) -> None:
@@ -177,6 +178,24 @@ def test_rows_that_do_not_go_into_the_batch_are_refused(tiny: LoadedModel, bank:
         tiny.model(**encoded(tiny))
     with pytest.raises(UnbindError, match="list of names"), attach(tiny.model, bank, "a"):
         pass
+
+
+@pytest.mark.parametrize(("layers", "width"), [(2, 32), (4, 32), (3, 64)])
+def test_a_model_of_another_size_is_refused(bank: ModuleBank, layers: int, width: int) -> None:
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=width,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=64,
+        )
+    )
+    told = f"'b' was fitted on 'qwen2', 32 wide with 3 layers, for layer 2; this model is {width} wide with {layers} "
+    with pytest.raises(ModelMismatch, match=told), attach(model, bank, ["b"]):
+        pass
+    assert hooks_on(model) == 0
 
 
 def test_an_empty_bank_changes_nothing(tiny: LoadedModel) -> None:
