@@ -5,6 +5,7 @@ Nothing stays attached after the ``with`` block, exceptions included.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from unbind_core.applying.passes import WHOLE, Pass
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_stack
-from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def _hooks_on(layers: Sequence[nn.Module]) -> int:
     return sum(isinstance(hook, _LayerHook) for layer in layers for hook in layer._forward_hooks.values())
 
 
+_attaching = threading.Lock()  # between the look for hooks and the hooks
 # not kept by the intervention, which a copy of the model copies
 _under_way: ContextVar[tuple[Intervention | None, _Step | None]] = ContextVar("step", default=(None, None))
 
@@ -62,9 +64,8 @@ class Intervention:
     """One forward hook on every decoder layer while the ``with`` block runs.
 
     Nothing is changed outside :meth:`step`, nor inside one at layers for which no row asks; a step is its own thread's, so
-    that passes of several threads can run side by side. Raises
-    UnsupportedArchitecture where the layers are not found, RuntimeError where the model already carries an
-    intervention.
+    that passes of several threads can run side by side. Raises UnsupportedArchitecture where the layers are not found or one of
+    them stands at several places, UnbindError where the model already carries an intervention.
     """
 
     def __init__(self, model: nn.Module, override: str | None = None) -> None:
@@ -74,27 +75,33 @@ class Intervention:
 
     def __enter__(self) -> Self:
         """Attach."""
-        if _hooks_on(self.layers):
-            raise RuntimeError("an intervention is attached to this model already; leave its `with` block first")
-        try:
-            for index, layer in enumerate(self.layers):
-                self._handles.append(layer.register_forward_hook(_LayerHook(self, index)))
-            if _hooks_on(self.layers) != len(self.layers):
-                raise RuntimeError(
-                    "one layer object stands at several places of the model; such sharing cannot be hooked"
+        with _attaching:
+            if _hooks_on(self.layers):
+                raise UnbindError(
+                    "an intervention is attached to this model already; leave its `with` block first, or run the passes of "
+                    "several threads inside one"
                 )
-        except BaseException:
-            self._detach()
-            raise
+            try:
+                for index, layer in enumerate(self.layers):
+                    self._handles.append(layer.register_forward_hook(_LayerHook(self, index)))
+                if _hooks_on(self.layers) != len(self.layers):
+                    raise UnsupportedArchitecture(
+                        "one layer object stands at several places of the model, and such sharing cannot be hooked; give each "
+                        "place a copy of its own"
+                    )
+            except BaseException:
+                self._detach()
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Detach, and make sure of it."""
-        self._detach()
-        if _hooks_on(self.layers):
-            raise RuntimeError("a hook of the intervention is still attached to the model")
+        with _attaching:
+            self._detach()
+            if _hooks_on(self.layers):
+                raise UnbindError("a hook of the intervention is still attached to the model; load the model anew")
 
     @property
     def current(self) -> _Step | None:
@@ -106,14 +113,12 @@ class Intervention:
     def step(self, selection: Selection | None, pass_: Pass = WHOLE) -> Iterator[None]:
         """Apply a selection to the forward pass inside; None leaves the model alone.
 
-        Raises RuntimeError inside another step or outside the ``with`` block of the intervention.
+        Raises UnbindError inside another step or outside the ``with`` block of the intervention.
         """
         if self.current is not None:
-            raise RuntimeError("a step is under way on this model; one forward pass has one selection")
+            raise UnbindError("a step is under way on this model; leave it first, one forward pass has one selection")
         if not self._handles:
-            raise RuntimeError(
-                "the intervention is not attached; use it as `with Intervention(model) as intervention:`"
-            )
+            raise UnbindError("the intervention is not attached; use it as `with Intervention(model) as intervention:`")
         step = None if selection is None else _Step(selection, pass_)
         token = _under_way.set((self, step))
         try:

@@ -16,7 +16,7 @@ from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.passes import Pass
 from unbind_core.architecture import LoadedModel, decoder_layers
-from unbind_core.errors import UnknownModule, UnsupportedArchitecture
+from unbind_core.errors import UnbindError, UnknownModule, UnsupportedArchitecture
 
 
 def test_no_hook_is_left_after_an_exception(tiny: LoadedModel, bank: ModuleBank) -> None:
@@ -46,10 +46,10 @@ def test_a_failing_forward_pass_leaves_the_next_one_in_order(tiny: LoadedModel, 
 def test_a_step_inside_a_step_is_refused(tiny: LoadedModel, bank: ModuleBank) -> None:
     selection = bank.select([{"a": 1.0}])
     with Intervention(tiny.model) as intervention, intervention.step(selection):
-        with pytest.raises(RuntimeError, match="under way"), intervention.step(selection):
+        with pytest.raises(UnbindError, match="under way"), intervention.step(selection):
             pass
         assert intervention.current is not None
-    with pytest.raises(RuntimeError, match="not attached"), intervention.step(selection):
+    with pytest.raises(UnbindError, match="not attached"), intervention.step(selection):
         pass
 
 
@@ -65,7 +65,7 @@ def test_a_copy_of_the_model_knows_nothing_of_a_step_on_the_model(tiny: LoadedMo
 
 def test_one_model_carries_one_intervention(tiny: LoadedModel, bank: ModuleBank) -> None:
     with Intervention(tiny.model):
-        with pytest.raises(RuntimeError, match="already"), attach(tiny.model, bank):
+        with pytest.raises(UnbindError, match="already"), attach(tiny.model, bank):
             pass
         assert len(decoder_layers(tiny.model)) == hooks_on(tiny.model)
     assert hooks_on(tiny.model) == 0
@@ -121,6 +121,6 @@ def test_one_layer_object_used_twice_is_refused(bank: ModuleBank) -> None:
         )
     )
     model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(RuntimeError, match="several places"), Intervention(model):
+    with pytest.raises(UnsupportedArchitecture, match="several places"), Intervention(model):
         pass
     assert hooks_on(model) == 0
