@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -77,10 +78,13 @@ class _Sequences:
 
     def __init__(self) -> None:
         self._block = next(self._serial)  # columns of another block's bank mean something else
-        self._latest: GateMemory | None = None
 
-    def places(self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device) -> SlotPlaces:
-        """Where the rows of this pass stand; ``real`` bool [B, past and new positions] is false at padding."""
+    def places(
+        self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device
+    ) -> tuple[GateMemory, SlotPlaces]:
+        """The memory that this pass writes, and where its rows stand there; ``real`` bool [B, past and new positions] is false
+        at padding.
+        """
         before = int(past.get_seq_length()) if past is not None else 0
         block, memory = getattr(past, _MEMORY, (None, None))
         if block != self._block or memory is None or not before or memory.slots != batch:
@@ -92,19 +96,25 @@ class _Sequences:
             counted = real.cumsum(1)[:, -length:] - 1
             positions = torch.where(real[:, -length:], counted, memory.length)
         starts = positions.min(1).values.clamp(max=memory.length - 1)
-        self._latest = memory
-        return SlotPlaces(memory, torch.arange(batch, device=device), positions, starts)
+        return memory, SlotPlaces(memory, torch.arange(batch, device=device), positions, starts)
 
-    def keep(self, past: Any, output: Any) -> None:
-        """Leave the pass's memory with the cache that was given or made, where the next pass will look for it."""
+    def keep(self, memory: GateMemory, past: Any, output: Any) -> None:
+        """Leave a pass's memory with the cache that was given or made, where the next pass will look for it."""
         if past is None:
             parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
             past = next((part for part in parts if hasattr(part, "get_seq_length")), None)
-        if past is None or self._latest is None:
+        if past is None:
             return
-        setattr(past, _MEMORY, (self._block, self._latest))
+        setattr(past, _MEMORY, (self._block, memory))
         if _MEMORY not in vars(past.__class__):
             past.__class__ = _remembering(past.__class__)
+
+
+class _UnderWay(threading.local):
+    """The pass that the calling thread is in: its step, and the memory that its gates write."""
+
+    step: AbstractContextManager[None] | None = None
+    memory: GateMemory | None = None
 
 
 _MEMORY = "_unbind_memory"
@@ -148,15 +158,16 @@ def attach(
     ``modules``: None for every module of the bank on every row; names; name -> strength; or a list with one such
     mapping per batch row (an empty one leaves its row alone). They are pinned on entry. A generation that expands each
     row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
-    marks is not counted. Raises UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or
-    number of layers than that of the modules, and UnbindError where rows and batch do not go together.
+    marks is not counted. Several threads may run passes inside one block, which is left when all have ended. Raises
+    UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
+    the modules, and UnbindError where rows and batch do not go together or the model carries an intervention already.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
     with Intervention(model, override) as intervention:
         _require_shape(bank, asked, model, len(intervention.layers))
         signature = inspect.signature(intervention.stack.forward)
-        under_way: list[Any] = []
+        under_way = _UnderWay()
         sequences = _Sequences()
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,17 +191,24 @@ def attach(
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
             real = _real_positions(arguments.get("attention_mask"), batch, length, past)
             new = None if decoding or real is None else real[:, -length:]
-            places = sequences.places(batch, length, past, real, tokens.device) if selection.remembers else None
+            memory, places = None, None
+            if selection.remembers:
+                memory, places = sequences.places(batch, length, past, real, tokens.device)
             phase = "decode" if decoding else "prefill"
             step = intervention.step(selection, Pass(rows, places, phase, new))
             step.__enter__()
-            under_way.append(step)
+            under_way.step, under_way.memory = step, memory
+
+        def leave() -> None:
+            step, under_way.step, under_way.memory = under_way.step, None, None
+            if step is not None:
+                step.__exit__(None, None, None)
 
         def end(_module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if under_way and selection is not None and selection.remembers:
-                sequences.keep(signature.bind_partial(*args, **kwargs).arguments.get("past_key_values"), output)
-            while under_way:
-                under_way.pop().__exit__(None, None, None)
+            if under_way.memory is not None:
+                past = signature.bind_partial(*args, **kwargs).arguments.get("past_key_values")
+                sequences.keep(under_way.memory, past, output)
+            leave()
 
         handles = [
             intervention.stack.register_forward_pre_hook(begin, with_kwargs=True),
@@ -201,4 +219,4 @@ def attach(
         finally:
             for handle in handles:
                 handle.remove()
-            end(model, (), {}, None)
+            leave()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from tests.core.applying.conftest import PROMPTS, encoded, generate, hooks_on
@@ -18,7 +20,7 @@ from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import windowed
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.networks import network_scores
-from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.architecture import LoadedModel, decoder_layers, load_model
 from unbind_core.module import UnbindModule
 from unbind_core.running.recording import recording
 
@@ -129,6 +131,29 @@ def test_two_generations_in_turns_do_not_mix(tiny: LoadedModel, bank: ModuleBank
         turns = list(zip(*(_steps(tiny, ids, sizes) for ids in texts), strict=True))
     for found, expected in zip(zip(*turns, strict=True), whole, strict=True):
         torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_threads_that_generate_side_by_side_do_not_mix(tiny: LoadedModel, bank: ModuleBank) -> None:
+    """At every pass of the one a pass of the other is under way."""
+    together = threading.Barrier(2)
+
+    def wait(_module: nn.Module, _args: Any) -> None:
+        together.wait(30)
+
+    first, last = decoder_layers(tiny.model)[0], decoder_layers(tiny.model)[-1]
+    with attach(tiny.model, bank, ["n", "m"]):
+        alone = [generate(tiny, [prompt]) for prompt in PROMPTS[:2]]
+        before = bank.counts()
+        hooks = [layer.register_forward_pre_hook(wait) for layer in (first, last)]
+        try:
+            with ThreadPoolExecutor(2) as threads:
+                assert list(threads.map(lambda prompt: generate(tiny, [prompt]), PROMPTS[:2])) == alone
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert generate(tiny, PROMPTS[:1]) == alone[0]
+    assert bank.counts()["n"]["decode"][0] - before["n"]["decode"][0] == 3 * 11
+    assert hooks_on(tiny.model) == 0
 
 
 def test_a_computed_prompt_can_be_copied_and_continued_many_ways(tiny: LoadedModel, bank: ModuleBank) -> None:
