@@ -83,12 +83,23 @@ class _Sequences:
         self, batch: int, length: int, past: Any, real: Tensor | None, device: torch.device
     ) -> tuple[GateMemory, SlotPlaces]:
         """The memory that this pass writes, and where its rows stand there; ``real`` bool [B, past and new positions] is false
-        at padding.
+        at padding. Raises UnbindError where the gates do not know what is in the cache: a gate that began in the middle of a
+        protected row would stay shut.
         """
         before = int(past.get_seq_length()) if past is not None else 0
         block, memory = getattr(past, _MEMORY, (None, None))
-        if block != self._block or memory is None or not before or memory.slots != batch:
-            memory = GateMemory(batch, before + length, device)
+        if not before:
+            memory = GateMemory(batch, length, device)
+        elif block != self._block or memory is None:
+            raise UnbindError(
+                f"past_key_values: the cache holds {before} positions that were not computed in this attach block, and its "
+                "gates go by what they saw of a text before; keep a cache within one block, or compute the prompt again in this one"
+            )
+        elif memory.slots != batch:
+            raise UnbindError(
+                f"past_key_values: the gates saw {memory.slots} rows in this cache, and the batch has {batch}; change its rows "
+                "with its own batch_select_indices, batch_repeat_interleave or reorder_cache, or compute the prompt again"
+            )
         memory.lengthen(before + length)
         if real is None:
             positions = (before + torch.arange(length, device=device)).expand(batch, length)
@@ -160,7 +171,8 @@ def attach(
     row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
     marks is not counted. Several threads may run passes inside one block, which is left when all have ended. Raises
     UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
-    the modules, and UnbindError where rows and batch do not go together or the model carries an intervention already.
+    the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already, or
+    where a gate with a memory meets a cache that was filled outside the block.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
@@ -205,7 +217,7 @@ def attach(
                 step.__exit__(None, None, None)
 
         def end(_module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if under_way.memory is not None:
+            if under_way.memory is not None and output is not None:  # None where the pass failed
                 past = signature.bind_partial(*args, **kwargs).arguments.get("past_key_values")
                 sequences.keep(under_way.memory, past, output)
             leave()

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from unbind_core.applying.gates import windowed
 from unbind_core.applying.hooks import Intervention
 from unbind_core.applying.networks import network_scores
 from unbind_core.architecture import LoadedModel, decoder_layers, load_model
+from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.running.recording import recording
 
@@ -108,9 +110,14 @@ def test_a_cache_of_fixed_size_gives_the_same_answers(tiny: LoadedModel, bank: M
 
 def test_guessed_tokens_that_are_taken_back_leave_no_trace(tiny: LoadedModel, bank: ModuleBank) -> None:
     prompt = PROMPTS[1] * 2  # something to look up
+    other = copy.deepcopy(tiny.model)
     with attach(tiny.model, bank, ["n", "m"]):
         expected = generate(tiny, [prompt], max_new_tokens=24)
         assert generate(tiny, [prompt], max_new_tokens=24, prompt_lookup_num_tokens=4) == expected
+        for assistant in (other, tiny.model):  # the latter guesses under modules itself
+            assert generate(tiny, [prompt], max_new_tokens=24, assistant_model=assistant) == expected
+        for options in ({"assistant_early_exit": 2}, {"prefill_chunk_size": 5}):
+            assert generate(tiny, [prompt], max_new_tokens=24, **options) == expected
 
 
 def _steps(tiny: LoadedModel, ids: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -202,20 +209,60 @@ def test_a_padded_second_turn_continues_where_each_row_stands(tiny: LoadedModel,
             torch.testing.assert_close(kept, alone[-len(kept) :], atol=1e-4, rtol=1e-4)
 
 
-def test_a_cache_from_another_block_brings_no_gates_along(tiny: LoadedModel, bank: ModuleBank) -> None:
+@pytest.mark.parametrize("change", ["none", "copied", "cropped", "moved"])
+def test_a_cache_from_outside_the_block_is_refused(tiny: LoadedModel, bank: ModuleBank, change: str) -> None:
     model: Any = tiny.model
     ids = torch.randint(5, 300, (1, 20), generator=torch.Generator().manual_seed(5))
-    other = bank_of(remembering_module(tiny, "other", 0, seed=7, heads=1))
-    with torch.no_grad():
-        with attach(tiny.model, other):
-            past = model(ids[:, :12], use_cache=True).past_key_values
-        strange = copy.deepcopy(past)
-        fresh = DynamicCache(config=tiny.model.config)
-        for layer, kept in enumerate(past.layers):
-            fresh.update(kept.keys.clone(), kept.values.clone(), layer)
-        with attach(tiny.model, bank, ["n", "m"]):
-            found = model(ids[:, 12:], past_key_values=strange).logits
-            assert torch.equal(found, model(ids[:, 12:], past_key_values=fresh).logits)
+    alike = bank_of(*(bank[name] for name in bank.names))
+    for filled in (attach(tiny.model, alike), attach(tiny.model, bank, []), nullcontext()):
+        with torch.no_grad():
+            with filled:
+                past = model(ids[:, :14], use_cache=True).past_key_values
+            if change == "copied":
+                past = copy.deepcopy(past)
+            elif change == "cropped":
+                past.crop(-2)
+            elif change == "moved":
+                past.batch_repeat_interleave(2)
+                past.batch_select_indices(torch.tensor([1]))
+            start = past.get_seq_length()
+            with attach(tiny.model, bank, ["n", "m"]):
+                for _ in range(2):  # what was refused once is not known the second time
+                    with pytest.raises(UnbindError, match=f"holds {start} positions .* compute the prompt again"):
+                        model(ids[:, start:], past_key_values=past)
+                    with pytest.raises(UnbindError, match="keep a cache within one block"):
+                        model.generate(ids, past_key_values=past, max_new_tokens=4)
+            with attach(tiny.model, bank, ["p"]):  # which goes by each state alone
+                model(ids[:, start:], past_key_values=past)
+    assert hooks_on(tiny.model) == 0
+
+
+def test_a_cache_whose_rows_were_changed_by_hand_is_refused(tiny: LoadedModel, bank: ModuleBank) -> None:
+    model: Any = tiny.model
+    ids = torch.randint(5, 300, (2, 20), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad(), attach(tiny.model, bank, ["n", "m"]):
+        past = model(ids[:, :12], use_cache=True).past_key_values
+        for layer in past.layers:
+            layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+        with pytest.raises(UnbindError, match="saw 2 rows in this cache, and the batch has 1"):
+            model(ids[:1, 12:], past_key_values=past)
+
+
+def test_a_cache_that_a_failed_pass_has_half_filled_is_refused(tiny: LoadedModel, bank: ModuleBank) -> None:
+    model: Any = tiny.model
+    ids = torch.randint(5, 300, (1, 12), generator=torch.Generator().manual_seed(7))
+
+    def fail(_module: nn.Module, _args: Any) -> None:
+        raise ZeroDivisionError
+
+    past = DynamicCache(config=tiny.model.config)
+    hook = decoder_layers(tiny.model)[1].register_forward_pre_hook(fail)
+    with torch.no_grad(), attach(tiny.model, bank, ["n", "m"]):
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=past)
+        hook.remove()
+        with pytest.raises(UnbindError, match="holds 12 positions"):
+            model(ids, past_key_values=past)
 
 
 def test_samples_under_remembering_gates_are_repeatable(tiny: LoadedModel, bank: ModuleBank) -> None:
