@@ -22,7 +22,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.core.conftest import FAMILIES, TinyCheckpoint, build_tokenizer, make_module, save_checkpoint
+from tests.core.conftest import (
+    FAMILIES,
+    TinyCheckpoint,
+    build_tokenizer,
+    make_module,
+    make_network_module,
+    save_checkpoint,
+)
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, decoder_layers, identify, load_model, unwrap
@@ -204,6 +211,17 @@ def test_a_state_space_model_has_blocks_that_can_be_hooked() -> None:
         with rewritten(decoder_layers(model)[1], module):
             assert torch.allclose(hooked, model(ids).logits, atol=1e-5)
         assert not torch.allclose(hooked, model(ids).logits)
+
+
+def test_a_state_space_model_is_run_without_its_state_under_gates_that_remember() -> None:
+    model: Any = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=3)).eval()
+    tokenizer = build_tokenizer()
+    bank = ModuleBank.of([make_network_module(identify(model, tokenizer))])
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad(), attach(model, bank):
+        with pytest.raises(UnsupportedArchitecture, match=r"MambaModel: cache_params .* with use_cache=False"):
+            model.generate(ids, max_new_tokens=2, pad_token_id=0)
+        assert model.generate(ids, max_new_tokens=2, min_new_tokens=2, pad_token_id=0, use_cache=False).shape == (1, 6)
 
 
 class Odd(PreTrainedModel):

@@ -21,6 +21,7 @@ from unbind_core.architecture import unwrap
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 _INPUTS = ("input_ids", "inputs_embeds")
+_STATES = ("cache_params", "state", "past_buckets_states")  # of Mamba, RWKV, Reformer: in place of past_key_values
 Modules = Sequence[str] | Mapping[str, float] | Sequence[Mapping[str, float]]
 
 
@@ -199,6 +200,12 @@ def attach(
                         f"modules: {selection.rows} rows given for a batch of {batch}; give one per batch row"
                     )
                 rows = torch.arange(batch, device=tokens.device) // (batch // selection.rows)
+            state = next((key for key in _STATES if arguments.get(key) is not None), None)
+            if selection.remembers and state is not None:
+                raise UnsupportedArchitecture(
+                    f"{type(intervention.stack).__name__}: {state} does not tell how many positions it holds, which gates go by "
+                    "that remember them; generate with use_cache=False"
+                )
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
             real = _real_positions(arguments.get("attention_mask"), batch, length, past)
