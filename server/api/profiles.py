@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.access import SERVER_SCOPE
+from server.registry.access import PROFILE_SCOPE, SERVER_SCOPE
 from server.rules import Rules
 
-PREFIX = "profile:"
 PROFILE_KEY = "unbind.profile"  # where the middleware leaves the profile of the path
 
 
 def profile_names(served: BaseService) -> list[str]:
     """Every profile there is."""
-    kept = (scope.removeprefix(PREFIX) for scope in served.access.current.rules if scope.startswith(PREFIX))
-    return sorted({*served.settings.profiles, *kept})
+    return served.access.current.profiles(served.settings)
 
 
 def scopes(served: BaseService) -> set[str]:
     """Every scope that can have rules and modules of its own: ``global``, ``key:ID`` and ``profile:NAME``."""
     keys = (f"key:{key.id}" for key in served.access.current.keys.values())
-    return {SERVER_SCOPE, *keys, *(PREFIX + name for name in profile_names(served))}
+    return {SERVER_SCOPE, *keys, *(PROFILE_SCOPE + name for name in profile_names(served))}
 
 
 def profile_rules(served: BaseService, name: str, *, asked: bool = False) -> Rules:
     """The rules of a profile. Raises ApiError: 404 where a request ``asked`` for one that is not there, else 503."""
-    found = served.settings.profiles.get(name) or served.access.current.rules.get(PREFIX + name)
+    found = served.settings.profiles.get(name) or served.access.current.rules.get(PROFILE_SCOPE + name)
     if found is not None:
         return found
     if asked:

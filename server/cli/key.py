@@ -17,6 +17,7 @@ from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope
 from server.registry.audit import Actor
 from server.registry.registry import open_registry
 from server.rules import Rules, WhenOpen
+from server.settings import Settings
 from unbind_core.errors import UnbindError
 
 commands = typer.Typer(help="Keys for clients.", no_args_is_help=True)
@@ -27,8 +28,8 @@ OPERATOR = Actor("operator", "command line")
 MOST_DAYS = 100_000.0  # the API's bounds, as those of rates are: a time that no calendar has can be shown nowhere
 
 
-def _access(config: Path | None, data_dir: Path | None) -> Access:
-    return Access(open_registry(settings_from(config, data_dir=data_dir)).transactions)
+def _access(settings: Settings) -> Access:
+    return Access(open_registry(settings).transactions)
 
 
 @commands.command("create")
@@ -80,8 +81,15 @@ def create(
             raise UnbindError("--days: the key would have expired already; give more, or leave it out")
         if burst is not None and per_minute is None:
             raise UnbindError("--burst: goes with --per-minute; give that too, or no burst")
+        settings = settings_from(config, data_dir=data_dir)
+        access = _access(settings)
+        if profile is not None and profile not in (known := access.current.profiles(settings)):
+            raise UnbindError(
+                f"--profile: '{profile}' does not exist; there are: {', '.join(known) or 'none'} (those of a settings file "
+                "are known with its --config)"
+            )
         now = time.time()
-        key, text = _access(config, data_dir).create_key(
+        key, text = access.create_key(
             name,
             OPERATOR,
             now,
@@ -103,7 +111,9 @@ def create(
 def list_keys(config: Config = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Every key, revoked ones too."""
     with clear_errors():
-        keys = sorted(_access(config, data_dir).current.keys.values(), key=lambda key: key.created_at)
+        keys = sorted(
+            _access(settings_from(config, data_dir=data_dir)).current.keys.values(), key=lambda key: key.created_at
+        )
     if as_json:
         write_json([_view(key) for key in keys])
         return
@@ -135,7 +145,7 @@ def revoke(
     """Make a key useless for good; a running server knows within a second."""
     with clear_errors():
         try:
-            key = _access(config, data_dir).revoke_key(key_id, OPERATOR, time.time())
+            key = _access(settings_from(config, data_dir=data_dir)).revoke_key(key_id, OPERATOR, time.time())
         except NoSuchKey as error:
             raise UnbindError(f"{error}; unbind key list shows them") from None
     screen.print(f"revoked {key.id} ({key.name})", highlight=False)

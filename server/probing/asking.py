@@ -17,8 +17,9 @@ from server.api.caller import Caller
 from server.api.inference.bodies.completions import CompletionBody
 from server.api.inference.call import Call
 from server.api.inference.completions import complete
-from server.api.profiles import PREFIX, PROFILE_KEY
+from server.api.profiles import PROFILE_KEY
 from server.policy import OFF
+from server.registry.access import PROFILE_SCOPE
 from server.registry.store import StoredModule
 from server.service import Service
 
@@ -57,7 +58,7 @@ async def ask(served: Service, stored: StoredModule, prompt: str) -> Answer:
     Raises Displaced, and whatever a client would be refused with.
     """
     name, scope, limit = stored.module.name, stored.scope, served.settings.max_model_len
-    profile = scope.removeprefix(PREFIX) if scope.startswith(PREFIX) else None
+    profile = scope.removeprefix(PROFILE_SCOPE) if scope.startswith(PROFILE_SCOPE) else None
     named = [] if profile is not None or name in served.offer.demanded_of_all else [name]
     tokens = min(TOKENS, max(1, limit // 2))
     body = CompletionBody.model_validate(

@@ -26,6 +26,7 @@ from unbind_core.files import write_text
 SCOPES = ("inference", "report", "metrics", "admin")
 Scope = Literal["inference", "report", "metrics", "admin"]
 SERVER_SCOPE = "global"
+PROFILE_SCOPE = "profile:"  # with the profile's name behind it
 
 
 class NoSuchKey(Exception):
@@ -62,6 +63,11 @@ class Snapshot:
     def of(self, scope: str) -> Rules:
         """The rules of a scope; none where nothing was said."""
         return self.rules.get(scope, NO_RULES)
+
+    def profiles(self, settings: Settings) -> list[str]:
+        """Every profile there is, in the settings or here."""
+        kept = (scope.removeprefix(PROFILE_SCOPE) for scope in self.rules if scope.startswith(PROFILE_SCOPE))
+        return sorted({*settings.profiles, *kept})
 
 
 def key_digest(text: str) -> str:

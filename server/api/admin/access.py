@@ -9,10 +9,10 @@ from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from server.api.admin.routes import Acting, IfMatch, IfNoneMatch, Served, admin_router, refusals
-from server.api.profiles import PREFIX, profile_names, profile_rules, scopes
+from server.api.profiles import profile_names, profile_rules, scopes
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.access import SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope, revision
+from server.registry.access import PROFILE_SCOPE, SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope, revision
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths, WhenOpen
 
 router = admin_router()
@@ -151,7 +151,9 @@ def put_profile(
     """
     _changeable(served, name)
     with refusals():
-        served.access.put_rules(PREFIX + name, rules, actor, time.time(), if_match, new=if_none_match is not None)
+        served.access.put_rules(
+            PROFILE_SCOPE + name, rules, actor, time.time(), if_match, new=if_none_match is not None
+        )
     response.headers["ETag"] = revision(rules)
     return _profile_view(served, name)
 
@@ -162,7 +164,7 @@ def delete_profile(name: str, served: Served, actor: Acting) -> dict[str, Any]:
     _known_profile(served, name)
     _changeable(served, name)
     with refusals():
-        served.access.delete_rules(PREFIX + name, actor, time.time())
+        served.access.delete_rules(PROFILE_SCOPE + name, actor, time.time())
     return {"name": name, "object": "profile", "deleted": True}
 
 
@@ -190,7 +192,7 @@ def _profile_view(served: BaseService, name: str) -> dict[str, Any]:
 async def show_policy(scope: str, served: Served, response: Response) -> dict[str, Any]:
     """The rules of ``global``, ``key:ID`` or ``profile:NAME``; those of the settings apply beside the global ones."""
     _known_scope(served, scope)
-    rules = served.settings.profiles.get(scope.removeprefix(PREFIX)) if scope.startswith(PREFIX) else None
+    rules = served.settings.profiles.get(scope.removeprefix(PROFILE_SCOPE)) if scope.startswith(PROFILE_SCOPE) else None
     rules = rules or served.access.current.of(scope)
     response.headers["ETag"] = revision(rules)
     return _policy_view(served, scope, rules)
@@ -205,8 +207,8 @@ def put_policy(
     With the ``ETag`` of what was seen in ``If-Match`` they are written only where nobody wrote others meanwhile.
     """
     _known_scope(served, scope)
-    if scope.startswith(PREFIX):
-        _changeable(served, scope.removeprefix(PREFIX))
+    if scope.startswith(PROFILE_SCOPE):
+        _changeable(served, scope.removeprefix(PROFILE_SCOPE))
     with refusals():
         served.access.put_rules(scope, rules, actor, time.time(), if_match)
     response.headers["ETag"] = revision(rules)
@@ -223,8 +225,8 @@ def _policy_view(served: BaseService, scope: str, rules: Rules) -> dict[str, Any
 def _known_scope(served: BaseService, scope: str) -> None:
     if scope in scopes(served):
         return
-    if scope.startswith(PREFIX):
-        _known_profile(served, scope.removeprefix(PREFIX))
+    if scope.startswith(PROFILE_SCOPE):
+        _known_profile(served, scope.removeprefix(PROFILE_SCOPE))
         return
     raise ApiError(
         404,

@@ -18,13 +18,13 @@ from server.api.inference.bodies.generation import GenerationBody, UnbindOptions
 from server.api.inference.generation import Asked, Generation
 from server.api.inference.prompts import Prompt
 from server.api.models import check_model
-from server.api.profiles import PREFIX, PROFILE_KEY, profile_rules
+from server.api.profiles import PROFILE_KEY, profile_rules
 from server.base_service import BaseService
 from server.engine.grammars import Grammar, GrammarError, GrammarsBusy
 from server.errors import ApiError, invalid
 from server.exporting.requests import TRACE_KEY
 from server.policy import HEADER, Assigned, assign, requested, resolve, standing, when_open
-from server.registry.access import SERVER_SCOPE
+from server.registry.access import PROFILE_SCOPE, SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
 from server.service import Service, service
 
@@ -106,11 +106,11 @@ def rules_of(served: BaseService, caller: Caller, chosen: Sequence[str]) -> tupl
     has ``chosen``, and the scopes of all of them. Raises ApiError where a profile is not there.
     """
     rules, key, own, fixed = served.access.current, caller.key, NO_RULES, []
-    holding = [SERVER_SCOPE, *(PREFIX + name for name in chosen)]
+    holding = [SERVER_SCOPE, *(PROFILE_SCOPE + name for name in chosen)]
     if key is not None:
         own = rules.of(f"key:{key.id}")
         fixed = [profile_rules(served, key.profile)] if key.profile else []
-        holding += [f"key:{key.id}", *([PREFIX + key.profile] if key.profile else [])]
+        holding += [f"key:{key.id}", *([PROFILE_SCOPE + key.profile] if key.profile else [])]
     scopes = [Rules(enforced=served.settings.enforced), rules.of(SERVER_SCOPE), own, *fixed]
     return scopes, [profile_rules(served, name, asked=True) for name in chosen], holding
 

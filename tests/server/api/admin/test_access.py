@@ -290,6 +290,20 @@ def test_the_command_line_makes_lists_and_revokes(guarded: Live) -> None:
     assert guarded.admin("/keys").status == 200
 
 
+def test_the_command_line_makes_a_key_only_for_a_profile_that_is_there(guarded: Live, tmp_path: Path) -> None:
+    guarded.admin("/profiles/kept", {"enforced": ["one"]}, "PUT")
+    config = tmp_path / "unbind.toml"
+    config.write_text('profiles = {safe = {modules = ["one"]}}')
+    create = ["key", "create", "x", "--data-dir", str(guarded.service.settings.data_dir), "--profile"]
+    for given in (["kept"], ["safe", "--config", str(config)]):
+        assert CliRunner().invoke(build(), [*create, *given]).exit_code == 0
+    before = guarded.service.registry.audit(limit=1000)
+    wrong = CliRunner().invoke(build(), [*create, "nosuch", "--config", str(config)])
+    assert wrong.exit_code == 1 and "--profile: 'nosuch' does not exist; there are: kept, safe" in wrong.output
+    assert guarded.service.registry.audit(limit=1000) == before
+    guarded.admin("/profiles/kept", method="DELETE")
+
+
 def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path) -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
         assert on_loopback(Settings(host=host))
