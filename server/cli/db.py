@@ -18,6 +18,7 @@ from server.registry.objects import DamagedObject, ObjectStore
 from server.registry.refusals import DatabaseDamaged
 from server.registry.registry import Registry
 from server.registry.tables import ModuleState, Origin
+from server.registry.trail import unguarded
 from server.settings import Settings
 from unbind_core import UnbindError
 
@@ -62,7 +63,7 @@ def check(settings: Settings, as_json: bool) -> None:
         if not problems:
             problems += [f"schema: {difference}" for difference in database.differences(engine)]
             problems += [f"file: {line}" for line in database.damage(engine)]
-            problems += [f"guard: {line}" for line in database.unguarded(engine)]
+            problems += [f"guard: {line}" for line in unguarded(engine)]
             registry = Registry(engine, settings.audit_head_file)
             problems += [f"audit: {line}" for line in registry.audit_problems()]
             problems += [f"store: {line}" for line in _unreadable(registry, ObjectStore(settings.published_store))]

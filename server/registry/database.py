@@ -18,7 +18,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, inspect, text
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
@@ -180,42 +180,6 @@ def _require_sound(engine: Engine) -> None:
             raise DatabaseDamaged(Path(engine.url.database or ""), " ".join(found.split()))
     except DatabaseDamaged as error:
         raise DatabaseRefused(str(error)) from None
-
-
-def unguarded(engine: Engine) -> list[str]:
-    """The triggers that refuse changes of the audit trail and that are not there as they were made, each with its remedy."""
-    with engine.connect() as connection:
-        made = {row[0]: row[1] for row in connection.execute(text(_FOUND_GUARDS[engine.dialect.name]))}
-    return [
-        f"{name} {'is not as it was made' if name in made else 'is missing'}, so that entries of the audit trail can be changed: "
-        f"find out who did that, drop what is there of that name, and run `{statement}`"
-        for name, statement in _GUARDS[engine.dialect.name].items()
-        if made.get(name) != statement
-    ]
-
-
-# What the database is to refuse, as the migration that made the audit trail has it; PostgreSQL tells it in its own words.
-_SAYS = "'rows of the audit trail are never changed'"
-_GUARDS = {
-    "sqlite": {
-        f"audit_no_{what.lower()}": f"CREATE TRIGGER audit_no_{what.lower()} BEFORE {what} ON audit "
-        f"BEGIN SELECT RAISE(ABORT, {_SAYS}); END"
-        for what in ("UPDATE", "DELETE")
-    },
-    "postgresql": {
-        "audit_no_change": "CREATE TRIGGER audit_no_change BEFORE DELETE OR UPDATE OR TRUNCATE ON audit "
-        "FOR EACH STATEMENT EXECUTE FUNCTION audit_refuse()",
-        "audit_refuse": "CREATE FUNCTION audit_refuse() RETURNS trigger LANGUAGE plpgsql AS "
-        f"$$ BEGIN RAISE EXCEPTION {_SAYS}; END $$",
-    },
-}
-_FOUND_GUARDS = {
-    "sqlite": "SELECT name, sql FROM sqlite_master WHERE type = 'trigger' AND tbl_name = 'audit'",
-    "postgresql": "SELECT tgname, pg_get_triggerdef(oid, true) FROM pg_trigger "
-    "WHERE tgrelid = to_regclass('audit') AND tgenabled IN ('O', 'A') AND NOT tgisinternal "
-    "UNION ALL SELECT proname, 'CREATE FUNCTION ' || proname || '() RETURNS trigger LANGUAGE plpgsql AS $$' || prosrc || '$$' "
-    "FROM pg_proc WHERE oid IN (SELECT tgfoid FROM pg_trigger WHERE tgrelid = to_regclass('audit'))",
-}
 
 
 def _config(connection: Connection | None = None) -> Config:

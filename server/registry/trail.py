@@ -1,4 +1,4 @@
-"""Is the audit trail whole? The head kept outside the database, the check of the whole chain, and what was found so far.
+"""Is the audit trail whole, and guarded? The head kept outside the database, the check of the whole chain, what was found so far.
 
 ``transactions.py`` has the head follow each change. It moves on only where the trail still holds the entry it names, so that
 what was once deleted or written anew is reported until somebody accepts it. The server checks the whole chain by the clock.
@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -154,3 +155,39 @@ def _parsed(text: str) -> tuple[Head | None, list[str]]:
     if number.isdecimal() and number.isascii() and len(digest) == 64:
         return (int(number), digest), []
     return None, ["head: its file does not hold the end of a trail (number and digest); it was damaged or written over"]
+
+
+def unguarded(engine: Engine) -> list[str]:
+    """The triggers that refuse changes of the audit trail and that are not there as they were made, each with its remedy."""
+    with engine.connect() as connection:
+        made = {row[0]: row[1] for row in connection.execute(text(_FOUND_GUARDS[engine.dialect.name]))}
+    return [
+        f"{name} {'is not as it was made' if name in made else 'is missing'}, so that entries of the audit trail can be changed: "
+        f"find out who did that, drop what is there of that name, and run `{statement}`"
+        for name, statement in _GUARDS[engine.dialect.name].items()
+        if made.get(name) != statement
+    ]
+
+
+# What the database is to refuse, as the migration that made the audit trail has it; PostgreSQL tells it in its own words.
+_SAYS = "'rows of the audit trail are never changed'"
+_GUARDS = {
+    "sqlite": {
+        f"audit_no_{what.lower()}": f"CREATE TRIGGER audit_no_{what.lower()} BEFORE {what} ON audit "
+        f"BEGIN SELECT RAISE(ABORT, {_SAYS}); END"
+        for what in ("UPDATE", "DELETE")
+    },
+    "postgresql": {
+        "audit_no_change": "CREATE TRIGGER audit_no_change BEFORE DELETE OR UPDATE OR TRUNCATE ON audit "
+        "FOR EACH STATEMENT EXECUTE FUNCTION audit_refuse()",
+        "audit_refuse": "CREATE FUNCTION audit_refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION {_SAYS}; END $$",
+    },
+}
+_FOUND_GUARDS = {
+    "sqlite": "SELECT name, sql FROM sqlite_master WHERE type = 'trigger' AND tbl_name = 'audit'",
+    "postgresql": "SELECT tgname, pg_get_triggerdef(oid, true) FROM pg_trigger "
+    "WHERE tgrelid = to_regclass('audit') AND tgenabled IN ('O', 'A') AND NOT tgisinternal "
+    "UNION ALL SELECT proname, 'CREATE FUNCTION ' || proname || '() RETURNS trigger LANGUAGE plpgsql AS $$' || prosrc || '$$' "
+    "FROM pg_proc WHERE oid IN (SELECT tgfoid FROM pg_trigger WHERE tgrelid = to_regclass('audit'))",
+}

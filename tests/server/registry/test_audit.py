@@ -14,11 +14,10 @@ from sqlalchemy.exc import DBAPIError
 from typer.testing import CliRunner
 
 from server.cli import build
-from server.registry import database
 from server.registry.audit import FIELDS, Actor, append, digest_of
 from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry, open_registry
-from server.registry.trail import Abandoned, read_head
+from server.registry.trail import Abandoned, read_head, unguarded
 from server.settings import Settings
 
 ADMIN = Actor("operator", "test")
@@ -256,7 +255,7 @@ def test_a_check_can_be_left_between_two_pages(trail: Registry) -> None:
 
 
 def test_guards_that_were_taken_away_or_made_harmless_are_missed(registry: Registry) -> None:
-    assert database.unguarded(registry.engine) == []
+    assert unguarded(registry.engine) == []
     harmless = {
         "sqlite": [
             "DROP TRIGGER audit_no_update",
@@ -271,7 +270,7 @@ def test_guards_that_were_taken_away_or_made_harmless_are_missed(registry: Regis
     with registry.engine.begin() as connection:
         for statement in harmless[registry.engine.dialect.name]:
             connection.execute(text(statement))
-    first, second = database.unguarded(registry.engine)
+    first, second = unguarded(registry.engine)
     assert "is missing" in first and "is not as it was made" in second
     with registry.engine.begin() as connection:  # the remedies that are told bring them back
         names = {"sqlite": ["TRIGGER audit_no_delete"], "postgresql": ["FUNCTION audit_refuse CASCADE"]}
@@ -280,7 +279,7 @@ def test_guards_that_were_taken_away_or_made_harmless_are_missed(registry: Regis
         remedies = [problem.split("`")[1] for problem in (first, second)]
         for remedy in sorted(remedies):  # a function before the trigger that calls it
             connection.execute(text(remedy))
-    assert database.unguarded(registry.engine) == []
+    assert unguarded(registry.engine) == []
 
 
 def test_the_commands_report_tampering_and_accept_a_restored_end(tmp_path: Path) -> None:
