@@ -288,9 +288,9 @@ class Settings(BaseModel):
         return [bytes.fromhex(key) for key in _parts(self.private_key)]
 
     @property
-    def database_address(self) -> str:
-        """The registry's address for SQLAlchemy."""
-        return self.database_url or f"sqlite:///{self.data_dir / 'unbind.sqlite'}"
+    def database_address(self) -> str | Path:
+        """The registry's address for SQLAlchemy, or the SQLite file: a path may hold what means something else in an address."""
+        return self.database_url or self.data_dir / "unbind.sqlite"
 
     @property
     def audit_head_file(self) -> Path:

@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -41,12 +42,19 @@ _NOTICED = {
 _FIRST = "0001"  # the schema of databases from before revisions were recorded
 
 
-def connect(url: str) -> Engine:
-    """An engine for the address; nothing is read or made yet. Raises DatabaseRefused naming what is wrong with it."""
+def connect(url: str | Path) -> Engine:
+    """An engine for the address, or for the path of an SQLite file; nothing is read yet. Raises DatabaseRefused naming what is
+    wrong with it.
+    """
     try:
+        if isinstance(url, Path):
+            return _sqlite(url)
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite":
-            return _sqlite(Path(parsed.database or ""))
+            named = url.partition(":///")[2]
+            if not named or "?" in named:  # what follows it would be left out, and another file be taken
+                raise DatabaseRefused(f"database_url: names no file, or has a ? in its name; {_EXAMPLES}")
+            return _sqlite(Path(unquote(named)))
         if parsed.get_backend_name() == "postgresql":
             return _postgresql(parsed)
     except OSError as error:
@@ -56,7 +64,7 @@ def connect(url: str) -> Engine:
     raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")
 
 
-_EXAMPLES = "give sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+_EXAMPLES = "give sqlite:///FILE, with %3F for a ? and %25 for a % in its name, or postgresql+psycopg://USER@HOST/NAME"
 
 
 def open_database(url: str | Path, backups: Path | None = None) -> Engine:
@@ -64,7 +72,7 @@ def open_database(url: str | Path, backups: Path | None = None) -> Engine:
 
     An SQLite file is made or upgraded, after a copy to ``backups`` or beside it, and looked through. Raises DatabaseRefused.
     """
-    engine = connect(f"sqlite:///{url}" if isinstance(url, Path) else url)
+    engine = connect(url)
     try:
         if engine.dialect.name == "sqlite":
             # Server and worker may open a new database at the same moment: one makes it, the other waits.
@@ -226,7 +234,7 @@ def _sqlite(file: Path) -> Engine:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600)
     file.chmod(0o600)
-    engine = create_engine(f"sqlite:///{file}", connect_args={"timeout": LOCK_SECONDS})
+    engine = create_engine(URL.create("sqlite", database=str(file)), connect_args={"timeout": LOCK_SECONDS})
     anchor = Anchor(file, "the registry's database file")
 
     def check() -> None:

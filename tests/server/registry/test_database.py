@@ -13,6 +13,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from alembic import command
@@ -29,6 +30,7 @@ from server.registry.refusals import AWAY, DatabaseRefused
 from server.registry.registry import Registry, open_registry
 from server.registry.tables import Origin
 from server.settings import Settings
+from server.sources import load_settings, written_out
 from tests.server.registry.test_modules import make
 from tests.server.registry.test_registry import ADMIN, submit
 from tests.support.disks import small_disk
@@ -132,12 +134,34 @@ def test_a_postgresql_that_is_behind_is_not_upgraded_behind_its_owner_s_back(dat
     [
         ("nonsense", "database_url"),
         ("mysql://x/y", "database_url"),
+        ("sqlite://", "database_url: names no file"),
+        ("sqlite:///what?.sqlite", "database_url: .* in its name; give .*%3F"),
         ("postgresql+psycopg://u@/x?host=/nowhere", "cannot be reached"),
     ],
 )
 def test_an_address_that_leads_nowhere_is_refused_by_name(url: str, says: str) -> None:
     with pytest.raises(DatabaseRefused, match=says):
         database.open_database(url)
+
+
+@pytest.mark.parametrize("name", ["what?", "who?x=1", "no #1", "50%25 of", "%"])
+def test_a_registry_lies_where_its_path_says_whatever_is_in_it(tmp_path: Path, name: str) -> None:
+    settings = Settings(data_dir=tmp_path / name)
+    registry = open_registry(settings)
+    submit(registry)
+    registry.close()
+    registry = open_registry(load_settings({}, written_out(settings)))  # as a child process has it
+    assert [row["action"] for row in registry.audit()] == ["takedown.submit"]
+    registry.close()
+    url = f"sqlite:///{quote(str(tmp_path / name))}/unbind.sqlite"
+    backup = CliRunner().invoke(
+        build(), ["db", "backup", "--database-url", url, "--out", str(tmp_path / name / "copy")]
+    )
+    assert backup.exit_code == 0, backup.output
+    copied = Registry(database.open_database(tmp_path / name / "copy"))
+    assert len(copied.audit()) == 1
+    copied.close()
+    assert [left.name for left in tmp_path.iterdir()] == [name]
 
 
 def test_a_copy_made_while_others_write_restores(tmp_path: Path) -> None:
