@@ -36,7 +36,7 @@ OPERATOR = Actor("operator", "command line")
 def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> None:
     """What was done, by whom, to what."""
     with clear_errors():
-        registry = open_registry(settings)
+        registry = open_registry(settings, existing=True)
         rows = registry.audit(after, limit)
         registry.close()
     if as_json:
@@ -56,7 +56,7 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
         given = read_head(head) if head is not None else None
         if head is not None and given is None:
             raise UnbindError(f"--head: {head} is not a file with the end of a trail (number and digest)")
-        registry = open_registry(settings)
+        registry = open_registry(settings, existing=True)
         known = given or registry.trail.kept()[0]
         problems = registry.audit_problems(given)
         registry.close()
@@ -78,7 +78,7 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
 def accept_head(settings: Settings, reason: str, as_json: bool) -> None:
     """Take the trail's end as it stands for the right one, after an older copy was restored; the trail itself tells of it."""
     with clear_errors():
-        registry = open_registry(settings)
+        registry = open_registry(settings, existing=True)
         try:
             accepted = registry.accept_head(OPERATOR, reason, time.time())
         except Refusal as error:

@@ -29,7 +29,7 @@ _OUT = flag("out", Path | None, typer.Option(None, "--out", help="file to write;
 @with_settings([_JSON])
 def upgrade(settings: Settings, as_json: bool) -> None:
     """Bring the database to this version's schema; an SQLite file is copied to data_dir/backups first."""
-    with clear_errors(), _open(settings) as engine:
+    with clear_errors(), _open(settings, existing=False) as engine:
         before = database.revision(engine)
         kept = database.upgrade(engine, settings.data_dir / "backups") if before != database.newest() else None
         after = database.revision(engine)
@@ -90,10 +90,12 @@ def _unreadable(registry: Registry, store: ObjectStore) -> Iterator[str]:
 
 
 @contextmanager
-def _open(settings: Settings) -> Iterator[Engine]:
+def _open(settings: Settings, *, existing: bool = True) -> Iterator[Engine]:
     """The engine of the settings' database, given back at the end; what goes wrong becomes a clear error."""
-    engine = database.connect(settings.database_address)
+    engine = database.connect(settings.database_address, existing=existing)
     try:
+        if existing:
+            database.require_registry(engine)
         yield engine
     except DatabaseDamaged as error:
         raise UnbindError(str(error)) from None

@@ -29,7 +29,8 @@ MOST_DAYS = 100_000.0  # the API's bounds, as those of rates are: a time that no
 
 
 def _access(settings: Settings) -> Access:
-    return Access(open_registry(settings).transactions)
+    # not made here: of a key in a registry that no server has, none would know
+    return Access(open_registry(settings, existing=True).transactions)
 
 
 @commands.command("create")

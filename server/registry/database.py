@@ -24,7 +24,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from server.registry.anchor import Anchor
-from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, unusable
+from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, no_registry, unusable
 from server.registry.tables import Base
 from unbind_core.files import locked, write_whole
 
@@ -42,19 +42,20 @@ _NOTICED = {
 _FIRST = "0001"  # the schema of databases from before revisions were recorded
 
 
-def connect(url: str | Path) -> Engine:
-    """An engine for the address, or for the path of an SQLite file; nothing is read yet. Raises DatabaseRefused naming what is
-    wrong with it.
+def connect(url: str | Path, *, existing: bool = False) -> Engine:
+    """An engine for the address, or for the path of an SQLite file, which is made unless it must be an ``existing`` one.
+
+    Raises DatabaseRefused naming what is wrong with it.
     """
     try:
         if isinstance(url, Path):
-            return _sqlite(url)
+            return _sqlite(url, existing)
         parsed = make_url(url)
         if parsed.get_backend_name() == "sqlite":
             named = url.partition(":///")[2]
             if not named or "?" in named:  # what follows it would be left out, and another file be taken
                 raise DatabaseRefused(f"database_url: names no file, or has a ? in its name; {_EXAMPLES}")
-            return _sqlite(Path(unquote(named)))
+            return _sqlite(Path(unquote(named)), existing)
         if parsed.get_backend_name() == "postgresql":
             return _postgresql(parsed)
     except OSError as error:
@@ -67,13 +68,16 @@ def connect(url: str | Path) -> Engine:
 _EXAMPLES = "give sqlite:///FILE, with %3F for a ? and %25 for a % in its name, or postgresql+psycopg://USER@HOST/NAME"
 
 
-def open_database(url: str | Path, backups: Path | None = None) -> Engine:
+def open_database(url: str | Path, backups: Path | None = None, *, existing: bool = False) -> Engine:
     """An engine on a database of this version's schema. ``url`` may be the path of an SQLite file.
 
-    An SQLite file is made or upgraded, after a copy to ``backups`` or beside it, and looked through. Raises DatabaseRefused.
+    An SQLite file is made, unless it must be an ``existing`` one, or upgraded, after a copy to ``backups`` or beside it, and looked
+    through. Raises DatabaseRefused.
     """
-    engine = connect(url)
+    engine = connect(url, existing=existing)
     try:
+        if existing and status(engine) != "current":
+            require_registry(engine)
         if engine.dialect.name == "sqlite":
             # Server and worker may open a new database at the same moment: one makes it, the other waits.
             file = Path(engine.url.database or "")
@@ -119,6 +123,12 @@ def status(engine: Engine) -> str:
     return "current" if at == newest() else "behind"
 
 
+def require_registry(engine: Engine) -> None:
+    """Raises DatabaseRefused where an SQLite file holds none; PostgreSQL has one as soon as it is upgraded."""
+    if engine.dialect.name == "sqlite" and revision(engine) == "none":
+        raise no_registry(Path(engine.url.database or ""))
+
+
 def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
     """Bring the schema to this version's, all in one transaction; returns the backup that was made of an SQLite file."""
     at = revision(engine)
@@ -140,23 +150,31 @@ def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
 
 
 def backup(engine: Engine, target: Path) -> Path:
-    """A consistent copy of an SQLite file while others use it, whole or not at all. Raises DatabaseRefused, also for PostgreSQL."""
+    """A consistent copy of an SQLite file while others use it, whole and sound or not at all.
+
+    Raises DatabaseRefused, also for PostgreSQL and where the file is damaged: the copy would pass for one to restore.
+    """
     if engine.dialect.name != "sqlite":
         raise DatabaseRefused("this database is PostgreSQL: back it up with pg_dump")
     if target.exists():
         raise DatabaseRefused(f"{target} is there already; choose another name for the copy")
 
+    file = Path(engine.url.database or "")
+
     def write(temporary: Path) -> None:
-        with (
-            closing(sqlite3.connect(engine.url.database or "", timeout=LOCK_SECONDS)) as source,
-            closing(sqlite3.connect(temporary)) as copy,
-        ):
+        with closing(_open_file(file, timeout=LOCK_SECONDS)) as source, closing(sqlite3.connect(temporary)) as copy:
             source.backup(copy)
+            # The copy has the damage of what it was made of, and nobody waits while it is looked through.
+            found = str(copy.execute("PRAGMA integrity_check(1)").fetchone()[0])
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(found.split()))
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_whole(target, write)
     except (sqlite3.Error, OSError) as error:
+        if type(error) is sqlite3.DatabaseError:  # as below
+            raise DatabaseRefused(f"nothing was copied: {DatabaseDamaged(file, error)}") from None
         raise DatabaseRefused(
             f"the database cannot be copied to {target} ({error}); make room there, or choose another place"
         ) from None
@@ -226,13 +244,23 @@ def _postgresql(address: URL) -> Engine:
     return engine
 
 
-def _sqlite(file: Path) -> Engine:
-    """The database file, made where it is missing, for its owner alone; write-ahead log, 10 s lock wait.
+def _open_file(file: Path, **options: Any) -> sqlite3.Connection:
+    # for reading and writing what is there: else SQLite makes an empty file where one was taken away at this very moment
+    opened: sqlite3.Connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True, **options)
+    return opened
+
+
+def _sqlite(file: Path, existing: bool) -> Engine:
+    """The database file, for its owner alone, made where it is missing and need not exist; write-ahead log, 10 s lock wait.
 
     From then on it must stay that file: DatabaseGone is raised once it was removed or replaced, DatabaseDamaged where it is.
     """
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file.touch(mode=0o600)
+    if existing:
+        if not file.is_file() or not file.stat().st_size:
+            raise no_registry(file)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
     file.chmod(0o600)
     engine = create_engine(URL.create("sqlite", database=str(file)), connect_args={"timeout": LOCK_SECONDS})
     anchor = Anchor(file, "the registry's database file")
@@ -250,8 +278,7 @@ def _sqlite(file: Path) -> Engine:
     @event.listens_for(engine, "do_connect")
     def _open(_dialect: Any, _record: Any, _arguments: Any, options: dict[str, Any]) -> Any:
         check()
-        # for reading and writing what is there: else SQLite makes an empty file where one was taken away at this very moment
-        return sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True, **options)
+        return _open_file(file, **options)
 
     @event.listens_for(engine, "connect")
     def _prepare(connection: Any, _: Any) -> None:

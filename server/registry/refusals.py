@@ -74,6 +74,14 @@ def unusable(error: OSError) -> DatabaseRefused:
     )
 
 
+def no_registry(file: Path) -> DatabaseRefused:
+    """The refusal to make a registry for what only reads one: whoever gave a wrong folder would be told that all is well."""
+    return DatabaseRefused(
+        f"no registry at {file.absolute()}; give the server's --data-dir (or UNBIND_DATA_DIR, or its database_url), "
+        "or start the server once"
+    )
+
+
 class DatabaseDamaged(OperationalError):
     """The database's file does not hold what was written there. For whoever waits out an outage it is one."""
 

@@ -81,7 +81,10 @@ class Registry:
         return detail
 
 
-def open_registry(settings: Settings, model: str | None = None) -> Registry:
-    """The registry that the settings name; ``model`` as for ``Registry``. Raises DatabaseRefused."""
-    engine = open_database(settings.database_address, settings.data_dir / "backups")
+def open_registry(settings: Settings, model: str | None = None, *, existing: bool = False) -> Registry:
+    """The registry that the settings name, made where it is missing and need not be ``existing``; ``model`` as for ``Registry``.
+
+    Raises DatabaseRefused.
+    """
+    engine = open_database(settings.database_address, settings.data_dir / "backups", existing=existing)
     return Registry(engine, settings.audit_head_file, model)

@@ -231,6 +231,47 @@ def test_a_copy_that_has_no_room_is_refused_and_leaves_nothing_behind(tmp_path: 
     engine.dispose()
 
 
+@pytest.mark.parametrize("there", ["no folder", "an empty file", "another database"])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "audit list",
+        "audit verify",
+        "audit accept-head --reason restored",
+        "key list",
+        "key create somebody",
+        "key revoke key_1",
+        "db check",
+        "db backup",
+    ],
+)
+def test_what_reads_or_copies_a_registry_makes_none(tmp_path: Path, wanted: str, there: str) -> None:
+    path = tmp_path / "data" / "unbind.sqlite"
+    if there != "no folder":
+        path.parent.mkdir()
+        path.touch()
+    if there == "another database":
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE of_somebody_else (id INTEGER)")
+    before = files_in(tmp_path)
+    done = CliRunner().invoke(build(), [*wanted.split(), "--data-dir", str(path.parent)])
+    assert done.exit_code == 1 and f"no registry at {path}; give the server's --data-dir" in done.output
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("page", [1, -1])  # the schema's revision, and rows that no command has to read
+def test_a_damaged_registry_is_not_copied(tmp_path: Path, page: int) -> None:
+    path = tmp_path / "unbind.sqlite"
+    database.open_database(path).dispose()
+    damaged = bytearray(path.read_bytes())
+    start = page * 4096 % len(damaged)
+    damaged[start : start + 4096] = b"\xa5" * 4096
+    path.write_bytes(damaged)
+    copied = CliRunner().invoke(build(), ["db", "backup", "--data-dir", str(tmp_path)])
+    assert copied.exit_code == 1 and f"{path} is damaged (" in copied.output, copied.output
+    assert list(tmp_path.rglob("backups/*")) == []
+
+
 @pytest.mark.parametrize("start", [0, 4096])  # the head of the file, so that it is no database; and a page within
 def test_a_damaged_file_is_refused_by_name_with_the_remedy(tmp_path: Path, start: int) -> None:
     path = tmp_path / "unbind.sqlite"
