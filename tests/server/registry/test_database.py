@@ -182,14 +182,17 @@ def test_a_copy_made_while_others_write_restores(tmp_path: Path) -> None:
     restored.close()
 
 
+@pytest.mark.parametrize("used", [True, False])
 def test_the_documented_backup_is_whole_where_something_changes_between_its_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = Settings(data_dir=Path(".unbind"))
     registry, store = open_registry(settings, "model"), ObjectStore(settings.published_store)
-    for name in ("evidence.key", "guard.key", "admin.key"):
-        (settings.data_dir / name).write_text("a key")
+    held = ["admin.key", "forget/f.jsonl", "jobs/job_1/0/fit.pt", "modules/quarantine/no.reason"]
+    for name in held if used else held[:1]:  # before the first change there is no head, evidence, module or job
+        (settings.data_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (settings.data_dir / name).write_text(name)
 
     def change(name: str) -> None:
         data = name.encode()
@@ -200,18 +203,30 @@ def test_the_documented_backup_is_whole_where_something_changes_between_its_comm
 
     page = (ROOT / "docs/operations.md").read_text().split("## Backup and restore")[1]
     commands = page.split("```sh\n")[1].split("```")[0].replace("/backup", "backup").splitlines()
+    restore = page.split("(`cp -a")[1].split("`)")[0].replace("/backup", "backup")
     Path("backup").mkdir()
     for number, line in enumerate(commands):
-        change(f"before {number}")
+        if used:
+            change(f"before {number}")
         words = shlex.split(line, comments=True)
         if words[0] == "unbind":
             assert CliRunner().invoke(build(), words[1:]).exit_code == 0
         else:
-            subprocess.run(words, check=True)
-    change("after")
+            told = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True)
+            assert (told.returncode, told.stderr) == (0, ""), line
+    if used:
+        change("after")
     registry.close()
-    checked = CliRunner().invoke(build(), ["db", "check", "--data-dir", "backup"])
+    settings.data_dir.rename("lost")
+    subprocess.run(["cp", "-a", *shlex.split(restore)], check=True)
+    assert all((settings.data_dir / name).read_text() == name for name in (held if used else held[:1]))
+    assert stat.S_IMODE(settings.data_dir.stat().st_mode) == 0o700
+    checked = CliRunner().invoke(build(), ["db", "check"])
     assert checked.exit_code == 0, checked.output
+    restored = open_registry(settings)
+    copied = {f"before {number}" for number in range(3)} if used else set()
+    assert {record["name"] for record in restored.modules.versions()} == copied
+    restored.close()
 
 
 def test_a_copy_that_has_no_room_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
