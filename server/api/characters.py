@@ -34,7 +34,8 @@ async def whole_characters(request: Request) -> None:
 def check_characters(value: Any) -> None:
     """Raise 400, naming the field, where a string in what was JSON holds half a surrogate pair."""
     if (field := _half_character(value)) is not None:
-        raise invalid(f"{field}: holds half of a surrogate pair, which is no character; mend its encoding", field)
+        text = f"{field}: holds half of a surrogate pair, which is no character; mend its encoding"
+        raise invalid(text, field, "invalid_value")
 
 
 def _half_character(value: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from server.api.admin.bodies import TakedownOptions
 from server.api.profiles import scopes
 from server.base_service import BaseService
-from server.errors import ApiError
+from server.errors import ApiError, invalid
 from unbind_core.architecture import LoadedModel
 from unbind_core.fitting.options import possible_layers
 
@@ -21,23 +21,15 @@ def checked_options(served: BaseService, options: TakedownOptions) -> dict[str, 
     if options.protect != "guard":
         _check_fit(served, options)
     if options.scope is not None and options.scope not in scopes(served):
-        raise ApiError(
-            400,
-            f"options.scope: '{options.scope}' does not exist; make the key or the profile first",
-            param="options.scope",
-        )
+        raise _wrong("options.scope", f"'{options.scope}' does not exist; make the key or the profile first")
     plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True, exclude_none=True)
     for field in ("effective_at", "expires_at"):
         if (at := getattr(options, field)) is not None:
             plain[field] = at.timestamp()
     if options.effective_at is not None and options.activation != "auto":
-        raise ApiError(
-            400,
-            "options.effective_at: goes with activation 'auto'; otherwise activate when it is due",
-            param="options.effective_at",
-        )
+        raise _wrong("options.effective_at", "goes with activation 'auto'; otherwise activate when it is due")
     if plain.get("expires_at", float("inf")) <= max(time.time(), plain.get("effective_at", 0.0)):
-        raise ApiError(400, "options.expires_at: lies before the module would be active", param="options.expires_at")
+        raise _wrong("options.expires_at", "lies before the module would be active; give a later time")
     return plain
 
 
@@ -55,27 +47,23 @@ def _check_guard(options: TakedownOptions) -> None:
 def _check_fit(served: BaseService, options: TakedownOptions) -> None:
     count = fitted_model(served).identity.num_layers
     if any(layer >= count for layer in options.layers or []):
-        raise ApiError(400, f"options.layers: the model has layers 0 to {count - 1}", param="options.layers")
+        raise _wrong("options.layers", f"the model has layers 0 to {count - 1}")
     possible = possible_layers(options.gate, count)
     if not set(options.layers or []) <= set(possible):
         stands = f"gate '{options.gate}' stands at {', '.join(map(str, possible))} of {count} layers; leave layers out"
-        raise ApiError(400, f"options.layers: {stands}", param="options.layers")
+        raise _wrong("options.layers", stands)
     if options.policy == "rewrite" and options.gate != "auto":
-        raise ApiError(
-            400, f"options.policy: gate '{options.gate}' knows silent alone; use gate 'auto'", param="options.policy"
-        )
+        raise _wrong("options.policy", f"gate '{options.gate}' knows silent alone; use gate 'auto'")
     if options.effort != 1 and options.gate != "auto":
         raise _wrong("options.effort", f"gate '{options.gate}' trains nothing; leave it out, or use gate 'auto'")
     if options.gate == "paper-strict" and options.budgets is not None:
-        raise ApiError(
-            400,
-            "options.budgets: gate 'paper-strict' holds the paper's own; leave them out, or use gate 'paper'",
-            param="options.budgets",
+        raise _wrong(
+            "options.budgets", "gate 'paper-strict' holds the paper's own; leave them out, or use gate 'paper'"
         )
 
 
 def _wrong(field: str, message: str) -> ApiError:
-    return ApiError(400, f"{field}: {message}", param=field, code="invalid_value")
+    return invalid(f"{field}: {message}", field, "invalid_value")
 
 
 def fitted_model(served: BaseService) -> LoadedModel:

@@ -25,7 +25,7 @@ from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.characters import check_characters
 from server.base_service import BaseService
 from server.engine.refusals import EngineStopped
-from server.errors import ApiError
+from server.errors import ApiError, invalid
 from server.guarding import build_guard, kept_guard
 from server.registry import retention
 from server.registry.audit import Actor
@@ -258,10 +258,10 @@ def purge_takedown(takedown_id: str, served: Served, actor: Acting) -> dict[str,
 async def _from_form(form: FormData) -> tuple[TakedownFields, Intake]:
     file = form.get("file")
     if not isinstance(file, UploadFile):
-        raise ApiError(400, "file: give the forget set as a file part: JSONL, .zip or .tar.gz", param="file")
+        raise invalid("file: give the forget set as a file part: JSONL, .zip or .tar.gz", "file", "invalid_value")
     known = {"file", "name", "notice", "options", "include", "exclude"}
     if unknown := sorted(set(form) - known):
-        raise ApiError(400, f"{unknown[0]}: unknown part; known are {', '.join(sorted(known))}", param=unknown[0])
+        raise invalid(f"{unknown[0]}: unknown part; known are {', '.join(sorted(known))}", unknown[0], "invalid_value")
     given: dict[str, Any] = {"name": form.get("name")}
     for part in ("notice", "options"):
         if isinstance(text := form.get(part), str):

@@ -267,7 +267,7 @@ def test_unusual_uploads_over_http_are_bad_requests(server: Live, kind: str) -> 
 )
 def test_hostile_rows_over_http_are_bad_requests(server: Live, body: bytes) -> None:
     answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY)
-    assert answer.status == 400 and answer.error["message"], answer.raw
+    assert answer.status == 400 and answer.error["code"], answer.raw
 
 
 VALUES_OF_PARTS = ["\ud800", '{"\\ud800": 1}', "[" * 100_000, "[" * 3, '{"claimant": "\\ud800"}', ""]
@@ -288,7 +288,14 @@ def with_part(part: str, value: str) -> tuple[bytes, dict[str, str]]:
 def test_hostile_parts_of_a_form_are_bad_requests(server: Live, part: str, value: str) -> None:
     body, headers = with_part(part, value)
     answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
-    assert answer.status == 400 and answer.error["message"], answer.raw
+    assert answer.status == 400 and answer.error["code"], answer.raw
+
+
+def test_a_form_without_its_file_is_a_bad_request(server: Live) -> None:
+    body, headers = multipart(b"", **DRY)
+    body = body.replace(b'; filename="f"', b"")
+    answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "file", "invalid_value")
 
 
 @pytest.mark.parametrize("part", ["include", "exclude"])
