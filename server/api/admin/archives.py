@@ -69,6 +69,8 @@ def tar_files(data: bytes) -> Iterator[tuple[str, bytes]]:
             unpacked = packed.read(MAX_UNPACKED_BYTES + 1)
         if len(unpacked) > MAX_UNPACKED_BYTES:
             raise _too_large()
+        if unpacked and b"\0" not in unpacked[: tarfile.BLOCKSIZE]:  # a header of a .tar is never without
+            raise DataError("file: it is gzip, but not of an archive; unpack it with gunzip, and give the file in it")
         with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:", tarinfo=_Member) as archive:
             for count, member in enumerate(archive, start=1):
                 _check_count(count)

@@ -102,7 +102,10 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (zipped({}), "binary, but neither|no rows"),
         (zipped({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .zip"),
         (tarred({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .tar.gz"),
-        (gzip.compress(b"not a tar"), "damaged or unusual .tar.gz"),
+        (gzip.compress(b"not \0 a tar"), "damaged or unusual .tar.gz"),
+        (gzip.compress(b""), "damaged or unusual .tar.gz"),
+        (gzip.compress(jsonl(ROWS)), "it is gzip, but not of an archive; unpack it with gunzip"),
+        (gzip.compress(SOURCE.encode()), "it is gzip, but not of an archive; unpack it with gunzip"),
     ],
 )
 def test_a_bad_upload_is_refused_with_the_reason(data: bytes, says: str) -> None:
