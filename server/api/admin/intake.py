@@ -20,6 +20,7 @@ MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
 PIECE_LINES = 60
 SHORTEST_PIECE_LINES = 20
+ROW_FILES = (".jsonl", ".ndjson")  # in an archive they would be cut into rows as if they were source code
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines cuts
 
 
@@ -94,6 +95,10 @@ def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], excl
         if "\x00" in text:
             skipped += 1  # images and the like lie in every source tree
             continue
+        if name.lower().endswith(ROW_FILES):
+            raise DataError(
+                f"file: '{shown(name)}' in the archive is JSONL, not source code; post it by itself, or name it in 'exclude'"
+            )
         lines += sum(text.count(end) for end in LINE_ENDS)
         if lines > MAX_ROWS * PIECE_LINES:
             raise DataError(

@@ -62,6 +62,8 @@ def test_jsonl_and_archives_become_rows() -> None:
         only = from_upload(archive, ["*.py"], [])
         assert {row.source for row in only.rows} == {"src/a.py"}
         assert {row.source for row in from_upload(archive, [], ["src/a*"]).rows} == {"src/b.js"}
+    for archive in (zipped({**files, "rows.jsonl": jsonl(ROWS)}), zipped({**files, "._rows.jsonl": b"\x00\x05"})):
+        assert {row.language for row in from_upload(archive, [], ["rows.jsonl"]).rows} == {"py", "js"}
 
 
 def test_a_source_file_is_cut_where_a_new_block_begins() -> None:
@@ -100,6 +102,11 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (tarred({"x.py": SOURCE.encode()}, link="y.py"), "'y.py' in the archive is a link"),
         (zipped({"a.png": b"\x00\x01"}), "no rows in the archive .1 files match, 1 of them"),
         (zipped({}), "binary, but neither|no rows"),
+        (zipped({"a.py": SOURCE.encode(), "in/rows.jsonl": jsonl(ROWS)}), "'in/rows.jsonl' in the archive is JSONL"),
+        (
+            tarred({"ROWS.NDJSON": jsonl(ROWS)}),
+            "'ROWS.NDJSON' in the archive is JSONL, not source code; post it by itself",
+        ),
         (zipped({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .zip"),
         (tarred({"a.py": SOURCE.encode()})[:-30], "damaged or unusual .tar.gz"),
         (gzip.compress(b"not \0 a tar"), "damaged or unusual .tar.gz"),
