@@ -125,7 +125,12 @@ def json_lines(data: bytes, origin: str) -> list[str]:
 
 def parse_forget(source: Path | Iterable[str], origin: str | None = None) -> list[ForgetRow]:
     """Forget rows from a JSONL file or its lines; raises DataError naming ``origin`` (the file), line and field; OSError passes."""
-    return [forget_row(value, where) for where, value in _read(source, origin, "forget rows")]
+    return [row for _, row in placed_forget(source, origin)]
+
+
+def placed_forget(source: Path | Iterable[str], origin: str | None = None) -> list[tuple[str, ForgetRow]]:
+    """As ``parse_forget``, each row behind its file and line, for what is said of it later."""
+    return [(where, forget_row(value, where)) for where, value in _read(source, origin, "forget rows")]
 
 
 def parse_retain(source: Path | Iterable[str], origin: str | None = None) -> list[RetainRow]:

@@ -119,7 +119,7 @@ def test_what_is_too_large_or_no_text_has_an_answer_too(server: ServerProcess) -
         assert connection.getresponse().status == 413  # and not one byte of it was read
     long = {"prompt": "word " * 3000, "continuation": "x"}
     status, answer = server.admin("/takedowns", {"name": "x", "rows": [*ROWS, long]})
-    assert status == 400 and "row 6: its prompt has" in answer["error"]["message"]
+    assert status == 400 and "rows.5: its prompt has" in answer["error"]["message"]
     assert server.admin("/takedowns", b"[[[", {})[1]["error"]["code"] == "invalid_json"
     assert server.admin("/takedowns", b"[" * 100_000)[0] == 400
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server.api.admin.intake import Intake
 from server.api.admin.options import fitted_model
 from server.base_service import BaseService
 from server.planning.planned import planned
@@ -13,16 +14,16 @@ from unbind_core.errors import DataError, UnbindError
 from unbind_core.rows import ForgetRow
 
 
-def positions(served: BaseService, rows: Sequence[ForgetRow]) -> int:
+def positions(served: BaseService, intake: Intake) -> int:
     """Continuation tokens over all rows. Raises DataError for a row whose prompt no request could bring."""
     loaded = fitted_model(served)
     tokenizer = loaded.tokenizer
     limit = int(getattr(loaded.model.config, "max_position_embeddings", None) or 2**31)
     total = 0
-    for number, row in enumerate(rows):
+    for place, row in zip(intake.places, intake.rows, strict=True):
         if len(row.prompt) > limit and (length := len(encode(tokenizer, row.prompt))) >= limit:
             raise DataError(
-                f"row {number + 1}: its prompt has {length} tokens, and the model's context {limit}; shorten the prompt"
+                f"{place}: its prompt has {length} tokens, and the model's context {limit}; shorten the prompt"
             )
         total += len(encode(tokenizer, row.continuation))
     return total

@@ -14,7 +14,7 @@ from typing import Any
 
 from server.api.admin.archives import shown, tar_files, zip_files
 from unbind_core.errors import DataError, InsufficientRows
-from unbind_core.rows import ForgetRow, forget_row, json_lines, parse_forget
+from unbind_core.rows import ForgetRow, forget_row, json_lines, placed_forget
 
 MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
@@ -26,9 +26,13 @@ LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines c
 
 @dataclass(frozen=True)
 class Intake:
-    """A forget set that can be used, and what was left out of it."""
+    """A forget set that can be used, and what was left out of it.
+
+    ``places``: where each row stands in what was sent, duplicates and blank lines counted: its line, its index or its file.
+    """
 
     rows: list[ForgetRow]
+    places: list[str]
     duplicates_dropped: int
     files_skipped: int = 0
 
@@ -50,13 +54,12 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
         raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL or one of these")
     lines = json_lines(data, "file")
     _check_rows(sum(bool(line.strip()) for line in lines))
-    rows = parse_forget(lines, "file")
-    return _checked([(f"file row {number}", row) for number, row in enumerate(rows, start=1)])
+    return _checked(placed_forget(lines, "file"))
 
 
 def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> Intake:
     _check_rows(len(rows))
-    kept: dict[tuple[str, str], ForgetRow] = {}
+    kept: dict[tuple[str, str], tuple[str, ForgetRow]] = {}
     for where, row in rows:
         if len(row.prompt) + len(row.continuation) > MAX_ROW_CHARACTERS:
             raise DataError(f"{where}: longer than {MAX_ROW_CHARACTERS} characters; split it into several rows")
@@ -68,10 +71,11 @@ def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> I
             raise DataError(
                 f"{where}: holds half of a surrogate pair, which is no character; mend its encoding"
             ) from None
-        kept.setdefault((row.prompt, row.continuation), row)
+        kept.setdefault((row.prompt, row.continuation), (where, row))
     if not kept:
         raise InsufficientRows("rows: none given; at least one is needed")
-    return Intake(list(kept.values()), len(rows) - len(kept), files_skipped)
+    places, different = zip(*kept.values(), strict=True)
+    return Intake(list(different), list(places), len(rows) - len(kept), files_skipped)
 
 
 def _check_rows(count: int) -> None:

@@ -71,7 +71,7 @@ async def post_takedown(
         "rows": len(intake.rows),
         "duplicates_dropped": intake.duplicates_dropped,
         "files_skipped": intake.files_skipped,
-        "positions": await asyncio.to_thread(positions, served, intake.rows) if fits else None,
+        "positions": await asyncio.to_thread(positions, served, intake) if fits else None,
         "plan": await asyncio.to_thread(plan_of, served, intake.rows, asked.options) if fits else None,
     }
     with refusals():

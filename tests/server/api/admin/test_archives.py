@@ -244,6 +244,15 @@ def test_damaged_uploads_over_http_are_bad_requests(server: Live, kind: str) -> 
         assert answer.status == 400 and answer.error["message"], answer.raw
 
 
+def test_a_prompt_that_fits_no_request_is_named_by_its_line(server: Live) -> None:
+    rows = [{"prompt": "def f", "continuation": "()"}] * 2
+    long = {"prompt": "x = 1\n" * 9999, "continuation": "y = 2\n"}
+    body, headers = multipart("\n".join([*map(json.dumps, rows), "", json.dumps(long)]).encode(), **DRY)
+    answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
+    assert (answer.status, answer.error["code"]) == (400, "bad_rows")
+    assert answer.error["message"].startswith("file line 4: its prompt has ")
+
+
 @pytest.mark.parametrize("kind", ["bzip2", "lzma", "zip64", "sparse"])
 def test_unusual_uploads_over_http_are_bad_requests(server: Live, kind: str) -> None:
     body, headers = multipart(over_http(kind), **DRY)

@@ -89,9 +89,10 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (b"\x7fELF\x00\x00", "binary, but neither"),
         (jsonl(ROWS).decode().encode("utf-16"), "binary, but neither"),
         ('{"text": "über"}'.encode("latin-1"), r"not UTF-8 \(byte 10\)"),
-        (jsonl([*ROWS, {"text": "a\n\u0000b\n" * 9}]), "file row 5: holds a NUL"),
-        (jsonl([*ROWS, {"prompt": "x", "continuation": "\ud800"}]), "file row 5: holds half of a surrogate"),
-        (jsonl([*ROWS, {"prompt": "x", "continuation": "y" * 300_000}]), "file row 5: longer than 200000"),
+        (jsonl([*ROWS, {"text": "a\n\u0000b\n" * 9}]), "file line 5: holds a NUL"),
+        (jsonl([*ROWS, {"prompt": "x", "continuation": "\ud800"}]), "file line 5: holds half of a surrogate"),
+        (jsonl([*ROWS, {"prompt": "x", "continuation": "y" * 300_000}]), "file line 5: longer than 200000"),
+        (jsonl(ROWS[:1] * 2) + b"\n\n" + jsonl([{"text": "a\n\u0000b\n" * 9}]), "file line 5: holds a NUL"),
         (jsonl([*ROWS, ["list"]]), "file line 5: a JSON object"),
         (jsonl([*ROWS, {"prompt": "x"}]), "field 'continuation' is missing"),
         (zipped({"../../etc/cron.d/x": SOURCE.encode()}), "'../../etc/cron.d/x' in the archive leads out of it"),
@@ -128,6 +129,13 @@ def test_bombs_are_refused_before_they_go_off() -> None:
             from_upload(bomb, ["*.py"], [])
     with pytest.raises(UnbindError, match=f"more than {MAX_FILES} files"):
         from_upload(zipped({f"{i}.py": b"x" for i in range(MAX_FILES + 1)}), [], [])
+
+
+def test_a_row_keeps_its_place_behind_duplicates_and_blank_lines() -> None:
+    sent = from_upload(jsonl(ROWS[:1] * 2) + b"\n \n" + jsonl(ROWS[1:2]), [], [])
+    assert (sent.places, sent.duplicates_dropped) == (["file line 1", "file line 5"], 1)
+    assert from_json([*ROWS[:1] * 2, ROWS[1]]).places == ["rows.0", "rows.2"]
+    assert from_upload(zipped({"a.py": SOURCE.encode()}), [], []).places == ["a.py"] * len(list(pieces(SOURCE)))
 
 
 def test_rows_of_a_json_body_are_named_by_their_place() -> None:
