@@ -68,6 +68,15 @@ def test_a_part_that_is_refused_says_which_were_posted(running: Live, tmp_path: 
     assert {"half-1", "half-2"} <= posted(running).keys()
 
 
+def test_the_takedown_is_told_before_its_job_is_followed(running: Live, tmp_path: Path) -> None:
+    asked = ("--name", "followed", "--protect", "guard", "--guard-run", "8", "--watch")
+    told = submit(running, file_of(tmp_path, ROWS), *asked).stdout
+    fields = dict(line.split(maxsplit=1) for line in told.splitlines())
+    assert running.admin(f"/takedowns/{fields['takedown_id']}").body["name"] == "followed"
+    assert fields["guard"].startswith("version 1: enforced (global); steer at runs of 8 lexemes")
+    assert fields["binds"] == "every request to this service" and told.index("takedown_id") < told.index("outcome")
+
+
 def test_an_archive_is_not_split(running: Live, tmp_path: Path) -> None:
     told = submit(running, file_of(tmp_path, ROWS, "rows.zip"), "--name", "z", "--split", "3", code=1).output
     assert "--split: 'rows.zip' is an archive" in told and "z" not in posted(running)

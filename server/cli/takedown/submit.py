@@ -117,8 +117,7 @@ def submit(
             if scope == NO_SCOPE:  # as was said; that a version which binds is superseded is still told
                 answer["warnings"] = [said for said in answer["warnings"] if not said.startswith(NONE_GIVEN)]
             if not as_json:
-                if not watch or dry_run:
-                    show_answer(answer)
+                show_answer(answer)  # before it is watched, too: the jobs' table has neither takedown nor guard
                 warn(answer)
             answers.append(answer)
         jobs = [follow(client, one["job_id"], as_json) for one in answers] if watch and not dry_run else []
