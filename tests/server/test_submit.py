@@ -77,6 +77,36 @@ def test_the_takedown_is_told_before_its_job_is_followed(running: Live, tmp_path
     assert fields["binds"] == "every request to this service" and told.index("takedown_id") < told.index("outcome")
 
 
+def status(running: Live, *job: str) -> list[str]:
+    given = ["takedown", "status", *job, "--url", running.url, "--key", ADMIN_KEY]
+    done = CliRunner(env={"NO_COLOR": "1"}).invoke(build(), given)
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()
+
+
+def test_ids_and_outcomes_of_jobs_are_whole_however_narrow_the_screen(running: Live, tmp_path: Path) -> None:
+    name, guard = "n" * 64, ("--protect", "guard", "--guard-run", "8", "--json")
+    made = json.loads(submit(running, file_of(tmp_path, ROWS), "--name", name, *guard).stdout)
+    head, *lines = status(running)
+    assert head.split() == ["job", "module", "state", "stage", "progress", "left", "outcome"]
+    (line,) = [line for line in lines if line.startswith(made["job_id"])]
+    assert line.split() == [made["job_id"], name, "succeeded", "100", "%", "guarded"]
+    fields = dict(line.split(maxsplit=1) for line in status(running, made["job_id"]))
+    assert (fields["job"], fields["takedown"]) == (made["job_id"], made["takedown_id"])
+    assert (fields["module"], fields["outcome"]) == (name, "guarded")
+
+
+def test_what_has_not_ended_is_listed_however_much_came_after(running: Live) -> None:
+    old = {"name": "oldest", "rows": ROWS, "options": {"protect": "module"}}
+    waits = running.admin("/takedowns", old).body["job_id"]
+    for number in range(21):
+        guard = {"protect": "guard", "guard": {"run": 8}}
+        assert running.admin("/takedowns", {"name": f"later-{number}", "rows": ROWS, "options": guard}).status == 202
+    lines = status(running)
+    assert any(line.startswith(waits) and "queued" in line for line in lines)
+    assert not any(" later-0 " in line for line in lines) and any(" later-20 " in line for line in lines)
+
+
 def test_an_archive_is_not_split(running: Live, tmp_path: Path) -> None:
     told = submit(running, file_of(tmp_path, ROWS, "rows.zip"), "--name", "z", "--split", "3", code=1).output
     assert "--split: 'rows.zip' is an archive" in told and "z" not in posted(running)

@@ -8,10 +8,11 @@ import typer
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import clear_errors, screen, write_json
-from server.cli.takedown.shown import follow, show_answer, show_ended, table_of
+from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
 from server.cli.takedown.submit import AsJson, submit
 from server.registry.lifecycle import standing
 
+NEWEST = 20
 JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
 
 
@@ -39,14 +40,20 @@ def status(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where a job is, or a table of jobs."""
+    """Where a job is, and its takedown; or all jobs that have not ended, with the newest that have."""
     with clear_errors():
         client = Client(url, key)
-        jobs = [client.call(f"/jobs/{job_id}")] if job_id else client.call("/jobs?limit=20")["data"]
+        if job_id:
+            jobs = [client.call(f"/jobs/{job_id}")]
+        else:  # however many wait, the one that has the device is among them
+            newest = client.call("/jobs?limit=1000")["data"]
+            jobs = [job for place, job in enumerate(newest) if place < NEWEST or job["state"] not in ENDED]
     if as_json:
         write_json(jobs[0] if job_id else jobs)
+    elif job_id:
+        show_job(jobs[0])
     else:
-        screen.print(table_of(jobs))
+        show_jobs(jobs)
 
 
 def watch(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
@@ -89,7 +96,7 @@ def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> N
     if as_json:
         write_json(job)
     else:
-        screen.print(table_of([job]))
+        show_jobs([job])
 
 
 def register(app: typer.Typer) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from server.cli.client import Client
@@ -76,26 +75,41 @@ def show_ended(jobs: list[dict[str, Any]], as_json: bool, one: bool = True) -> N
     if as_json:
         write_json(jobs[0] if one else jobs)
     else:
-        screen.print(table_of(jobs))
+        show_jobs(jobs)
     if any(job["state"] != "succeeded" for job in jobs):
         raise typer.Exit(1)
 
 
-def table_of(jobs: list[dict[str, Any]]) -> Table:
-    """A line a job."""
-    table = Table("job", "module", "state", "stage", "progress", "left", "outcome", box=None)
-    for job in jobs:
-        left = "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s"
-        outcome = job["outcome"] or ""
-        if (made := job["result"] or {}).get("in_force"):
-            outcome = outcome if "guard_id" in made else standing({"state": outcome, **made})
-        table.add_row(
-            job["id"],
-            job["module"],
-            job["state"],
-            job["stage"],
-            f"{100 * job['progress']:.0f} %",
-            left,
-            job["error"] or (job["result"] or {}).get("remark") or outcome,
-        )
-    return table
+def show_jobs(jobs: Sequence[Mapping[str, Any]]) -> None:
+    """A line a job, cut and folded nowhere: ids are copied, and in a pipe a line is what is read."""
+    told = [_told(job) for job in jobs]
+    lines = [[*_COLUMNS], *([one[column] for column in _COLUMNS] for one in told)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        screen.print(text.rstrip(), highlight=False, soft_wrap=True)
+
+
+def show_job(job: Mapping[str, Any]) -> None:
+    """One job field by field, with its takedown."""
+    show_answer({field: text for field, text in _told(job).items() if text})
+
+
+_COLUMNS = ("job", "module", "state", "stage", "progress", "left", "outcome")
+
+
+def _told(job: Mapping[str, Any]) -> dict[str, str]:
+    """What people are told of a job, by name; empty where there is nothing to tell."""
+    outcome, made = job["outcome"] or "", job["result"] or {}
+    if made.get("in_force"):
+        outcome = outcome if "guard_id" in made else standing({"state": outcome, **made})
+    return {
+        "job": job["id"],
+        "takedown": job["takedown_id"] or "",
+        "module": job["module"],
+        "state": job["state"],
+        "stage": job["stage"] or "",
+        "progress": f"{100 * job['progress']:.0f} %",
+        "left": "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s",
+        "outcome": " ".join(str(job["error"] or made.get("remark") or outcome).split()),
+    }
