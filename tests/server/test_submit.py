@@ -62,10 +62,30 @@ def test_what_is_small_enough_keeps_its_name(running: Live, tmp_path: Path) -> N
 
 def test_a_part_that_is_refused_says_which_were_posted(running: Live, tmp_path: Path) -> None:
     submit(running, file_of(tmp_path, ROWS[:1], "other.jsonl"), "--name", "half-2")
-    told = submit(running, file_of(tmp_path, ROWS), "--name", "half", "--split", "3", code=1).output
-    said = " ".join(told.split())
-    assert "half-2: " in said and "choose another name" in said and "posted before it: half-1" in said
-    assert {"half-1", "half-2"} <= posted(running).keys()
+    asked = (file_of(tmp_path, ROWS), "--name", "half", "--split", "3", "--json")
+    stopped = submit(running, *asked, code=1)
+    (kept,) = json.loads(stopped.stdout)
+    said = " ".join(stopped.stderr.split())
+    assert "half-2: " in said and "choose another name" in said
+    assert f"posted before it, and kept: half-1 ({kept['takedown_id']})" in said
+    busy = next(job for job in running.admin("/jobs").body["data"] if job["module"] == "half-2")
+    assert running.admin(f"/jobs/{busy['id']}/cancel", method="POST").status == 200
+    again = json.loads(submit(running, *asked, "--idempotency-key", said.split()[-1]).stdout)
+    assert [(one["module"], one["created"]) for one in again] == [("half-1", False), ("half-2", True)]
+    assert again[0]["takedown_id"] == kept["takedown_id"]
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_a_row_that_is_refused_in_any_part_leaves_nothing_posted(
+    running: Live, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [*map(json.dumps, ROWS[:3]), "", json.dumps(ROWS[3]), '{"prompt": 3}']
+    file.write_text("\n".join(lines))
+    told = submit(running, file, "--name", "bad", "--split", "2", *options, code=1)
+    said = " ".join(told.stderr.split())
+    assert "bad-3: file line 6: field 'prompt' must be a string" in said and said.endswith("nothing was posted")
+    assert not any(name.startswith("bad") for name in posted(running))
 
 
 def test_the_takedown_is_told_before_its_job_is_followed(running: Live, tmp_path: Path) -> None:

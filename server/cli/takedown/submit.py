@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,14 +107,27 @@ def submit(
     with clear_errors(), ExitStack() as stack:
         client = Client(url, key)
         parts = [(name, file)] if split is None else stack.enter_context(_parts(file, name, split))
+        several = len(parts) > 1
+        if several and not dry_run:  # a row that is refused in the last must not leave the first in force
+            idempotency_key = idempotency_key or secrets.token_hex(8)  # to go on with, where a post fails all the same
+            tried = {**fields, "options": _given({**options, "dry_run": True})}
+            for called, rows in parts:
+                _tried(client, {"name": called, **tried}, rows)
         for number, (called, rows) in enumerate(parts, 1):
             own = "" if split is None else f"-{number}"
             headers = {"Idempotency-Key": f"{idempotency_key}{own}"} if idempotency_key else {}
-            try:
-                answer = client.upload("/takedowns", {"name": called, **fields}, rows, headers)
-            except UnbindError as error:
-                posted = ", ".join(one for one, _ in parts[: number - 1])
-                raise UnbindError(f"{called}: {error}; posted before it: {posted}" if posted else str(error)) from None
+            given = {"name": called, **fields}
+            if several and dry_run:
+                answer = _tried(client, given, rows)
+            elif several:
+                try:
+                    answer = client.upload("/takedowns", given, rows, headers)
+                except UnbindError as error:
+                    if as_json and answers:
+                        write_json(answers)
+                    raise _stopped(called, error, answers, idempotency_key) from None
+            else:
+                answer = client.upload("/takedowns", given, rows, headers)
             if scope == NO_SCOPE:  # as was said; that a version which binds is superseded is still told
                 answer["warnings"] = [said for said in answer["warnings"] if not said.startswith(NONE_GIVEN)]
             if not as_json:
@@ -130,11 +144,13 @@ def submit(
 @contextmanager
 def _parts(file: Path, name: str, most: int) -> Iterator[list[tuple[str, Path]]]:
     """Names and files of the rows of ``file`` in parts of one size, but for a row; under its own name where one part is enough.
-    Raises UnbindError for what is no JSONL.
+    A row keeps its line number, behind blank lines, so that what is said of it holds in ``file``. Raises UnbindError for what is
+    no JSONL.
     """
     if file.name.endswith((".zip", ".gz", ".tgz", ".tar")):
         raise UnbindError(f"--split: '{file.name}' is an archive; give the rows as JSONL, or post it as one takedown")
-    rows = [line for line in json_lines(file.read_bytes(), file.name) if line.strip()]
+    lines = json_lines(file.read_bytes(), file.name)
+    rows = [place for place, line in enumerate(lines) if line.strip()]
     count = max(1, math.ceil(len(rows) / most))
     if count == 1:
         yield [(name, file)]
@@ -144,9 +160,28 @@ def _parts(file: Path, name: str, most: int) -> Iterator[list[tuple[str, Path]]]
         for number in range(count):
             part = Path(folder) / f"{name}-{number + 1}.jsonl"
             own = rows[len(rows) * number // count : len(rows) * (number + 1) // count]
-            part.write_text("".join(f"{row}\n" for row in own), encoding="utf-8")
+            text = "\n" * own[0] + "".join(f"{line}\n" for line in lines[own[0] : own[-1] + 1])
+            part.write_text(text, encoding="utf-8")
             parts.append((part.stem, part))
         yield parts
+
+
+def _tried(client: Client, given: dict[str, str], rows: Path) -> dict[str, Any]:
+    """The answer to a dry run of one part. Raises UnbindError that names the part."""
+    try:
+        answer: dict[str, Any] = client.upload("/takedowns", given, rows, {})
+    except UnbindError as error:
+        raise UnbindError(f"{given['name']}: {error}; nothing was posted") from None
+    return answer
+
+
+def _stopped(called: str, error: UnbindError, answers: Sequence[dict[str, Any]], key: str | None) -> UnbindError:
+    """What is said where a post fails after the parts were checked: what is there by now, and how the rest follows."""
+    posted = ", ".join(f"{one['module']} ({one['takedown_id']})" for one in answers) or "nothing"
+    return UnbindError(
+        f"{called}: {error}; posted before it, and kept: {posted}. To post the rest, mend that and give the same command and rows "
+        f"with --idempotency-key {key}"
+    )
 
 
 def at_terminal() -> bool:
