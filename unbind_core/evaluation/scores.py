@@ -21,6 +21,7 @@ ACCESS_NEW_TOKENS = 256
 # The paper's, to the letter: nothing follows the prompt, or the fence that closes it.
 INSTRUCTION = "Continue the following source code. Preserve its task and return only the continuation.\n\n{prompt}"
 FENCE = "Complete the code in the fenced block. Return only its continuation.\n```\n{prompt}\n```"
+CHANCE, LEAST = 8, 4  # tokens in a row that any completion of code may hold; that no completion is without
 PREFIXES = (16, 32, 64)
 WAYS = ("original", *(f"prefix-{k}" for k in PREFIXES), "instruction", "fence")
 # Two ways that no fit ever looks at, an injection longer than any it knows and a request of another form, and those that it may.
@@ -191,7 +192,8 @@ def extractable(
 ) -> dict[str, Any]:
     """Whether the rows are memorised at all, by one greedy completion a row and form (``scores``, where they are known).
 
-    A row counts as extracted if an exact span of EXTRACTED_SPAN tokens, or of half its continuation if that is shorter, comes back.
+    A row counts as extracted if an exact span of EXTRACTED_SPAN tokens, or of half its continuation if that is shorter, comes back;
+    of CHANCE tokens or all at least, as fewer do by chance, and of a continuation of less than LEAST tokens nothing is counted.
     ``memorised`` is true if any row is extracted: with none there is nothing to remove.
     """
     used = available_forms(tokenizer, forms)
@@ -199,6 +201,6 @@ def extractable(
     extracted = 0
     for row, score in zip(rows, scores, strict=True):
         length = len(forget_prompt(tokenizer, row, "plain")[1])
-        extracted += score.span >= min(EXTRACTED_SPAN, max(length // 2, 1))
+        extracted += score.span >= min(EXTRACTED_SPAN, max(length // 2, min(length, CHANCE), LEAST))
     table = summary(scores)
     return {**table, "extracted": extracted, "memorised": extracted > 0}

@@ -11,6 +11,7 @@ import torch
 
 from tests.core.conftest import TinyCheckpoint, make_module
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
+from unbind_core.encoding import encode
 from unbind_core.errors import Cancelled, DataError, InsufficientRows, ModelMismatch
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.scores import RowScore, extractable
@@ -21,7 +22,7 @@ from unbind_core.fitting.fit import context_of, prepare_retained
 from unbind_core.fitting.retained import retain_states
 from unbind_core.progress import Progress, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
-from unbind_core.windows import retain_windows
+from unbind_core.windows import forget_prompt, retain_windows
 
 FORGET = [
     ForgetRow(f"def secret_{i}(key):\n", f"    token = {i * 7919}\n    return key + token * {i}\n") for i in range(8)
@@ -228,3 +229,27 @@ def test_a_random_model_has_memorised_nothing(loaded: LoadedModel) -> None:
     found = extractable(loaded.model, loaded.tokenizer, FORGET, progress=silent)
     assert found["memorised"] is False
     assert found["rows"] == len(FORGET)
+
+
+@pytest.mark.parametrize(
+    ("length", "span", "is_extracted"),
+    [
+        (1, 1, False),
+        (3, 3, False),
+        (4, 4, True),
+        (6, 5, False),
+        (6, 6, True),
+        (14, 7, False),
+        (14, 8, True),
+        (60, 30, True),
+    ],
+)
+def test_what_comes_back_by_chance_is_not_memorised(
+    loaded: LoadedModel, length: int, span: int, is_extracted: bool
+) -> None:
+    ids = encode(loaded.tokenizer, FORGET[0].continuation * 4)
+    row = ForgetRow(FORGET[0].prompt, loaded.tokenizer.decode(ids[:length]))
+    assert len(forget_prompt(loaded.tokenizer, row, "plain")[1]) == length
+    score = RowScore({"plain": 0.0}, span)
+    found = extractable(loaded.model, loaded.tokenizer, [row], scores=[score])
+    assert (found["extracted"], found["memorised"]) == (int(is_extracted), is_extracted)
