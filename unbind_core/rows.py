@@ -92,6 +92,12 @@ def _text(where: str, value: dict[str, Any], field: str, *, required: bool = Tru
     text = value.get(field, "")
     if not isinstance(text, str):
         raise DataError(f"{where}: field '{field}' must be a string, not {type(text).__name__}")
+    try:
+        text.encode()  # JSON can spell what no tokenizer takes
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where}: field '{field}' holds half of a surrogate pair, which is no character; mend its encoding"
+        ) from None
     if required and not text.strip():
         raise DataError(f"{where}: field '{field}' is missing or empty")
     return text

@@ -51,6 +51,8 @@ def retain(count: int, languages: tuple[str, ...] = ("python",)) -> list[RetainR
         ('{"text": "abc", "prompt": "x"}', "either 'text' or"),
         ('{"text": "a"}', "field 'text' is too short"),
         ('{"prompt": "a", "continuation": "b", "source": 3}', "field 'source' must be a string"),
+        (r'{"prompt": "a", "continuation": "\ud800"}', "line 1: field 'continuation' holds half of a surrogate pair"),
+        (r'{"text": "a = 1\nb = \udc00", "language": "c"}', "line 1: field 'text' holds half of a surrogate pair"),
     ],
 )
 def test_a_bad_forget_row_is_named_by_line_and_field(line: str, message: str) -> None:
@@ -73,6 +75,10 @@ def test_a_file_is_read_by_line_feeds_alone_with_or_without_a_byte_order_mark(tm
     path.write_bytes(b'{"text": "x"}\n{}\n')
     with pytest.raises(DataError, match=r"rows.jsonl line 2: field 'text' is missing"):
         parse_retain(path)
+    path.write_bytes(b'{"text": "x"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(DataError, match=r"line 3: field 'text' holds half of a surrogate pair, .*; mend its encoding"):
+        parse_retain(path)
+    path.write_bytes(b'{"text": "x"}\n{}\n')
     with pytest.raises(DataError, match="mine line 2"):
         parse_retain(path, "mine")
     with pytest.raises(IsADirectoryError):

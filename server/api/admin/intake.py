@@ -65,12 +65,6 @@ def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> I
             raise DataError(f"{where}: longer than {MAX_ROW_CHARACTERS} characters; split it into several rows")
         if "\x00" in row.prompt or "\x00" in row.continuation:
             raise DataError(f"{where}: holds a NUL character, so it is not text; leave it out")
-        try:
-            f"{row.prompt}{row.continuation}{row.source}{row.language}".encode()
-        except UnicodeEncodeError:
-            raise DataError(
-                f"{where}: holds half of a surrogate pair, which is no character; mend its encoding"
-            ) from None
         kept.setdefault((row.prompt, row.continuation), (where, row))
     if not kept:
         raise InsufficientRows("rows: none given; at least one is needed")

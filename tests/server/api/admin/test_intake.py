@@ -90,7 +90,10 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (jsonl(ROWS).decode().encode("utf-16"), "binary, but neither"),
         ('{"text": "über"}'.encode("latin-1"), r"not UTF-8 \(byte 10\)"),
         (jsonl([*ROWS, {"text": "a\n\u0000b\n" * 9}]), "file line 5: holds a NUL"),
-        (jsonl([*ROWS, {"prompt": "x", "continuation": "\ud800"}]), "file line 5: holds half of a surrogate"),
+        (
+            jsonl([*ROWS, {"prompt": "x", "continuation": "\ud800"}]),
+            "line 5: field 'continuation' holds half of a surrogate",
+        ),
         (jsonl([*ROWS, {"prompt": "x", "continuation": "y" * 300_000}]), "file line 5: longer than 200000"),
         (jsonl(ROWS[:1] * 2) + b"\n\n" + jsonl([{"text": "a\n\u0000b\n" * 9}]), "file line 5: holds a NUL"),
         (jsonl([*ROWS, ["list"]]), "file line 5: a JSON object"),
