@@ -26,7 +26,7 @@ def token_nll(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def kl(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || model), mean over scored positions (eq. (13)): logits [N,V] each -> scalar."""
+    """KL(reference || model), mean over scored positions (eq. (22)): logits [N,V] each -> scalar."""
     p, q = reference.log_softmax(-1), logits.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).mean()
 
@@ -166,5 +166,5 @@ class Step:
         return self.run(self.model, self.retain_batch)
 
     def retain_kl(self) -> Tensor:
-        """K_R of eq. (13)."""
+        """K_R of eq. (22)."""
         return kl(self.taught(self.retain_batch).logits, self.retain.logits)
