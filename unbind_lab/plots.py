@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from unbind_lab.protocols import activations
-from unbind_lab.table import Line, lines, measured, records
+from unbind_lab.table import Commands, Line, lines, measured, records
 
 matplotlib.rcParams["svg.hashsalt"] = "unbind"  # the same records give the same file
 KINDS = {"m-": ("references", "s"), "unbind-": ("Unbind", "*"), "": ("others", "o")}
@@ -22,13 +22,13 @@ MARGIN = 0.03
 CROWDED, APART = 0.93, 0.032  # utility from which names stand in a column, and how far apart
 
 
-def draw(folder: Path, out: Path) -> list[Path]:
+def draw(folder: Path, out: Path, commands: Commands | None = None) -> list[Path]:
     """Write the figures that there are records for to ``out``. Raises UnbindError where M_full was not measured."""
     out.mkdir(parents=True, exist_ok=True)
-    found = [_save(trade_off([one for one in lines(folder) if "fu_h" in one]), out / "trade-off.svg")]
+    found = [_save(trade_off([one for one in lines(folder, commands) if "fu_h" in one]), out / "trade-off.svg")]
     attacks = measured(folder, "attacks")
     if attacks:
-        found.append(_save(recovered(folder, attacks), out / "attacks.svg"))
+        found.append(_save(recovered(folder, attacks, commands), out / "attacks.svg"))
     for protocol, what, extra in (
         ("strengths", "strength", ()),
         ("layers", "decoder layer", (("cosine", "cos(w,v)"),)),
@@ -38,15 +38,15 @@ def draw(folder: Path, out: Path) -> list[Path]:
             found.append(_save(curves(varied, what, extra), out / f"{protocol}.svg"))
     near = [one for one in measured(folder, "activations") if "reached_forget" in one]
     if near:
-        found.append(_save(histograms(folder, near), out / "activations.svg"))
+        found.append(_save(histograms(folder, near, commands), out / "activations.svg"))
     return found
 
 
-def histograms(folder: Path, found: Sequence[Line]) -> Figure:
+def histograms(folder: Path, found: Sequence[Line], commands: Commands | None) -> Figure:
     """The share of positions by what a gate goes by, in thresholds; a picture a system."""
     figure = Figure(figsize=(4 * len(found), 3.2))
     for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        every = records(folder, "activations", one)
+        every = records(folder, "activations", one, commands)
         for role, label in (("retain", "retain rows"), ("forget", "rows to forget")):
             counts = activations.summed(row for row in every if row["role"] == role)
             places = [number / activations.BINS for number in counts]
@@ -141,13 +141,13 @@ def _kind(system: str) -> str:
     return next(prefix for prefix in KINDS if system.startswith(prefix))
 
 
-def recovered(folder: Path, found: Sequence[Line]) -> Figure:
+def recovered(folder: Path, found: Sequence[Line], commands: Commands | None) -> Figure:
     """Mean recovery in per cent, a row a system, a column an attack."""
     names: list[str] = []
     table: list[dict[str, float]] = []
     for one in found:
         means: dict[str, list[float]] = {}
-        for record in records(folder, "attacks", one):
+        for record in records(folder, "attacks", one, commands):
             if "recovery" in record:
                 means.setdefault(record["attack"], []).append(100 * record["recovery"])
         names.append(f"{one['system']} ({one['configuration']})")

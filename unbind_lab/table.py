@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,19 @@ from unbind_lab.report import Section
 from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
 
 Line = dict[str, Any]
+Commands = Mapping[Path, str]  # what measures more of a folder's setting, as the user has named it
 PUBLISHED = Path(__file__).with_name("published.toml")
 RISE: Column = ("R-PPL over M_full's, %", "r_ppl_rise", "+.2f")
 BOOTSTRAPPED = (*(one for one in MAIN if one[1] in ("f_bleu", "r_bleu", *COUNTED, "fu_h", "kl", "mean_recovery")), RISE)
 
 
-def lines(folder: Path) -> list[Line]:
+def lines(folder: Path, commands: Commands | None = None) -> list[Line]:
     """The main protocol's, with the counts of HumanEval+ and MBPP+ where those were measured, and FR, UR and FU-H. Where they were
     measured of M_full, a system of which they were not has no such score. Raises UnbindError where M_full is missing.
     """
     found = measured(folder, "main")
     if not any(one["system"] == "m-full" for one in found):
-        raise UnbindError(f"{folder}: m-full was not measured; run unbind lab run {folder.name} --systems m-full")
+        raise UnbindError(f"{folder}: m-full was not measured; run {_command(folder, commands)} --systems m-full")
     return found
 
 
@@ -55,20 +57,24 @@ def _counts(folder: Path, one: Line) -> Line:
     return {name: found[name] for name in COUNTED if name in found}
 
 
-def sections(folder: Path) -> list[Section]:
+def _command(folder: Path, commands: Commands | None) -> str:
+    return (commands or {}).get(folder, f"unbind lab run {folder.name}")
+
+
+def sections(folder: Path, commands: Commands | None = None) -> list[Section]:
     """The main table with claims and what is missing, its intervals, every other protocol that was run, the paper's own numbers.
 
     Raises UnbindError where M_full is missing.
     """
-    found = lines(folder)
-    told = [main_section(folder, found), _intervals(folder, found)]
+    found = lines(folder, commands)
+    told = [main_section(folder, found, commands), _intervals(folder, found, commands)]
     told += [
         protocol_section(name, others) for name in PROTOCOLS if name != "main" and (others := measured(folder, name))
     ]
     return [*told, *_published({one["system"] for one in found})]
 
 
-def main_section(folder: Path, found: Sequence[Line]) -> Section:
+def main_section(folder: Path, found: Sequence[Line], commands: Commands | None = None) -> Section:
     """The main table with claims and what is missing."""
     full = next(one for one in found if one["system"] == "m-full")
     there = {(one["system"], one["configuration"]) for one in found}
@@ -77,7 +83,7 @@ def main_section(folder: Path, found: Sequence[Line]) -> Section:
     if missing:
         notes.append(
             f"Not measured, or not in every configuration: {', '.join(missing)}. "
-            f"`unbind lab run {folder.name}` completes the table."
+            f"`{_command(folder, commands)}` completes the table."
         )
     for name, head in evalplus.NAMES.items():
         if without := [
@@ -107,28 +113,28 @@ def _variants(one: Line, variants: Mapping[str, str]) -> Iterator[Line]:
             yield {"system": one["system"], "configuration": shown, "options": {}, **figures}
 
 
-def markdown(*folders: Path) -> str:
+def markdown(*folders: Path, commands: Commands | None = None) -> str:
     """The sections of a run, as documents have them; several runs: side by side."""
-    return report.markdown(_shown(folders))
+    return report.markdown(_shown(folders, commands))
 
 
-def html(*folders: Path) -> str:
+def html(*folders: Path, commands: Commands | None = None) -> str:
     """The same as a page."""
-    return report.html(f"unbind lab: {', '.join(folder.name for folder in folders)}", _shown(folders))
+    return report.html(f"unbind lab: {', '.join(folder.name for folder in folders)}", _shown(folders, commands))
 
 
-def _shown(folders: Sequence[Path]) -> list[Section]:
-    return [together(folders)] if len(folders) > 1 else sections(folders[0])
+def _shown(folders: Sequence[Path], commands: Commands | None) -> list[Section]:
+    return [together(folders, commands)] if len(folders) > 1 else sections(folders[0], commands)
 
 
 JOINT: tuple[Column, ...] = (("FR, %", "fr", ".1f"), ("UR, %", "ur", ".1f"), ("FU-H", "fu_h", ".2f"))
 
 
-def together(folders: Sequence[Path]) -> Section:
+def together(folders: Sequence[Path], commands: Commands | None = None) -> Section:
     """FR, UR and FU-H of several settings side by side, as the paper's multilingual table has them (Appendix F): each against the
     M_full of its own setting. Raises UnbindError where one is missing.
     """
-    by_name = [{(one["system"], one["configuration"]): one for one in lines(folder)} for folder in folders]
+    by_name = [{(one["system"], one["configuration"]): one for one in lines(folder, commands)} for folder in folders]
     rows = []
     for name, system in SYSTEMS.items():
         for label in _labels(system):
@@ -154,18 +160,19 @@ def _section(title: str, found: Sequence[Line], columns: Sequence[Column], notes
     return Section(title, ["system", "configuration", *(head for head, _, _ in columns)], rows, notes)
 
 
-def _intervals(folder: Path, found: Sequence[Line]) -> Section:
+def _intervals(folder: Path, found: Sequence[Line], commands: Commands | None) -> Section:
     """The main table's figures as the central 95 % of a bootstrap over rows."""
     whole = next(one for one in found if one["system"] == "m-full")
     counted = [name for name in COUNTED if name in whole]
     protocols = ("main", "evalplus") if counted else ("main",)
-    full = [record for protocol in protocols for record in records(folder, protocol, whole)]
+    measured_of = partial(records, folder, commands=commands)
+    full = [record for protocol in protocols for record in measured_of(protocol, whole)]
     columns = [column for column in BOOTSTRAPPED if column[1] not in COUNTED or column[1] in counted]
     rows = []
     for one in found:
         if "fu_h" not in one:
             continue
-        ranges = intervals([record for protocol in protocols for record in records(folder, protocol, one)], full)
+        ranges = intervals([record for protocol in protocols for record in measured_of(protocol, one)], full)
         cells = (" to ".join(_cell(value, form) for value in ranges[key]) for _, key, form in columns)
         rows.append([one["system"], one["configuration"], *cells])
     return Section("Intervals", ["system", "configuration", *(head for head, _, _ in columns)], rows)
@@ -187,13 +194,13 @@ def _published(systems: Collection[str]) -> list[Section]:
     ]
 
 
-def records(folder: Path, protocol: str, one: Line) -> list[Record]:
+def records(folder: Path, protocol: str, one: Line, commands: Commands | None = None) -> list[Record]:
     """What a line is the summary of. Raises UnbindError where it is not there or not whole."""
     path = folder / protocol / f"{one['system']}-{one['configuration']}.jsonl"
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise UnbindError(f"{path}: {error}; remove its .json and run unbind lab run {folder.name} again") from None
+        raise UnbindError(f"{path}: {error}; remove its .json and run {_command(folder, commands)} again") from None
 
 
 def _labels(system: System) -> tuple[str, ...]:

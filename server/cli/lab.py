@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -98,10 +99,11 @@ def table(
 
     with clear_errors():
         folders = [_measured(setting, out) for setting in settings]
+        commands = {folder: _run_again(setting, out) for folder, setting in zip(folders, settings, strict=True)}
         if html is None:
-            typer.echo(tables.markdown(*folders), nl=False)
+            typer.echo(tables.markdown(*folders, commands=commands), nl=False)
         else:
-            write_text(html, tables.html(*folders), mode=0o644)
+            write_text(html, tables.html(*folders, commands=commands), mode=0o644)
             notes.print(f"written to {html}", highlight=False)
 
 
@@ -119,7 +121,7 @@ def plot(
         except ModuleNotFoundError as error:
             raise _absent(error) from None
         measured = _measured(setting, out)
-        for path in draw(measured, folder or measured / "figures"):
+        for path in draw(measured, folder or measured / "figures", {measured: _run_again(setting, out)}):
             notes.print(f"written to {path}", highlight=False)
 
 
@@ -129,6 +131,11 @@ def _measured(setting: str, out: Path) -> Path:
 
     folder = out / setting
     return folder if (folder / "main").is_dir() else out / Setting.load(setting).name
+
+
+def _run_again(setting: str, out: Path) -> str:
+    """The command that measures more of it, named as this one was: a file is no name, and a folder of runs has to be said again."""
+    return shlex.join(["unbind", "lab", "run", setting, *(["--out", str(out)] if out != OUT else [])])
 
 
 def _absent(error: ModuleNotFoundError) -> UnbindError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 import xml.etree.ElementTree as ET
 from dataclasses import asdict, replace
@@ -112,11 +113,23 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     run = lambda *asked: CliRunner(env={"NO_COLOR": "1"}).invoke(build(), ["lab", *asked, "--out", str(tmp_path)])  # noqa: E731
     own = str(tmp_path / "own.toml")
     assert run("run", own, "--systems", "m-full").exit_code == 0
+    # A setting in a file of its own has no name that the command would know, nor has a run its folder by itself.
+    told = run("table", own).stdout
+    again = re.search(r"`unbind (lab run .*)` completes the table", told)
+    assert again and again[1] == shlex.join(["lab", "run", own, "--out", str(tmp_path)])
+    asked = [*shlex.split(again[1]), "--systems", "m-full"]
+    assert CliRunner(env={"NO_COLOR": "1"}).invoke(build(), asked).exit_code == 0
     assert run("table", own, "--html", str(tmp_path / "page.html")).exit_code == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "page.html").stat().st_mode & 0o777 == 0o644  # a page is to be shown
     assert run("plot", own).exit_code == 0
     assert (tmp_path / "own/figures/trade-off.svg").is_file()
+    records = tmp_path / "own/main/m-full-shipped.jsonl"
+    kept = records.read_text()
+    records.write_text(kept[:-9])
+    damaged = run("table", own)
+    assert damaged.exit_code == 1 and again[1] in " ".join(damaged.stderr.split())
+    records.write_text(kept)
     (tmp_path / "own.toml").unlink()  # records are read without the models and rows that they are of
     assert "| m-full | shipped |" in run("table", "own").stdout
 
