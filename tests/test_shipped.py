@@ -36,7 +36,15 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
         module = UnbindModule.load(ROOT / "modules" / f"{name}.safetensors", model=loaded.identity)
         # The unedited model is asked once each way, also where the module is asked again: what is compared with it is greedy.
         table = verify(
-            loaded.model, loaded.tokenizer, module, forget, retain, attempts=attempts, before=scores, cache=cache
+            loaded.model,
+            loaded.tokenizer,
+            module,
+            forget,
+            retain,
+            identity=loaded.identity,
+            attempts=attempts,
+            before=scores,
+            cache=cache,
         )
         return table["before"], table["after"]
 

@@ -68,7 +68,14 @@ def verify_command(
         retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
         with progress_bars(as_json) as progress:
             table = verify(
-                loaded.model, loaded.tokenizer, module, forget_set, retain_set, attempts=attempts, progress=progress
+                loaded.model,
+                loaded.tokenizer,
+                module,
+                forget_set,
+                retain_set,
+                identity=loaded.identity,
+                attempts=attempts,
+                progress=progress,
             )
             if reference is not None:
                 other = load(model, reference, dtype, device)

@@ -22,7 +22,6 @@ from server.sources import load_settings
 from server.worker.context import MODULE_FILE, SCORES_FILE, Context, ProgressCall
 from server.worker.plan import Task
 from server.worker.share import Share
-from unbind_core.architecture import numerics
 from unbind_core.cpu.linears import packed_linears
 from unbind_core.encoding import available_forms, pad_id
 from unbind_core.evaluation.drafts import Drafts
@@ -118,14 +117,13 @@ def verify_module(context: Context) -> dict[str, Any]:
 
     loaded, settings = context.loaded, context.settings
     retain, module, attempts = held_out_rows(settings), context.module(), settings.verify_attempts
-    module.require(loaded.identity)
-    module.require_numerics(numerics(loaded.model))
     table = verify(
         loaded.model,
         loaded.tokenizer,
         module,
         context.forget,
         retain,
+        identity=loaded.identity,
         attempts=attempts,
         before=context.checked if attempts == 0 else None,
         cache=settings.data_dir / "cache",

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import edit_of
-from unbind_core.architecture import numerics
+from unbind_core.architecture import identify, numerics
 from unbind_core.encoding import available_forms
+from unbind_core.errors import ModelMismatch
 from unbind_core.evaluation.held_out import HeldOut
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.evaluation.scores import (
@@ -26,6 +27,7 @@ from unbind_core.evaluation.scores import (
     forget_scores,
     summary,
 )
+from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest, spread
@@ -75,6 +77,20 @@ def measure(
     return table
 
 
+def _require(
+    module: UnbindModule, model: nn.Module, tokenizer: PreTrainedTokenizerBase, identity: ModelIdentity | None
+) -> None:
+    try:
+        module.require(identity or identify(model, tokenizer))
+    except ModelMismatch as error:
+        if identity is not None:
+            raise
+        raise ModelMismatch(
+            f"{error}; where an adapter was merged, give the identity from before, identity=loaded.identity"
+        ) from None
+    module.require_numerics(numerics(model))
+
+
 def verify(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -82,6 +98,7 @@ def verify(
     forget: Sequence[ForgetRow],
     retain: Sequence[RetainRow],
     *,
+    identity: ModelIdentity | None = None,
     attempts: int = 1,
     before: Sequence[RowScore] | None = None,
     cache: Path | None = None,
@@ -94,10 +111,11 @@ def verify(
     ``calibration``, ``validation``) where ``forget`` is the very set it was fitted on. ``attempts`` a condition, six
     conditions; the paper makes 5. With 0 each row is asked once, plainly, and a dozen of them in the ways that only reports look
     at. ``before``: the scores of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts;
-    ``cache``: a folder for what depends on the retain rows alone, which a fit may share. Raises ModelMismatch where the model runs
-    in other numerics than the module was calibrated in: those are not the module's figures.
+    ``cache``: a folder for what depends on the retain rows alone, which a fit may share. ``identity`` (from
+    :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. Raises ModelMismatch where the
+    module is of another model than that, or was calibrated in other numerics than the model runs in: those are not its figures.
     """
-    module.require_numerics(numerics(model))
+    _require(module, model, tokenizer, identity)
     groups: dict[str, Sequence[int]] = {}
     if forget_digest(forget) == module.forget_digest:
         groups = {
@@ -123,7 +141,7 @@ def verify(
             retain,
             [module.layer],
             cache=cache,
-            fingerprint=module.model.fingerprint,
+            fingerprint=module.model.fingerprint,  # the model's own, as was required
             progress=progress,
         )
         table["before"]["retain"] = held.measures()

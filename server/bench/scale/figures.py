@@ -154,7 +154,17 @@ def _takedown(name: str, size: Size, dtype: torch.dtype, device: str, progress: 
             reference=Reference(most=0.0),  # random weights recite nothing: there is to be something to learn
         )
         with clock.stage("verify"):
-            verify(model, tokenizer, module, forget, held, attempts=0, before=scores, cache=cache)
+            verify(
+                model,
+                tokenizer,
+                module,
+                forget,
+                held,
+                identity=loaded.identity,
+                attempts=0,
+                before=scores,
+                cache=cache,
+            )
         disk = sum(file.stat().st_size for file in cache.iterdir())
     seconds, memory = {**report.seconds, **clock.seconds}, {**report.memory, **clock.memory}
     return {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.core.conftest import TinyCheckpoint, make_module
+from tests.core.test_architectures import make_adapter
 from unbind_core import FitOptions, FitReport, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.encoding import encode
 from unbind_core.errors import Cancelled, DataError, InsufficientRows, ModelMismatch
@@ -210,7 +211,7 @@ def test_too_few_rows_are_refused_with_the_number_needed(loaded: LoadedModel) ->
 def test_verify_reports_rows_apart_by_what_the_fit_did_with_them(loaded: LoadedModel, tmp_path: Path) -> None:
     module, _ = run(loaded)
     module.save(tmp_path / "m.safetensors")
-    table = verify(loaded.model, loaded.tokenizer, module, FORGET, RETAIN[:3])
+    table = verify(loaded.model, loaded.tokenizer, module, FORGET, RETAIN[:3])  # identified by itself
     for column in ("before", "after"):
         groups = table[column]
         assert set(groups) == {"all", "reported_by", "chosen_by", "fitted", "calibration", "validation", "retain"}
@@ -220,9 +221,33 @@ def test_verify_reports_rows_apart_by_what_the_fit_did_with_them(loaded: LoadedM
     assert 0.0 <= table["after"]["retain"]["gate_rate"] <= 1.0
     coarse = replace(module, calibrated={"dtype": "bfloat16", "quantisation": None})
     with pytest.raises(ModelMismatch, match=r"the model runs in float32; run the model with --dtype bfloat16"):
-        verify(loaded.model, loaded.tokenizer, coarse, FORGET[:3], [])
-    others = verify(loaded.model, loaded.tokenizer, module, FORGET[:3], [])
+        verify(loaded.model, loaded.tokenizer, coarse, FORGET[:3], [], identity=loaded.identity)
+    others = verify(loaded.model, loaded.tokenizer, module, FORGET[:3], [], identity=loaded.identity)
     assert set(others["before"]) == {"all", "chosen_by", "reported_by"}
+
+
+def test_verify_refuses_another_model_and_keeps_nothing_of_it(
+    loaded: LoadedModel, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    module, other = make_module(loaded.identity, layer=1), load_model(tiny_checkpoint("llama", seed=1))
+    asked = {"attempts": 0, "cache": tmp_path}
+    for identity in (None, other.identity):
+        with pytest.raises(ModelMismatch, match=r"was fitted on 'llama' .* not on 'llama'"):
+            verify(other.model, other.tokenizer, module, [], RETAIN[:3], identity=identity, **asked)
+    assert list(tmp_path.iterdir()) == []
+    first = verify(loaded.model, loaded.tokenizer, module, [], RETAIN[:3], **asked)
+    assert verify(loaded.model, loaded.tokenizer, module, [], RETAIN[:3], attempts=0) == first
+
+
+def test_verify_takes_a_merged_adapter_by_the_identity_from_before(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("llama")
+    merged = load_model(base, make_adapter(base, tmp_path))
+    given = (merged.model, merged.tokenizer, make_module(merged.identity, layer=1), FORGET[:2], [])
+    with pytest.raises(ModelMismatch, match="where an adapter was merged, give the identity from before"):
+        verify(*given, attempts=0)
+    assert verify(*given, attempts=0, identity=merged.identity)["before"]["all"]["rows"] == 2
 
 
 def test_a_random_model_has_memorised_nothing(loaded: LoadedModel) -> None:
