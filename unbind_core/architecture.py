@@ -102,9 +102,10 @@ def identify(model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str = "
     weight.
 
     Floating-point weights enter rounded to bfloat16, so that one checkpoint has one identity in float32 and in
-    bfloat16. Paths, storage type and library versions do not enter. Identify before merging adapters: merged sums
-    differ between machines. Quantised weights enter as they are stored, with their scales and all settings of the
-    quantisation. Raises UnsupportedArchitecture as :func:`decoder_layers` does.
+    bfloat16. Paths, storage type and library versions do not enter. Adapters enter as they act at that moment: those that
+    are disabled or not active do not. Identify before merging adapters: merged sums differ between machines. Quantised
+    weights enter as they are stored, with their scales and all settings of the quantisation. Raises
+    UnsupportedArchitecture as :func:`decoder_layers` does.
     """
     inner = unwrap(model)
     layers = decoder_layers(model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedTokenizerBase
 
+from unbind_core.adapters import Acting, acting_adapters
 from unbind_core.canonical import canonical_json
 
 # Settings that say how a model is stored or run, not what it computes.
@@ -113,25 +114,46 @@ def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
-def _adapter_fields(model: nn.Module) -> list[dict[str, Any]]:
+def _adapter_fields(model: nn.Module, acting: Acting) -> list[dict[str, Any]]:
     fields = []
-    for _, config in sorted(getattr(model, "peft_config", {}).items()):
-        settings = config.to_dict()
+    for name in acting.names:
+        settings = model.peft_config[name].to_dict()  # type: ignore[union-attr,index]
         if "LORA" in str(settings.get("peft_type")):
-            fields.append({key: settings.get(key) for key in _LORA_IDENTITY})
+            scales = acting.scales.get(name, {}) if settings["peft_type"] == "LORA" else {}
+            fields.append(_scaled({key: settings.get(key) for key in _LORA_IDENTITY}, scales))
         else:
             fields.append({key: value for key, value in settings.items() if key not in _ADAPTER_NOT_IDENTITY})
     return fields
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor by a name free of wrappers, in order of that name."""
-    adapters = tuple(getattr(model, "peft_config", {}))
-    named = {}
+def _scaled(settings: dict[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
+    """A LoRA adapter's settings at the scales that it runs at: one for all layers is its alpha's, as if it were made with that."""
+    different = set(scales.values())
+    if different <= {1.0}:
+        return settings
+    if len(different) > 1:
+        return {**settings, "scales": {layer: times for layer, times in scales.items() if times != 1.0}}
+    (times,) = different
+    alphas = {layer: _whole(alpha * times) for layer, alpha in (settings["alpha_pattern"] or {}).items()}
+    return {**settings, "lora_alpha": _whole(settings["lora_alpha"] * times), "alpha_pattern": alphas}
+
+
+def _whole(number: float) -> float:
+    return int(number) if float(number).is_integer() else number
+
+
+def _weights(model: nn.Module, acting: Acting) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor that is computed with, by a name free of wrappers, in order of that name."""
+    idle, named = tuple(f"{start}." for start in acting.idle), {}
     for name, value in model.state_dict().items():
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        if len(adapters) == 1:  # an adapter's own name is a choice of whoever loads it
-            plain = plain.replace(f".{adapters[0]}.", ".").removesuffix(f".{adapters[0]}")
+        if f"{name}.".startswith(idle):
+            continue
+        plain = name
+        for place in acting.original:
+            plain = plain.replace(f"{place}.original_module.", f"{place}.")
+        plain = plain.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        if len(acting.names) == 1:  # an adapter's own name is a choice of whoever loads it
+            plain = plain.replace(f".{acting.names[0]}.", ".").removesuffix(f".{acting.names[0]}")
         named[plain] = value
     for name, value in sorted(named.items()):
         yield from _stored(name, value)
@@ -147,11 +169,12 @@ def _stored(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def fingerprint(model: nn.Module, config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 in hex of ``config``, the tokenizer, unmerged adapters, and every weight of ``model`` rounded to bfloat16."""
+    """SHA-256 in hex of ``config``, the tokenizer, unmerged adapters that act, and every weight, rounded to bfloat16."""
     digest = hashlib.sha256(b"unbind model identity 1\n")
-    for part in (_config_fields(config), _tokenizer_fields(tokenizer), _adapter_fields(model)):
+    acting = acting_adapters(model)
+    for part in (_config_fields(config), _tokenizer_fields(tokenizer), _adapter_fields(model, acting)):
         digest.update(canonical_json(part, plain=_plain).encode() + b"\n")
-    for key, value in _weights(model):
+    for key, value in _weights(model, acting):
         digest.update(f"{key} {list(value.shape)}\n".encode())
         stored = value.detach().to("cpu")
         stored = stored.to(torch.bfloat16) if stored.is_floating_point() else stored
