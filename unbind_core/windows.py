@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from unbind_core.architecture import decoder_stack, unwrap
 from unbind_core.encoding import (
     beginning,
     encode,
@@ -24,6 +25,40 @@ from unbind_core.errors import DataError
 from unbind_core.rows import ForgetRow, RetainRow
 
 MAX_WINDOW = 2048  # tokens
+
+
+def _learned_positions(model: nn.Module) -> int | None:
+    """How many positions a model has embeddings for (GPT-2, GPT-BigCode, OPT); None where they are computed, as rotary ones are."""
+    inner = unwrap(model)
+    count = getattr(inner.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+    if not count:
+        return None
+    words = inner.get_input_embeddings()  # type: ignore[operator]
+    tables = (
+        part for part in decoder_stack(model)[0].children() if isinstance(part, nn.Embedding) and part is not words
+    )
+    # OPT's table has two rows more than positions.
+    return count if any(0 <= table.num_embeddings - count <= 2 for table in tables) else None
+
+
+def window_limit(model: nn.Module, most: int = MAX_WINDOW) -> int:
+    """Tokens of the longest window: ``most``, or the model's positions where those are learned and fewer."""
+    return min(most, _learned_positions(model) or most)
+
+
+def with_room(model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """The prompts, of which the last tokens are left that have room for new ones in the model's positions, where those are learned.
+
+    Raises DataError where there are no more positions than new tokens.
+    """
+    positions = _learned_positions(model)
+    if positions is None:
+        return [list(prompt) for prompt in prompts]
+    if positions <= new_tokens:
+        raise DataError(
+            f"model: it has {positions} positions, and {new_tokens} new tokens are asked for; take a model with more positions"
+        )
+    return [list(prompt[-(positions - new_tokens) :]) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -143,14 +178,16 @@ def retain_windows(
     return windows
 
 
-def perplexity_windows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow]) -> list[Window]:
+def perplexity_windows(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow], limit: int = MAX_WINDOW
+) -> list[Window]:
     """What R-PPL is taken of: of each row BOS, or the end token where none is defined, and at most 2,047 tokens, of which every one
     is a target (Appendix A.3). What is longer is cut off; a row without a token is left out.
     """
     first = beginning(tokenizer) or [token for token in [tokenizer.eos_token_id] if token is not None]
     windows = []
     for index, row in enumerate(rows):
-        ids = [*first, *encode(tokenizer, row.text)][:MAX_WINDOW]
+        ids = [*first, *encode(tokenizer, row.text)][:limit]
         if len(ids) > 1:
             windows.append(Window(tuple(ids), 1, index))
     return windows

@@ -22,7 +22,7 @@ from unbind_core.module import UnbindModule
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import Window, batches, forget_prompt, forget_windows, retain_windows
+from unbind_core.windows import Window, batches, forget_prompt, forget_windows, retain_windows, window_limit
 
 BINS = 40
 ROWS = 12  # of each kind, for the histograms: some thousand positions
@@ -34,8 +34,9 @@ def exhibits(
     loaded: LoadedModel, module: UnbindModule, forget: Sequence[ForgetRow], retain: Sequence[RetainRow]
 ) -> dict[str, Any]:
     """``{"histograms", "samples"}`` as plain JSON values."""
-    forget_part = forget_windows(loaded.tokenizer, forget, range(min(ROWS, len(forget))), module.forms)
-    retain_part = retain_windows(loaded.tokenizer, retain, range(min(ROWS, len(retain))), module.forms)
+    limit = window_limit(loaded.model)
+    forget_part = forget_windows(loaded.tokenizer, forget, range(min(ROWS, len(forget))), module.forms, limit)
+    retain_part = retain_windows(loaded.tokenizer, retain, range(min(ROWS, len(retain))), module.forms, limit)
     return {
         "histograms": histograms(loaded, module, forget_part, retain_part),
         "samples": samples(loaded, module, forget),

@@ -22,7 +22,7 @@ from unbind_core.rows import RetainRow, retain_digest
 from unbind_core.running.likelihood import divergences, nll_of
 from unbind_core.running.recording import frozen
 from unbind_core.running.vocabulary import last_states, logits_of
-from unbind_core.windows import Batch, batches, retain_windows
+from unbind_core.windows import Batch, batches, retain_windows, window_limit
 
 SAMPLE_ROWS = 48
 DEFAULT_BUDGET = 0.01
@@ -39,7 +39,7 @@ def measure_together(
     rows = [row for row in rows if retain_digest(row) not in outside]
     chosen = random.Random(0).sample(range(len(rows)), min(SAMPLE_ROWS, len(rows)))
     device = next(loaded.model.parameters()).device
-    windows = retain_windows(loaded.tokenizer, rows, sorted(chosen), modules[0].forms)
+    windows = retain_windows(loaded.tokenizer, rows, sorted(chosen), modules[0].forms, window_limit(loaded.model))
     every = list(batches(windows, pad_id(loaded.tokenizer), device=device))
     budgets = {name: float(modules[0].budgets.get(name, DEFAULT_BUDGET)) for name in ("kl", "nll")}
     steps = len(modules)  # the whole, and a pair for each other module

@@ -20,7 +20,7 @@ from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.rows import RetainRow
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import MAX_WINDOW, Window
+from unbind_core.windows import MAX_WINDOW, Window, window_limit
 
 
 class RetainCompletions:
@@ -89,18 +89,18 @@ class RetainCompletions:
 
 
 def retain_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow], indices: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RetainRow], indices: Sequence[int], limit: int = MAX_WINDOW
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and references for R-BLEU: the latest boundary with a full target of min(128, n - 32) and 32 prefix tokens.
 
-    Rows of 32 tokens or fewer are left out; prompts keep their last 2,048 less target tokens.
+    Rows of 32 tokens or fewer are left out; prompts keep their last 2,048 (``limit``) less target tokens.
     """
     prompts, references = [], []
     for index in indices:
         ids = encode_prompt(tokenizer, rows[index].text)
         target = min(BLEU_NEW_TOKENS, len(ids) - 32)
         if target > 0:
-            prompts.append(ids[:-target][-(MAX_WINDOW - target) :])
+            prompts.append(ids[:-target][-(limit - target) :])
             references.append(ids[-target:])
     return prompts, references
 
@@ -116,7 +116,7 @@ def retain_completions(
     progress: ProgressCallback,
 ) -> RetainCompletions:
     """The unedited greedy completions of retain rows and the states on their paths, from ``cache`` where they are known."""
-    prompts, references = retain_prompts(tokenizer, rows, indices)
+    prompts, references = retain_prompts(tokenizer, rows, indices, window_limit(model))
     outputs = unedited_completions(model, tokenizer, prompts, cache=cache, fingerprint=fingerprint, progress=progress)
     key = cache_key(fingerprint, next(model.parameters()).dtype, prompts, outputs, layers, "empty ones too")
     return RetainCompletions(

@@ -7,6 +7,7 @@ speculative decoding. Only what turns away and goes on is decoded; it is a draft
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.generation import Sampling, complete
 from unbind_core.running.recording import recording
 from unbind_core.running.vocabulary import logits_in_parts
-from unbind_core.windows import MAX_WINDOW, Batch, Window, batches
+from unbind_core.windows import Batch, Window, batches, window_limit
 
 BATCH_TOKENS = 2048
 MOST_KEPT = 2 << 30  # bytes of paths' states beside those of the rows; a call that needs more takes its rows in groups
@@ -97,7 +98,8 @@ class Drafts:
         self._let_go()
         found: list[list[int]] = [[] for _ in prompts]
         drafts = {i: (*prompt, *target) for i, (prompt, target) in enumerate(zip(prompts, targets, strict=True))}
-        paths = {i: path[: max(MAX_WINDOW, len(prompts[i]) + 1)] for i, path in drafts.items()}
+        longest, positions = window_limit(self.model), window_limit(self.model, sys.maxsize)
+        paths = {i: path[: max(longest, len(prompts[i]) + 1)] for i, path in drafts.items()}
         unknown: dict[int, Path] = {}
         while paths:
             self._keep(set(paths.values()) - self._paths, progress)
@@ -109,11 +111,11 @@ class Drafts:
             unknown |= {i: path for i, path in ends.items() if path not in self._continuations}
             paths = {i: self._continuations[path] for i, path in ends.items() if path in self._continuations}
         if unknown:
-            longest = max(count - len(found[i]) for i in unknown)
+            most = max(count - len(found[i]) for i in unknown)
             decoded = complete(
                 self.model,
                 list(unknown.values()),
-                Sampling(longest),
+                Sampling(most),
                 pad=self.pad,
                 end=self.end,
                 editing=partial(self._editing, module),
@@ -122,7 +124,7 @@ class Drafts:
             )
             for (i, path), tokens in zip(unknown.items(), decoded, strict=True):
                 found[i] = (found[i] + tokens)[:count]
-                self._continuations[path] = (*path, *tokens)
+                self._continuations[path] = (*path, *tokens)[:positions]
         return found
 
     def _editing(self, module: UnbindModule | None) -> AbstractContextManager[object]:

@@ -20,7 +20,7 @@ from unbind_core.evaluation.replay import Outcome, Replay, retain_replay
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import RetainRow
-from unbind_core.windows import Window, perplexity_windows, retain_windows
+from unbind_core.windows import Window, perplexity_windows, retain_windows, window_limit
 
 
 class HeldOut:
@@ -54,10 +54,11 @@ class HeldOut:
             )
 
         # Gates are counted where requests meet them; what R-PPL puts in front of a row is in front of no request.
+        limit = window_limit(model)
         self._met = {
-            form: replay(retain_windows(tokenizer, rows, every, [form])) for form in available_forms(tokenizer)
+            form: replay(retain_windows(tokenizer, rows, every, [form], limit)) for form in available_forms(tokenizer)
         }
-        first = perplexity_windows(tokenizer, rows)
+        first = perplexity_windows(tokenizer, rows, limit)
         self._scored = {
             "ppl": replay(first),
             **{f"ppl_{form}": met for form, met in self._met.items() if form != "plain"},

@@ -15,7 +15,7 @@ from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, EXTRACTED_SPAN, long
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow
 from unbind_core.running.generation import Editing, Sampling, complete
-from unbind_core.windows import forget_prompt
+from unbind_core.windows import forget_prompt, with_room
 
 ACCESS_NEW_TOKENS = 256
 # The paper's, to the letter: nothing follows the prompt, or the fence that closes it.
@@ -109,6 +109,7 @@ def forget_scores(
             return []
         if answering is not None:
             return answering(prompts, sampling)
+        prompts = with_room(model, prompts, sampling.max_new_tokens)
         if greedily is not None and sampling.temperature == 0:
             return greedily(prompts, [attempt.target for attempt in work], sampling.max_new_tokens)
         return complete(

@@ -20,12 +20,12 @@ from unbind_core.encoding import encode
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN, spans
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.options import Clock, FitOptions
-from unbind_core.fitting.variations import Elsewhere
+from unbind_core.fitting.variations import LONGEST, Elsewhere
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
-from unbind_core.windows import Window, forget_windows, retain_windows
+from unbind_core.windows import Window, forget_windows, retain_windows, window_limit
 
 LEAD = (50, 600)  # characters of other code in front of a row
 
@@ -60,7 +60,7 @@ class Context:
     def varied_windows(self) -> list[Window]:
         """Windows of all forget rows as they are met elsewhere (``variations.py``), drawn by the seed."""
         rng, found = random.Random(self.options.seed), []
-        elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead)
+        elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead, window_limit(self.model, LONGEST))
         for number, row in enumerate(self.forget):
             found += elsewhere.forget_windows(number, row, rng)
         return found
@@ -104,7 +104,7 @@ class Context:
                 self.tokenizer, self.retain, part, form, self.options.max_window, self.options.seed
             )
         ]
-        elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead)
+        elsewhere = Elsewhere(self.tokenizer, self.forms, self._lead, window_limit(self.model, LONGEST))
         rng = random.Random(self.options.seed)
         return found + [elsewhere.retain_window(i, self.retain[i], rng) for i in indices]
 

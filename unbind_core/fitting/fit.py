@@ -36,6 +36,7 @@ from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
 from unbind_core.running.gradients import require_gradients
+from unbind_core.windows import window_limit
 
 RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 
@@ -159,7 +160,7 @@ def _prepare(context: Context, held_out: Sequence[RetainRow], reference: Referen
         if rows := context.parts.retain_certificate:
             certificate_states(context, rows, context.layers[0])
     with context.clock.stage("held-out completions"):
-        prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)))
+        prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)), window_limit(context.model))
         if prompts:
             unedited_completions(
                 context.model,
@@ -187,6 +188,7 @@ def context_of(
     options = options or FitOptions()
     layers = _check_options(options, len(decoder_layers(model)))
     options, strict = options.settled(), options.gate == "paper-strict"
+    options = replace(options, max_window=window_limit(model, options.max_window))
     if strict:
         retain_calibration = ()  # the paper takes all of its retain rows from those the model was trained on
     rows = [*retain, *retain_calibration]

@@ -18,7 +18,7 @@ from unbind_core.progress import counted
 from unbind_core.rows import retain_digest, spread
 from unbind_core.running.capture import capture_states
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import Batch, Window, batches, forget_prompt
+from unbind_core.windows import Batch, Window, batches, forget_prompt, with_room
 
 # Tokens of a continuation by the reference, and prompts that are continued at most, spread over the rows.
 CONTINUED, MOST_CONTINUED = 64, 160
@@ -76,6 +76,7 @@ class Screening:
         ]  # so that some are of all forms
         asked = [every[i] for i in spread(range(len(every)), MOST_CONTINUED)]
         prompts = [forget_prompt(tokenizer, context.forget[i], form)[0] for i, form in asked]
+        prompts = with_room(context.model, prompts, CONTINUED + 1)  # and one that ends it
         end, windows = tokenizer.eos_token_id, list[Window]()
         for temperature in (0.0, 1.0):
             outputs = complete(

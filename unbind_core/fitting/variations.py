@@ -170,9 +170,13 @@ class Elsewhere:
     """Makes such windows for one tokenizer and the forms that it has; ``lead`` draws other code."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, forms: Sequence[str], lead: Callable[[random.Random], str]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        forms: Sequence[str],
+        lead: Callable[[random.Random], str],
+        longest: int = LONGEST,
     ) -> None:
-        self._tokenizer, self._lead = tokenizer, lead
+        self._tokenizer, self._lead, self._longest = tokenizer, lead, longest
         self._template = fim_template(tokenizer) if "fim" in forms else None
         self._chats = bool(getattr(tokenizer, "chat_template", None))
 
@@ -220,12 +224,12 @@ class Elsewhere:
 
     def _plain(self, number: int, lead: str, text: str) -> Window:
         head = [*beginning(self._tokenizer), *encode(self._tokenizer, lead)]
-        return _window(number, "plain", head, (encode_behind if lead else encode)(self._tokenizer, text))
+        return self._window(number, "plain", head, (encode_behind if lead else encode)(self._tokenizer, text))
 
     def _asked(self, number: int, before: str, prompt: str, continuation: str) -> Window:
         head = [*beginning(self._tokenizer), *encode(self._tokenizer, before)]
         ids = (encode_behind if before else encode)(self._tokenizer, prompt)
-        return _window(number, "plain", head, ids + encode_behind(self._tokenizer, continuation))
+        return self._window(number, "plain", head, ids + encode_behind(self._tokenizer, continuation))
 
     def _chat(self, number: int, before: str, prompt: str, continuation: str) -> Window:
         chat = self._tokenizer.apply_chat_template(
@@ -233,7 +237,7 @@ class Elsewhere:
         )
         head, _, tail = str(chat).partition(prompt)
         ids = encode_behind(self._tokenizer, prompt + tail) + encode_behind(self._tokenizer, continuation)
-        return _window(number, "plain", encode(self._tokenizer, head), ids)
+        return self._window(number, "plain", encode(self._tokenizer, head), ids)
 
     def _filled(
         self, number: int, lead: str, prefix: str, suffix: str, middle: str, *, suffix_first: bool = False
@@ -244,17 +248,16 @@ class Elsewhere:
         ours = (encode_behind if lead else encode)(tokenizer, prefix)
         if suffix_first:  # the order in which some editors ask: the prefix stands where the middle begins
             head = fim_ids(tokenizer, template, [], behind)
-            return _window(number, "fim", head, ours + encode_behind(tokenizer, middle))
+            return self._window(number, "fim", head, ours + encode_behind(tokenizer, middle))
         at = template.index("{prefix}")
         head = fim_ids(tokenizer, template[: at + 1], before, behind)
         ids = fim_ids(tokenizer, template, before + ours, behind) + encode_behind(tokenizer, middle)
-        return _window(number, "fim", head, ids[len(head) :])
+        return self._window(number, "fim", head, ids[len(head) :])
+
+    def _window(self, number: int, form: str, head: list[int], ids: list[int]) -> Window:
+        whole = (*head, *ids)[: self._longest]
+        return Window(whole, max(1, len(head)), number, form, len(head))
 
 
 def _rewritten(row: RetainRow, rng: random.Random) -> str:
     return rng.choice(REWRITINGS)(row.text, row.language, rng)
-
-
-def _window(number: int, form: str, head: list[int], ids: list[int]) -> Window:
-    whole = (*head, *ids)[:LONGEST]
-    return Window(whole, max(1, len(head)), number, form, len(head))

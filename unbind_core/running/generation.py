@@ -19,6 +19,7 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.recording import frozen
 from unbind_core.running.roomy import make_room
 from unbind_core.running.sampling import Nucleus
+from unbind_core.windows import with_room
 
 SHORTEST_STRETCH = 4  # tokens
 Editing = Callable[[], AbstractContextManager[object]]
@@ -51,8 +52,10 @@ def complete(
 
     Prompts of similar length share a left-padded batch of at most ``batch_tokens`` positions, new ones included.
     ``editing()`` is entered around each batch (for example ``lambda: attach(model, bank)``); ``processors`` change the logits
-    before anything is chosen, as a request's own wishes do.
+    before anything is chosen, as a request's own wishes do. Where the model's positions are learned, of a prompt that leaves no
+    room for the new tokens the last ones that do are taken.
     """
+    prompts = with_room(model, prompts, sampling.max_new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     groups: list[list[int]] = []
     for index in order:
