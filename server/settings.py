@@ -124,7 +124,7 @@ class Settings(BaseModel):
     chunk_tokens: Annotated[
         int, Field(ge=1, description="prompt tokens computed in one step, of all requests together")
     ] = 512
-    queue_limit: Annotated[int, Field(ge=0, description="requests that wait before 429")] = 64
+    queue_limit: Annotated[int, Field(ge=0, description="requests that wait before 429; of a key 3/4 of them")] = 64
     drain_timeout: Annotated[
         float, Field(ge=0, le=3600, description="seconds that running requests get to end when the server is stopped")
     ] = 30.0

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from server.engine.request import Delta, FinishReason, Flight, TokenLogprob
 
 log = logging.getLogger("unbind.engine")
+TOO_MUCH = "the answer's grammar was too much for it"
 
 
 def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) -> Delta:
@@ -28,7 +29,7 @@ def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) 
     if (constraint := flight.constraint) is not None:
         constraint.take(token)
         if constraint.failed and not (token in flight.ends and flight.opened is not None):
-            return Delta("", (), "error", f"the answer's grammar was too much for it: {constraint.failed}")
+            return Delta("", (), "error", f"{TOO_MUCH}: {constraint.failed}")
     flight.output.append(token)
     now = time.monotonic()
     if first:

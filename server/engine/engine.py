@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from server.engine.grammars import Grammars
 from server.engine.modules import Counts, Gates, ModuleTable
-from server.engine.refusals import PromptTooLong
+from server.engine.refusals import PromptTooLong, QueueFull
 from server.engine.request import Delta, Flight, GenerationRequest
 from unbind_core.module import UnbindModule
+
+OWN = 0.75  # of the queue, which the requests of one key may fill
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,16 @@ class EngineStats:
     preemptions: int | None = None
     cancelled: int | None = None
     kv_usage: float | None = None
+
+
+def check_queue(waiting: int, own: int, limit: int, owner: str) -> None:
+    """Raise QueueFull where so many requests fill a queue of ``limit``, or those of an ``owner`` with a key OWN of it."""
+    if waiting >= limit:
+        raise QueueFull(f"{waiting} requests wait already, and the queue holds {limit}; try again shortly")
+    if owner and own >= OWN * limit:
+        raise QueueFull(
+            f"{own} requests of this key wait already, and {OWN:.0%} of the queue's {limit} places are the most"
+        )
 
 
 def check_fits(prompt: int, max_tokens: int, max_length: int) -> None:

@@ -1,7 +1,8 @@
 """What an answer must look like: a form as clients give it -> a compiled grammar -> which tokens may follow, one answer each.
 
-Compiling is bounded and done on a thread of its own, so that a hostile schema holds up nobody but others who bring new ones. The
-library leaves much of the work to the first step of an answer, so that step belongs to compiling; its limits bound later ones.
+Compiling is bounded and done on a thread of its own, so that a hostile schema holds up nobody but others who bring new ones; of a
+key only so many wait. The library leaves much of the work to the first step of an answer, so that step belongs to compiling; its
+limits bound later ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from server.engine.schemas import closed
 
 LONGEST = 65_536  # characters of a form
 REMEMBERED = 64  # compiled grammars
-WAITING = 32  # forms that wait for their turn
+WAITING, OWN = 32, 8  # forms that wait for their turn; of one key
 SECONDS = 1.0  # of a processor, for one form
 MOST_ITEMS = 50_000  # by which a form's arrays may be bounded, together: the library takes seconds to refuse more
 # Symbols of a grammar. A step looks at all that may stand at one place, which who writes rules can make nearly all of them.
@@ -165,33 +166,56 @@ class Grammars:
     def __init__(self, tokenizer: Any, width: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._width, self._ends = tokenizer, width, ends
         self._known: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is known, and held for moments: the event loop asks
+        self._compiling = threading.Lock()
+        self._wanted = Counter[str]()  # by owner, forms that wait or are compiled
         self._tokens: LLTokenizer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unbind-grammar")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="unbind-forms")
         self._room = threading.BoundedSemaphore(WAITING)
 
     async def compiled(self, form: Form, owner: str = "") -> Grammar:
         """The form's grammar for ``owner``, compiled off the event loop. Raises GrammarError, GrammarsBusy."""
+        source = await asyncio.get_running_loop().run_in_executor(self._reading, form.source)
+        if (known := self._remembered(source, owner)) is not None:
+            return known
+        if owner and self._wanted[owner] >= OWN:
+            raise GrammarsBusy(f"{OWN} grammars of this key wait to be compiled; try again")
         if not self._room.acquire(blocking=False):
             raise GrammarsBusy("too many grammars wait to be compiled; try again")
+        self._wanted[owner] += 1
         size = _OF_SCHEMAS if form.kind in ("json", "calls") else _WRITTEN
-        done = self._pool.submit(lambda: self.of(form.source(), size, owner=owner))
+        done = self._pool.submit(lambda: self.of(source, size, owner=owner))
         done.add_done_callback(lambda _: self._room.release())
-        return await asyncio.wrap_future(done)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            self._wanted[owner] -= 1
 
     def of(self, source: str, size: int = _OF_SCHEMAS, seconds: float = SECONDS, owner: str = "") -> Grammar:
         """The grammar of a source for ``owner``, of at most ``size`` symbols and ``seconds`` of a processor. Raises GrammarError
         where it does not compile within the limits.
         """
-        with self._lock:
-            if (known := self._known.get((owner, source))) is not None and not known.spent:
-                self._known.move_to_end((owner, source))
+        with self._compiling:
+            if (known := self._remembered(source, owner)) is not None:
                 return known
-            self._known.pop((owner, source), None)
-            made = self._known[owner, source] = self._compile(source, size, seconds)
+            made = self._compile(source, size, seconds)
+        with self._lock:
+            self._known[owner, source] = made
             if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-            return made
+                (most, _), *_ = Counter(name for name, _ in self._known).most_common(1)
+                del self._known[next(key for key in self._known if key[0] == most)]
+        return made
+
+    def _remembered(self, source: str, owner: str) -> Grammar | None:
+        with self._lock:
+            if (known := self._known.get((owner, source))) is None:
+                return None
+            if known.spent:
+                del self._known[owner, source]
+                return None
+            self._known.move_to_end((owner, source))
+            return known
 
     def load(self) -> LLTokenizer:
         """What the vocabulary spells, read on first use. Raises GrammarError for a tokenizer that tells it to nobody."""
@@ -228,5 +252,6 @@ class Grammars:
         return grammar
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)

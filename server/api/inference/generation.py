@@ -17,6 +17,7 @@ from server.api.inference.opening import unsteered
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
 from server.api.inference.separators import refuse_separated
+from server.engine.answering import TOO_MUCH
 from server.engine.grammars import Grammar
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
@@ -112,8 +113,7 @@ class Generation:
 
     def submit(self, body: GenerationBody) -> None:
         """Submit ``body.n`` requests for each prompt, or none at all where one is refused."""
-        room = self.served.most_requests
-        if len(self.prompts) * body.n > room:
+        if len(self.prompts) * body.n > (room := self.served.most_requests):
             raise invalid(f"prompt: prompts times n are over the {room} requests that this server holds", "prompt")
         for field_name, ids in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
             if any(int(token) >= self.served.vocabulary for token in ids):
@@ -122,8 +122,7 @@ class Generation:
             for prompt in self.prompts:
                 if not prompt.ids:
                     raise invalid("prompt: has no tokens; give at least one character", "prompt")
-                if labels(self.pinned):
-                    refuse_separated(prompt.ids, self.served)
+                refuse_separated(prompt.ids, self.served, self.pinned)
                 for _ in range(body.n):
                     self._submit_one(body, prompt)
         except BaseException:
@@ -208,7 +207,9 @@ class Generation:
                 return
 
     def _failed(self, reason: str) -> ApiError:
-        """The engine dropped a request: worth trying elsewhere where that is because the server ends."""
+        """The engine dropped a request, for its own form or as the server ends, where it is worth trying elsewhere."""
+        if reason.startswith(TOO_MUCH):
+            return invalid(f"{self._asked.form}: {reason}", self._asked.form, "invalid_grammar")
         if self.served.ready:
             return ApiError(500, reason, code="engine_error")
         return ApiError(503, reason, code="shutting_down", headers={"Retry-After": "10"})

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from server.engine.pinned import PinnedSet
 from server.errors import invalid
+from server.policy import labels
 from server.service import Service
 from unbind_core.module_checks import MAX_GATE_WINDOW as REACH  # what stands further from the end no gate has in mind
 
 
-def refuse_separated(ids: Sequence[int], served: Service) -> None:
-    """Raise ApiError 400 where an end token stands among the last REACH of a prompt's ids, but for those that it begins with."""
-    ends = served.separators
+def refuse_separated(ids: Sequence[int], served: Service, pinned: PinnedSet) -> None:
+    """Raise ApiError 400 where modules apply and an end token stands among the last REACH of a prompt's ids, but for those that it
+    begins with.
+    """
+    ends = served.separators if labels(pinned) else ()
     begins = next((place for place, token in enumerate(ids) if token not in ends), len(ids))
     for place in range(max(begins, len(ids) - REACH), len(ids)):
         if ids[place] in ends:

@@ -156,7 +156,7 @@ class EmbeddedEngine(Engine):
             if self._stopping or self._draining:
                 raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
             try:
-                self.scheduler.check_room(len(self._arrived))
+                self.scheduler.check_room(self._arrived, request.owner)
             except QueueFull as full:
                 waiting = len(self._arrived) + len(self.scheduler.waiting)
                 full.retry_after = self.stepper.pace.seconds(waiting, time.monotonic())

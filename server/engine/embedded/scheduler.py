@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from server.engine.engine import check_fits
-from server.engine.refusals import QueueFull
+from server.engine.engine import check_fits, check_queue
 from server.engine.request import Flight, Status
 
 LEAST_PREFIX = 8  # fewer common tokens are worth less than what the slot would forget
@@ -130,8 +129,8 @@ def side_by_side(passes: Sequence[Plan]) -> bool:
 
 
 class Scheduler:
-    """First come, first served: ``slots`` slots of ``max_length`` positions, ``chunk_tokens`` prompt tokens a step; of these a
-    request has a lane's share, and more where the others leave some.
+    """First come, first served, but in turns of owners: ``slots`` slots of ``max_length`` positions, ``chunk_tokens`` prompt tokens
+    a step; of these a request has a lane's share, and more where the others leave some.
     """
 
     def __init__(self, slots: int, max_length: int, queue_limit: int, chunk_tokens: int, lanes: int = 1) -> None:
@@ -158,19 +157,23 @@ class Scheduler:
         """Raise PromptTooLong where prompt and answer together exceed a slot."""
         check_fits(prompt, max_tokens, self.max_length)
 
-    def check_room(self, arriving: int = 0) -> None:
-        """Raise QueueFull where ``arriving`` and waiting requests fill the queue and all free slots."""
-        waiting = arriving + len(self.waiting)
-        if waiting >= self.queue_limit + self.slots.count(None):
-            raise QueueFull(
-                f"{waiting} requests wait already, and the queue holds {self.queue_limit}; try again shortly"
-            )
+    def check_room(self, arriving: Sequence[Flight] = (), owner: str = "") -> None:
+        """Raise QueueFull where ``arriving`` and waiting requests fill the queue and all free slots, or ``owner``'s their share."""
+        waiting, free = [*arriving, *self.waiting], self.slots.count(None)
+        own = sum(flight.request.owner == owner for flight in waiting)
+        check_queue(len(waiting) - free, own - free, self.queue_limit, owner)
+
+    def _next(self) -> int:
+        """Who of the queue gets a slot next: whose owner has the fewest, and of those who came first."""
+        held = Counter(flight.request.owner for flight in self.admitted)
+        return min(range(len(self.waiting)), key=lambda place: held[self.waiting[place].request.owner])
 
     def schedule(self) -> Plan:
         """Give free slots to waiting requests and share out this step's prompt tokens, oldest request first."""
         copies: list[tuple[Flight, int]] = []
         while self.waiting and None in self.slots:
-            flight = self.waiting[0]  # and it waits until it has its slot: other threads ask whether all has ended
+            place = self._next()
+            flight = self.waiting[place]  # and it waits until it has its slot: other threads ask whether all has ended
             flight.slot, source, common = self._choose_slot(flight)
             flight.computed = flight.cached_tokens = common
             opened = self.kept[source].opened
@@ -182,7 +185,7 @@ class Scheduler:
             flight.admitted = next(self._clock)
             self.slots[flight.slot] = flight
             self.kept[flight.slot] = NOTHING_KEPT
-            self.waiting.popleft()
+            del self.waiting[place]
         running: list[Flight] = []
         prefilling: list[Flight] = []
         for flight in self.admitted:

@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from server.engine.answering import dropped, hand_over_end
-from server.engine.engine import Engine, EngineStats, check_fits
+from server.engine.engine import Engine, EngineStats, check_fits, check_queue
 from server.engine.flights import flight_of
 from server.engine.grammars import Grammars
 from server.engine.modules import Gates, ModuleTable
-from server.engine.refusals import EngineStopped, QueueFull
+from server.engine.refusals import EngineStopped
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.legs import Leg, digest_of
@@ -119,7 +119,7 @@ class VllmEngine(Engine):
     def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
         """See :meth:`Engine.submit`."""
         check_fits(len(request.prompt), max(1, request.sampling.max_tokens), self.max_length)  # vLLM chooses one always
-        self._check_admits()
+        self._check_admits(request.owner)
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 
         def deliver(delta: Delta) -> None:
@@ -128,18 +128,18 @@ class VllmEngine(Engine):
 
         flight = flight_of(request, self.tokenizer, frozenset(self._arguments.ends), deliver)
         with self._ended:  # who drains sees it, or it is refused
-            self._check_admits()
+            self._check_admits(request.owner)
             self._live.add(flight)
         self._loop.call_soon_threadsafe(self._admit, flight)
         return flight, deltas
 
-    def _check_admits(self) -> None:
+    def _check_admits(self, owner: str) -> None:
         if self.draining:
             raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
         if not self._up:
             raise EngineStopped("the model's processes are being started again; try again shortly")
-        if (waiting := len(self._live) - self.slots) >= (most := self._queue_limit):
-            raise QueueFull(f"{waiting} requests wait already, and the queue holds {most}; try again shortly")
+        own = sum(flight.request.owner == owner for flight in self._live)
+        check_queue(len(self._live) - self.slots, own - self.slots, self._queue_limit, owner)
 
     def cancel(self, flight: Flight) -> None:
         """See :meth:`Engine.cancel`."""

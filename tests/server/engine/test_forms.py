@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.grammars import LONGEST, REMEMBERED, Form, Grammar, GrammarError, Grammars
+from server.engine.grammars import LONGEST, OWN, REMEMBERED, Form, Grammar, GrammarError, Grammars, GrammarsBusy
 from server.engine.request import Delta, GenerationRequest, Sampling
 
 PROMPTS = [(5, 9, 12, 40), (7, 8, 9), tuple(range(20, 60)), (5, 9, 12, 41)]
@@ -257,6 +257,36 @@ def test_a_bounded_number_of_grammars_is_remembered(engine: EmbeddedEngine) -> N
         grammar(engine, "choice", [f"one {number}"])
     assert grammar(engine, "choice", ["first"]) is not first
     assert len(grammars._known) == REMEMBERED
+
+
+def test_who_brings_many_forms_holds_up_no_form_that_is_known(engine: EmbeddedEngine) -> None:
+    grammars, known = engine.grammars, Form("regex", "[a-z ]+")
+    costly = [Form("json", json.dumps({"type": "object", "properties": _many(300, 50 + n)})) for n in range(OWN + 1)]
+
+    async def everything() -> tuple[float, list[object]]:
+        made = await grammars.compiled(known, "mine")
+        asked = [asyncio.ensure_future(grammars.compiled(form, "theirs")) for form in costly]
+        await asyncio.sleep(0.05)
+        begun = time.monotonic()
+        assert await grammars.compiled(known, "mine") is made
+        waited = time.monotonic() - begun
+        under_way = sum(not one.done() for one in asked)
+        return waited / max(under_way, 1), await asyncio.gather(*asked, return_exceptions=True)
+
+    waited, found = asyncio.run(everything())
+    assert (
+        sum(isinstance(one, GrammarsBusy) for one in found) == 1
+        and sum(isinstance(one, Grammar) for one in found) == OWN
+    )
+    assert waited < 0.1  # they took seconds
+    for number in range(REMEMBERED):
+        asyncio.run(grammars.compiled(Form("choice", json.dumps([f"two {number}"])), "theirs"))
+    again = time.monotonic()
+    assert ("mine", known.source()) in grammars._known and time.monotonic() - again < 1
+
+
+def _many(count: int, longest: int) -> dict[str, object]:
+    return {f"p{n}": {"type": ["string", "null"], "pattern": f"^[a-z]{{1,{longest}}}$"} for n in range(count)}
 
 
 def test_a_request_that_nobody_waits_for_frees_its_slot(engine: EmbeddedEngine) -> None:

@@ -12,14 +12,14 @@ from server.engine.refusals import PromptTooLong, QueueFull
 from server.engine.request import Flight, GenerationRequest, Status
 
 
-def make_flight(tokens: Iterable[int]) -> Flight:
+def make_flight(tokens: Iterable[int], owner: str = "") -> Flight:
     """A request for the scheduler alone."""
     text: Any = None  # the scheduler never looks at it
-    return Flight(GenerationRequest(tuple(tokens)), text, lambda _: None, lambda: 0.0)
+    return Flight(GenerationRequest(tuple(tokens), owner=owner), text, lambda _: None, lambda: 0.0)
 
 
-def _flight(tokens: int) -> Flight:
-    return make_flight(range(tokens))
+def _flight(tokens: int, owner: str = "") -> Flight:
+    return make_flight(range(tokens), owner)
 
 
 def _scheduler(**changes: int) -> Scheduler:
@@ -57,14 +57,34 @@ def test_first_come_first_served_and_a_finished_request_makes_room() -> None:
 def test_the_queue_holds_what_fits_the_free_slots_and_the_limit() -> None:
     scheduler = _scheduler()
     for arriving in range(5):
-        scheduler.check_room(arriving)
+        scheduler.check_room([_flight(1)] * arriving)
     with pytest.raises(QueueFull):
-        scheduler.check_room(5)
+        scheduler.check_room([_flight(1)] * 5)
     scheduler.waiting.extend([_flight(1), _flight(1)])
     scheduler.schedule()
-    scheduler.check_room(2)
+    scheduler.check_room([_flight(1)] * 2)
     with pytest.raises(QueueFull):
-        scheduler.check_room(3)
+        scheduler.check_room([_flight(1)] * 3)
+
+
+def test_one_key_neither_fills_the_queue_nor_takes_every_slot_that_comes_free() -> None:
+    scheduler = _scheduler(queue_limit=8)
+    greedy = [_flight(1, "a") for _ in range(8)]
+    for place in range(8):  # two slots, and three quarters of the queue
+        scheduler.check_room(greedy[:place], "a")
+    with pytest.raises(QueueFull, match="6 requests of this key wait already, and 75% of the queue's 8 places"):
+        scheduler.check_room(greedy, "a")
+    scheduler.check_room(greedy, "b")
+    scheduler.waiting.extend(greedy)
+    scheduler.computed(scheduler.schedule())
+    other, late = _flight(1, "b"), _flight(1, "b")
+    scheduler.waiting.extend([other, late])
+    scheduler.finish(greedy[0])
+    scheduler.schedule()
+    assert other.slot == 0 and late in scheduler.waiting  # before six that came first
+    scheduler.finish(greedy[1])
+    scheduler.schedule()
+    assert greedy[2].slot == 1 and late in scheduler.waiting  # then in turns
 
 
 def test_prompts_of_like_shape_share_a_pass_and_others_do_not() -> None:

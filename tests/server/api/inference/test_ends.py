@@ -288,9 +288,10 @@ def test_no_end_token_keeps_a_row_from_the_gates_that_read_it(server: Live) -> N
     assert [asked(prompt) for prompt in (within, f"{PROMPT}{spelt}x")] == [200, 200]  # nothing is hidden from anything
     assert [asked(prompt, unbind=on) for prompt in ([end, *IDS], [end, end, *IDS], PROMPT)] == [200] * 3
     far = [*IDS, end, *([IDS[0]] * MAX_GATE_WINDOW)]
-    refuse_separated(far, server.service)
+    pinned = server.service.engine.modules.pin(["one"])
+    refuse_separated(far, server.service, pinned)
     with pytest.raises(ApiError, match="within the last 256 tokens"):
-        refuse_separated(far[:-1], server.service)
+        refuse_separated(far[:-1], server.service, pinned)
     assert _chat(server, messages=[{"role": "user", "content": f"a{spelt}b"}], unbind=on).status == 400
 
 
@@ -298,3 +299,15 @@ def test_what_a_chat_template_sets_between_messages_is_no_separator(server: Live
     tokenizer = server.service.loaded.tokenizer
     (between,) = tokenizer("\n", add_special_tokens=False)["input_ids"]  # as the template of these tests does
     assert separators(tokenizer, [_end(server), between]) == {_end(server)} == server.service.separators
+
+
+def test_a_form_that_becomes_too_much_is_the_client_s_and_no_fault_of_the_server(server: Live) -> None:
+    fields = {"prompt": IDS, "max_tokens": 60, "structured_outputs": {"regex": "[0-9]{3}((a{100}){100}){100}"}}
+    refused = server.complete(**fields)
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (
+        400,
+        "invalid_grammar",
+        "structured_outputs.regex",
+    )
+    assert "too much for it" in refused.error["message"]
+    assert server.complete(prompt=IDS, max_tokens=2).status == 200
