@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from server.base_service import BaseService
 from server.errors import ApiError
 from server.registry.access import PROFILE_SCOPE, SERVER_SCOPE
@@ -19,6 +21,11 @@ def scopes(served: BaseService) -> set[str]:
     """Every scope that can have rules and modules of its own: ``global``, ``key:ID`` and ``profile:NAME``."""
     keys = (f"key:{key.id}" for key in served.access.current.keys.values())
     return {SERVER_SCOPE, *keys, *(PROFILE_SCOPE + name for name in profile_names(served))}
+
+
+def unreached(served: BaseService, scope: str) -> str:
+    """Why no request comes under a scope now, as under that of a revoked key; "" where requests may."""
+    return served.access.current.unreached(scope, time.time(), served.settings.profiles)
 
 
 def profile_rules(served: BaseService, name: str, *, asked: bool = False) -> Rules:

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -68,6 +68,19 @@ class Snapshot:
         """Every profile there is, in the settings or here."""
         kept = (scope.removeprefix(PROFILE_SCOPE) for scope in self.rules if scope.startswith(PROFILE_SCOPE))
         return sorted({*settings.profiles, *kept})
+
+    def unreached(self, scope: str, now: float, profiles: Collection[str] = ()) -> str:
+        """Why no request comes under a scope, in words; "" where requests may. ``profiles``: those of the settings."""
+        kind, _, name = scope.partition(":")
+        if kind == "profile" and name not in profiles and scope not in self.rules:
+            return f"profile '{name}' does not exist"
+        if kind == "key":
+            key = next((key for key in self.keys.values() if key.id == name), None)
+            if key is None:
+                return f"key '{name}' does not exist"
+            if not key.usable(now):
+                return f"key '{name}' {'is revoked' if key.revoked_at is not None else 'has expired'}"
+        return ""
 
 
 def key_digest(text: str) -> str:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from server.api.admin.bodies import TakedownOptions
-from server.api.profiles import scopes
+from server.api.profiles import unreached
 from server.base_service import BaseService
 from server.errors import ApiError, invalid
 from unbind_core.architecture import LoadedModel
@@ -20,8 +20,9 @@ def checked_options(served: BaseService, options: TakedownOptions) -> dict[str, 
     _check_guard(options)
     if options.protect != "guard":
         _check_fit(served, options)
-    if options.scope is not None and options.scope not in scopes(served):
-        raise _wrong("options.scope", f"'{options.scope}' does not exist; make the key or the profile first")
+    if options.scope is not None and (why := unreached(served, options.scope)):
+        remedy = "make the key or the profile first, or give another scope"
+        raise _wrong("options.scope", f"{why}, so that '{options.scope}' binds no request; {remedy}")
     plain = options.model_dump(exclude={"dry_run"}, exclude_defaults=True, exclude_none=True)
     for field in ("effective_at", "expires_at"):
         if (at := getattr(options, field)) is not None:

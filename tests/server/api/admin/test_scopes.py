@@ -1,0 +1,57 @@
+"""Scopes that no request comes under any more: nothing new is bound to them, and nobody is told that what is bound there holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.live import Answer, Live, live
+
+ROWS = [
+    {"text": "def total(items):\n    count = 0\n    for item in items:\n        count += item.size\n    return count\n"}
+]
+GUARD: dict[str, Any] = {"protect": "guard", "guard": {"run": 8}}
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server without a worker."""
+    with live(checkpoint, tmp_path_factory.mktemp("scopes"), profiles={"team": {}}) as server:
+        yield server
+
+
+def post(server: Live, name: str, scope: str, **options: Any) -> Answer:
+    """A takedown for a guard alone."""
+    return server.admin("/takedowns", {"name": name, "rows": ROWS, "options": {**GUARD, "scope": scope, **options}})
+
+
+def key(server: Live, **fields: Any) -> str:
+    """The id of a new key."""
+    return str(server.admin("/keys", {"name": "test", **fields}).body["id"])
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_takedown_is_not_bound_to_a_key_that_nobody_can_use(running: Live, dry_run: bool) -> None:
+    revoked, expired = key(running), key(running, expires_in=0.05)
+    running.admin(f"/keys/{revoked}", method="DELETE")
+    time.sleep(0.06)
+    for scope, why in (
+        (f"key:{revoked}", f"key '{revoked}' is revoked"),
+        (f"key:{expired}", f"key '{expired}' has expired"),
+        ("key:nobody", "key 'nobody' does not exist"),
+        ("profile:nobody", "profile 'nobody' does not exist"),
+    ):
+        refused = post(running, "unreached", scope, dry_run=dry_run)
+        assert (refused.status, refused.error["param"]) == (400, "options.scope"), refused.raw
+        assert f"options.scope: {why}" in refused.error["message"] and "give another scope" in refused.error["message"]
+    assert running.admin(f"/policies/key:{revoked}").status == 200  # what was written of it can still be read
+
+
+@pytest.mark.parametrize("scope", ["global", "profile:team", "key"])
+def test_a_takedown_is_bound_to_what_requests_come_under(running: Live, scope: str) -> None:
+    scope = f"key:{key(running)}" if scope == "key" else scope
+    assert post(running, f"reached-{scope.partition(':')[0]}", scope).body["in_force"] == "enforced"
