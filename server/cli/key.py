@@ -13,7 +13,8 @@ from rich.table import Column, Table
 
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import settings_from
-from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope
+from server.cli.takedown.shown import warn
+from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope, left_behind
 from server.registry.audit import Actor
 from server.registry.registry import open_registry
 from server.rules import Rules, WhenOpen
@@ -146,10 +147,13 @@ def revoke(
     """Make a key useless for good; a running server knows within a second."""
     with clear_errors():
         try:
-            key = _access(settings_from(config, data_dir=data_dir)).revoke_key(key_id, OPERATOR, time.time())
+            access = _access(settings_from(config, data_dir=data_dir))
+            key = access.revoke_key(key_id, OPERATOR, time.time())
+            warnings = left_behind(key_id, access.bound_to(f"key:{key_id}"))
         except NoSuchKey as error:
             raise UnbindError(f"{error}; unbind key list shows them") from None
     screen.print(f"revoked {key.id} ({key.name})", highlight=False)
+    warn({"warnings": warnings})
 
 
 def _day(at: float) -> str:

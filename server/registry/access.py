@@ -9,15 +9,17 @@ import hashlib
 import secrets
 import threading
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, digest_of
-from server.registry.refusals import AlreadyThere, Stale
-from server.registry.tables import KeyRow, RulesRow
+from server.registry.lifecycle import LIVE
+from server.registry.refusals import AlreadyThere, NotAllowed, Stale
+from server.registry.tables import KeyRow, ModuleRow, RulesRow
 from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
 from server.settings import Settings
@@ -202,15 +204,41 @@ class Access:
             append(session, now, actor, "rules.put", scope, said, before=before, after=said)
         self.refresh()
 
+    def bound_to(self, scope: str) -> list[str]:
+        """The modules and guards that are live and of this scope, in words."""
+        with self._transactions.look() as session:
+            return _bound_to(session, scope)
+
     def delete_rules(self, scope: str, actor: Actor, now: float) -> bool:
-        """Forget the rules of a scope; whether there were any."""
+        """Forget the rules of a scope; whether there were any. Raises NotAllowed for a profile that something is bound to."""
         with self._transactions.change() as session:
             row = session.get(RulesRow, scope)
+            kind, _, name = scope.partition(":")
+            if row is not None and kind == "profile" and (bound := _bound_to(session, scope)):
+                raise NotAllowed(
+                    f"profile '{name}': {', '.join(bound)} would bind no request any more; suspend or retire them first, or take "
+                    "their rows down again with options.replace and another options.scope"
+                )
             if row is not None:
                 session.delete(row)
                 append(session, now, actor, "rules.delete", scope, {}, before=row.rules)
         self.refresh()
         return row is not None
+
+
+def _bound_to(session: Session, scope: str) -> list[str]:
+    live = select(ModuleRow.kind, ModuleRow.name).where(ModuleRow.scope == scope, ModuleRow.state.in_(LIVE)).distinct()
+    return [f"{kind} '{name}'" for kind, name in session.execute(live.order_by(ModuleRow.name, ModuleRow.kind.desc()))]
+
+
+def left_behind(key_id: str, bound: Sequence[str]) -> list[str]:
+    """What whoever revoked a key to which these are ``bound`` may not have meant."""
+    if not bound:
+        return []
+    return [
+        f"key '{key_id}': {', '.join(bound)} bound requests with this key, and bind none any more but those that name them; take "
+        "their rows down again with options.replace and another options.scope where they must be kept back"
+    ]
 
 
 def _record(key: Key) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from server.api.admin.routes import Acting, IfMatch, IfNoneMatch, Served, admin_
 from server.api.profiles import profile_names, profile_rules, scopes
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.access import PROFILE_SCOPE, SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope, revision
+from server.registry.access import PROFILE_SCOPE, SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope, left_behind, revision
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths, WhenOpen
 
 router = admin_router()
@@ -94,13 +94,14 @@ async def list_keys(served: Served) -> dict[str, Any]:
 
 @router.delete("/keys/{key_id}")
 def revoke_key(key_id: str, served: Served, actor: Acting) -> dict[str, Any]:
-    """Make a key useless for good."""
+    """Make a key useless for good. ``warnings`` name the modules and guards that were enforced for it alone."""
     try:
         with refusals():
             key = served.access.revoke_key(key_id, actor, time.time())
+            warnings = left_behind(key_id, served.access.bound_to(f"key:{key_id}"))
     except NoSuchKey as error:
         raise ApiError(404, str(error), param="key_id", code="key_not_found") from None
-    return key_view(key, served.access.current.of(f"key:{key.id}"))
+    return {**key_view(key, served.access.current.of(f"key:{key.id}")), "warnings": warnings}
 
 
 def key_view(key: Key, rules: Rules) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def put_profile(
 
 @router.delete("/profiles/{name}")
 def delete_profile(name: str, served: Served, actor: Acting) -> dict[str, Any]:
-    """Forget a profile. A key that has it is refused until it exists again."""
+    """Forget a profile. A key that has it is refused until it exists again; one that a live module or guard is bound to stays."""
     _known_profile(served, name)
     _changeable(served, name)
     with refusals():

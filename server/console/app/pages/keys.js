@@ -50,8 +50,8 @@ function KeyTable({ keys, again }) {
   async function revoke() {
     setProblem(null)
     try {
-      await send("DELETE", "/admin/v1/keys/" + asked.id)
-      announce(`The key ${asked.name} is revoked.`)
+      const { warnings } = await send("DELETE", "/admin/v1/keys/" + asked.id)
+      announce([`The key ${asked.name} is revoked.`, ...warnings].join(" "))
     } catch (error) { setProblem(error) }
     ask(null)
     await again()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.support.live import Answer, Live, live
+from server.cli import build
+from tests.support.live import ADMIN_KEY, Answer, Live, live
 
 ROWS = [
     {"text": "def total(items):\n    count = 0\n    for item in items:\n        count += item.size\n    return count\n"}
@@ -55,3 +57,34 @@ def test_a_takedown_is_not_bound_to_a_key_that_nobody_can_use(running: Live, dry
 def test_a_takedown_is_bound_to_what_requests_come_under(running: Live, scope: str) -> None:
     scope = f"key:{key(running)}" if scope == "key" else scope
     assert post(running, f"reached-{scope.partition(':')[0]}", scope).body["in_force"] == "enforced"
+
+
+def act(server: Live, reference: str, action: str) -> Answer:
+    """A change of state, of whatever revision there is."""
+    path = f"/admin/v1/modules/{reference}/{action}"
+    return server.call(path, key=ADMIN_KEY, method="POST", headers={"If-Match": "*"})
+
+
+def test_a_profile_that_a_guard_is_bound_to_is_not_deleted(running: Live) -> None:
+    running.admin("/profiles/bound", {}, "PUT")
+    assert post(running, "held", "profile:bound").status == 202
+    for change in ((), ("suspend", "shadow")):  # while it holds, and while it counts
+        assert all(act(running, "guard:held", action).status == 200 for action in change)
+        refused = running.admin("/profiles/bound", method="DELETE")
+        assert (refused.status, refused.error["code"]) == (409, "not_allowed"), refused.raw
+        said = "guard 'held' would bind no request any more; suspend or retire"
+        assert f"profile 'bound': {said}" in refused.error["message"]
+    assert act(running, "guard:held", "retire").status == 200
+    assert running.admin("/profiles/bound", method="DELETE").status == 200
+
+
+def test_a_key_is_revoked_whatever_is_bound_to_it_and_what_is_is_warned_of(running: Live) -> None:
+    free, bound = key(running), key(running)
+    assert post(running, "of-a-key", f"key:{bound}").status == 202
+    answer = running.admin(f"/keys/{bound}", method="DELETE")
+    (warning,) = answer.body["warnings"]
+    assert answer.status == 200 and answer.body["revoked_at"] and "guard 'of-a-key' bound requests with" in warning
+    assert running.admin(f"/keys/{free}", method="DELETE").body["warnings"] == []
+    folder = str(running.service.settings.data_dir)
+    said = CliRunner().invoke(build(), ["key", "revoke", bound, "--data-dir", folder])
+    assert said.exit_code == 0 and "guard 'of-a-key' bound requests with" in said.stderr and "revoked" in said.stdout
