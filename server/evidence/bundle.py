@@ -9,7 +9,7 @@ from typing import Any
 
 from server.evidence.page import page
 from server.evidence.signing import sign, signing_key
-from server.registry.access import Access
+from server.registry.access import Access, Snapshot
 from server.registry.private.files import TakedownFiles
 from server.registry.registry import Registry
 from server.registry.tables import JobKind, JobState
@@ -25,8 +25,8 @@ def evidence(registry: Registry, settings: Settings, takedown_id: str, model: di
 
 def collect(registry: Registry, settings: Settings, takedown_id: str, model: dict[str, Any]) -> dict[str, Any]:
     """Everything the document says, as plain JSON values."""
-    takedown = registry.takedowns.get(takedown_id)
-    now = time.time()
+    now, access = time.time(), Access(registry.transactions).current
+    takedown = registry.takedowns.get(takedown_id, lambda scope: access.unreached(scope, now, settings.profiles))
     jobs = [registry.jobs.get(job_id, now) for job_id in takedown["jobs"]]
     made = [*takedown["modules"], *([takedown["guard"]] if takedown["guard"] else [])]
     told = {takedown_id, *takedown["jobs"], *(record["id"] for record in made)}
@@ -36,7 +36,7 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
         "model": model,
         "takedown": takedown,
         "jobs": jobs,
-        "named_by": _named_by(registry, settings, {record["name"] for record in made}),
+        "named_by": _named_by(access, settings, {record["name"] for record in made}),
         "audit": registry.audit_of(told),
         "report": None,
         "exhibits": None,
@@ -61,9 +61,9 @@ def _made_for(job: dict[str, Any]) -> Any:
     return ((job["result"] or {}).get("publish") or {}).get("fingerprint", "")
 
 
-def _named_by(registry: Registry, settings: Settings, names: set[str]) -> list[str]:
+def _named_by(access: Snapshot, settings: Settings, names: set[str]) -> list[str]:
     """The scopes whose rules demand one of these names: what may bind requests beside a record's own scope."""
-    rules = {"settings": Rules(enforced=settings.enforced), **Access(registry.transactions).current.rules}
+    rules = {"settings": Rules(enforced=settings.enforced), **access.rules}
     rules |= {f"profile:{name}": profile for name, profile in settings.profiles.items()}
     return sorted(scope for scope, said in rules.items() if names & {*said.modules, *said.enforced})
 

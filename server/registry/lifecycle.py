@@ -106,6 +106,13 @@ def here(view: dict[str, Any], model: str | None) -> dict[str, Any]:
     return {**view, "in_force": InForce.NONE, "binds": "nothing here: it is for a model that does not run here"}
 
 
+def reached(view: dict[str, Any], unreached: str) -> dict[str, Any]:
+    """A view as it stands where no request comes under its scope, for the reason ``unreached`` ("": requests do)."""
+    if not unreached or view["in_force"] != InForce.ENFORCED:
+        return view
+    return {**view, "in_force": InForce.AVAILABLE, "binds": f"{bound(None)}, as {unreached}"}
+
+
 def standing(view: Mapping[str, Any]) -> str:
     """How a record stands by its ``in_force``, ``state`` and ``scope``, as people are told of it, in a word or two."""
     match view["in_force"]:

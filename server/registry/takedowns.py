@@ -13,13 +13,14 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import end_job, job_view, made
-from server.registry.lifecycle import InForce, bound, here
+from server.registry.lifecycle import InForce, bound, here, reached
 from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job
 from server.registry.transactions import Transactions
 
 PENDING = (JobState.QUEUED, JobState.RUNNING)
+Unreached = Callable[[str], str]  # a scope -> why no request comes under it, "" where requests do
 GUARDED = "guarded"  # the outcome of a job that had a guard to make and no module
 
 
@@ -117,13 +118,13 @@ class Takedowns:
                     end_job(session, job, JobState.SUCCEEDED, actor, now)
             return job_view(job, now), True
 
-    def get(self, takedown_id: str) -> dict[str, Any]:
+    def get(self, takedown_id: str, unreached: Unreached = lambda _: "") -> dict[str, Any]:
         """One takedown with its jobs, modules and guard, and what these bind now. Raises NotThere."""
         with self._transactions.look() as session:
             takedown = _find(session, takedown_id)
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id).order_by(Job.created_at)).all()
             made_of_it = select(ModuleRow).where(ModuleRow.takedown_id == takedown_id)
-            views = [self._view(row) for row in session.scalars(made_of_it)]
+            views = [self._view(row, unreached) for row in session.scalars(made_of_it)]
             return {
                 **takedown_view(takedown),
                 **_binding(takedown, jobs, views),
@@ -132,7 +133,7 @@ class Takedowns:
                 "guard": next((view for view in views if view["kind"] == Kind.GUARD), None),
             }
 
-    def newest(self, limit: int = 100) -> list[dict[str, Any]]:
+    def newest(self, limit: int = 100, unreached: Unreached = lambda _: "") -> list[dict[str, Any]]:
         """The newest takedowns first, with what each binds now and where its newest job is."""
         with self._transactions.look() as session:
             found = session.scalars(select(Takedown).order_by(Takedown.created_at.desc()).limit(limit)).all()
@@ -141,7 +142,7 @@ class Takedowns:
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):
                 jobs[str(job.takedown_id)].append(job)
             for row in session.scalars(select(ModuleRow).where(ModuleRow.takedown_id.in_(ids))):
-                views[str(row.takedown_id)].append(self._view(row))
+                views[str(row.takedown_id)].append(self._view(row, unreached))
             return [
                 {
                     **takedown_view(takedown),
@@ -151,8 +152,8 @@ class Takedowns:
                 for takedown in found
             ]
 
-    def _view(self, row: ModuleRow) -> dict[str, Any]:
-        return here(module_view(row), self._model)
+    def _view(self, row: ModuleRow, unreached: Unreached) -> dict[str, Any]:
+        return here(reached(module_view(row), unreached(row.scope)), self._model)
 
     def purge(
         self, takedown_id: str, delete: Callable[[str, list[str]], None], actor: Actor, now: float

@@ -10,9 +10,10 @@ from fastapi import Query, Response
 from starlette.responses import JSONResponse
 
 from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
+from server.api.profiles import unreached
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.lifecycle import Action, here
+from server.registry.lifecycle import Action, here, reached
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import AWAY, JointOutdated
@@ -158,6 +159,7 @@ async def _changed(served: BaseService, record: dict[str, Any]) -> JSONResponse:
 
 
 def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
+    record = reached(record, unreached(served, record["scope"] or ""))
     if record["kind"] == Kind.GUARD:
         index = served.guards.indexes.get(record["name"])
         guards = index is not None and index.digest == record["digest"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Header, Query, Request
@@ -23,6 +24,7 @@ from server.api.admin.intake import Intake, from_json, from_upload
 from server.api.admin.options import checked_options
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.characters import check_characters
+from server.api.profiles import unreached
 from server.base_service import BaseService
 from server.engine.refusals import EngineStopped
 from server.errors import ApiError, invalid
@@ -238,14 +240,14 @@ def _submit(
 def list_takedowns(served: Served, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
     """The newest first, without their rows."""
     with refusals():
-        return {"object": "list", "data": served.registry.takedowns.newest(limit)}
+        return {"object": "list", "data": served.registry.takedowns.newest(limit, partial(unreached, served))}
 
 
 @router.get("/takedowns/{takedown_id}")
 def show_takedown(takedown_id: str, served: Served) -> dict[str, Any]:
     """One takedown with its jobs, modules and guard, without its rows."""
     with refusals():
-        return served.registry.takedowns.get(takedown_id)
+        return served.registry.takedowns.get(takedown_id, partial(unreached, served))
 
 
 @router.post("/takedowns/{takedown_id}/purge")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from server.evidence.bundle import collect, evidence
 from server.registry import records
+from server.registry.access import Access
 from server.registry.audit import Actor, digest_of
 from server.registry.lifecycle import Action, InForce, binds, in_force, standing
 from server.registry.records import NewModule
@@ -144,7 +145,11 @@ def test_the_signed_page_of_an_available_module_does_not_claim_that_the_service_
 def test_the_signed_page_says_where_a_module_is_enforced(
     registry: Registry, tmp_path: Path, scope: str, says: str
 ) -> None:
-    payload, html = page_of(registry, took_down(registry, scope=scope)[0], Settings(data_dir=tmp_path))
+    if scope.startswith("key:"):
+        key, _ = Access(registry.transactions).create_key("one", ADMIN, 1.0)
+        scope, says = f"key:{key.id}", says.replace("key_1", key.id)
+    settings = Settings(data_dir=tmp_path, profiles={"team": Rules()})
+    payload, html = page_of(registry, took_down(registry, scope=scope)[0], settings)
     assert says in html and f"enforced ({scope})" in html and "available" not in html
     assert (payload["takedown"]["in_force"], payload["takedown"]["scope"]) == ("enforced", scope)
 
@@ -154,6 +159,27 @@ def test_the_signed_page_of_a_module_out_of_use_says_that_nothing_is_done(regist
     _, html = page_of(registry, takedown, Settings(data_dir=tmp_path))
     assert "the service does nothing about these rows: the takedown binds nothing while it is calibrated" in html
     assert "keeps from giving" not in html
+
+
+@pytest.mark.parametrize(
+    ("scope", "why"), [("key", "is revoked"), ("expired", "has expired"), ("profile:gone", "does not exist")]
+)
+def test_the_signed_page_of_a_scope_that_reaches_nobody_any_more_calls_nothing_enforced(
+    registry: Registry, tmp_path: Path, scope: str, why: str
+) -> None:
+    if not scope.startswith("profile:"):
+        access = Access(registry.transactions)
+        key, _ = access.create_key("one", ADMIN, 1.0, expires_at=2.0 if scope == "expired" else None)
+        scope = f"key:{key.id}"
+        if why == "is revoked":
+            access.revoke_key(key.id, ADMIN, 2.0)
+    payload, html = page_of(registry, took_down(registry, scope=scope)[0], Settings(data_dir=tmp_path))
+    told = payload["takedown"]
+    for said in (told, told["modules"][0]):
+        assert (said["in_force"], said["scope"]) == ("available", scope)
+        assert said["binds"].startswith("no request but those that name it") and said["binds"].endswith(why)
+    assert "calibrated and available, and not enforced. It binds no request but" in html and "is enforced" not in html
+    assert f"enforced ({scope})" not in html and why in html
 
 
 def test_a_module_of_another_model_binds_nothing_and_the_signed_page_says_so(

@@ -85,6 +85,11 @@ def test_a_key_is_revoked_whatever_is_bound_to_it_and_what_is_is_warned_of(runni
     (warning,) = answer.body["warnings"]
     assert answer.status == 200 and answer.body["revoked_at"] and "guard 'of-a-key' bound requests with" in warning
     assert running.admin(f"/keys/{free}", method="DELETE").body["warnings"] == []
+    guard = running.admin("/modules/guard:of-a-key").body
+    takedown = running.admin(f"/takedowns/{guard['takedown_id']}").body
+    listed = next(told for told in running.admin("/takedowns").body["data"] if told["id"] == takedown["id"])
+    for told in (guard, takedown, listed, running.admin("/modules?name=of-a-key").body["data"][0]):
+        assert told["in_force"] == "available" and told["binds"].endswith(f"as key '{bound}' is revoked")
     folder = str(running.service.settings.data_dir)
     said = CliRunner().invoke(build(), ["key", "revoke", bound, "--data-dir", folder])
     assert said.exit_code == 0 and "guard 'of-a-key' bound requests with" in said.stderr and "revoked" in said.stdout
