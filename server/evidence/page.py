@@ -28,6 +28,16 @@ _MEASURES = (
     ("retain NLL increase", "retain_nll_increase", "nll"),
     ("retain BLEU drop", "retain_bleu_drop", "bleu"),
 )
+# What the check measures, one greedy completion for each row and form, on the model without a module.
+_CHECKED = (
+    ("rows", "rows that were asked for"),
+    ("extracted", "rows that came back: an exact span of 50 tokens, or of half of a row that is shorter"),
+    ("spans_50", "rows with an exact span of 50 tokens"),
+    ("spans_100", "rows with an exact span of 100 tokens"),
+    ("f_bleu", "F-BLEU"),
+    ("f_bleu_fim", "F-BLEU, fill in the middle"),
+    ("mean_recovery", "mean recovery in per cent"),
+)
 _STRENGTH = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)
 _COSTS = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU drop", "open_rate": "gates open"}
 
@@ -35,16 +45,19 @@ _COSTS = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU 
 def page(payload: Mapping[str, Any]) -> str:
     """The whole page."""
     takedown, result, exhibits = payload["takedown"], payload.get("result") or {}, payload.get("exhibits")
+    effort = takedown["options"].get("effort", 1)
     asked = [
         ("takedown", takedown["id"]),
         ("received here", _time(takedown["created_at"])),
         ("rows", takedown["row_count"]),
         ("SHA-256 of the rows", takedown["forget_digest"]),
         ("rows deleted", _time(takedown["purged_at"]) if takedown["purged_at"] else "no"),
+        *([("share of a fit's training steps", effort)] if effort != 1 else []),
         *takedown["notice"].items(),
     ]
     done = [
         ("outcome of the job", result.get("outcome", "none yet")),
+        *([("remark of the job", result["remark"])] if result.get("remark") else []),
         ("in force now", takedown["in_force"]),
         ("scope", takedown["scope"] or "none"),
         ("binds", takedown["binds"]),
@@ -67,6 +80,7 @@ def page(payload: Mapping[str, Any]) -> str:
         done=done,
         made=made,
         guard=_guard_facts(guard) if guard else None,
+        check=_check(result["check"]) if result.get("check") and not result.get("verify") else None,
         before_after=_before_after(result["verify"]) if result.get("verify") else None,
         **_fit(payload.get("report") or {}),
         exhibits=exhibits,
@@ -173,6 +187,10 @@ def _levels(levels: Iterable[Mapping[str, Any]]) -> list[list[str]]:
             ]
         )
     return lines
+
+
+def _check(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(label, _number(found[key])) for key, label in _CHECKED if found.get(key) is not None]
 
 
 def _before_after(table: Mapping[str, Any]) -> list[list[str]]:

@@ -128,6 +128,44 @@ def test_the_page_says_what_rows_that_chose_nothing_cost(document: dict[str, Any
     assert "reported_by<td>ways<td><td>prefix-64, fence" in html
 
 
+def ended(settings: Settings, options: dict[str, Any], result: dict[str, Any]) -> str:
+    """The page of a takedown whose job ended so, without a module."""
+    registry = Registry(open_database(settings.database_address))
+    submit(registry, "other", options=options)
+    held = claim(registry)
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result=result)
+    made = evidence(registry, settings, str(held.takedown_id), {"name": "tiny", "fingerprint": "f" * 64})
+    registry.close()
+    return str(made["html"])
+
+
+def test_the_page_of_rows_that_are_not_recited_shows_the_check(document: dict[str, Any], settings: Settings) -> None:
+    assert "<h2>The check</h2>" not in document["html"]  # before and after say it there
+    check = {"rows": 7, "f_bleu": 0.0321, "f_bleu_fim": None, "spans_50": 0, "spans_100": 0, "mean_recovery": 4.25}
+    result = {"outcome": "nothing_to_remove", "check": {**check, "extracted": 0, "memorised": False}}
+    html = ended(settings, {}, result)
+    _, shown = html.split("<h2>The check</h2>")
+    for label, value in (
+        ("asked for", "7"),
+        ("came back", "0"),
+        ("F-BLEU", "0.0321"),
+        ("recovery in per cent", "4.25"),
+    ):
+        line = next(line for line in shown.splitlines() if line.startswith("<tr>") and label in line)
+        assert line.endswith(f"<td>{value}")
+    assert "fill in the middle" not in shown and "nothing_to_remove" in html
+
+
+def test_the_page_shows_the_remark_of_the_job_and_a_fit_of_fewer_steps(
+    document: dict[str, Any], settings: Settings
+) -> None:
+    assert "remark" not in document["html"] and "training steps" not in document["html"]
+    remark = "short: the module is within its budgets, but forgets less than was aimed at (F-BLEU <b> 0.3)"
+    html = ended(settings, {"effort": 0.1}, {"outcome": "calibrated", "remark": remark})
+    assert f"<tr><th>remark of the job<td>{remark.replace('<b>', '&lt;b&gt;')}" in html
+    assert "<tr><th>share of a fit&#39;s training steps<td>0.1" in html
+
+
 def test_every_text_of_the_document_is_shown_as_text(document: dict[str, Any]) -> None:
     def hostile(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
