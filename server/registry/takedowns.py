@@ -21,7 +21,7 @@ from server.registry.transactions import Transactions
 
 PENDING = (JobState.QUEUED, JobState.RUNNING)
 Unreached = Callable[[str], str]  # a scope -> why no request comes under it, "" where requests do
-GUARDED = "guarded"  # the outcome of a job that had a guard to make and no module
+GUARDED = "guarded"  # the outcome of a job that had a guard to make and no module, where the guard is active
 
 
 class Takedowns:
@@ -114,7 +114,8 @@ class Takedowns:
             if guard is not None:
                 row = add(session, replace(guard, takedown_id=takedown.id), guard.activation, actor, now)
                 if not module:
-                    job.result = {"outcome": GUARDED, "guard_id": row.id, **made(row)}
+                    outcome = GUARDED if row.state == ModuleState.ACTIVE else str(row.state)
+                    job.result = {"outcome": outcome, "guard_id": row.id, **made(row)}
                     end_job(session, job, JobState.SUCCEEDED, actor, now)
             return job_view(job, now), True
 

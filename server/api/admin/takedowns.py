@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +22,7 @@ from server.api.admin.expected import plan_of, positions
 from server.api.admin.intake import Intake, from_json, from_upload
 from server.api.admin.options import checked_options
 from server.api.admin.routes import Acting, Served, admin_router, refusals
+from server.api.admin.warned import Asked, superseding_of, warnings_of
 from server.api.characters import check_characters
 from server.api.profiles import unreached
 from server.base_service import BaseService
@@ -35,14 +35,12 @@ from server.registry.lifecycle import InForce, bound
 from server.registry.objects import StoreUnreachable
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import AWAY, Refusal
-from server.registry.tables import Kind
 from unbind_core.errors import DataError, InsufficientRows, RowsTooShort
-from unbind_core.guard.index import RUN, GuardIndex
+from unbind_core.guard.index import GuardIndex
 from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
 
 router = admin_router()
 T = TypeVar("T", bound=BaseModel)
-MANY_ROWS, PART_ROWS = 60, 40  # of one module: what is warned of, and what held in every attack (docs/benchmarks.md)
 
 
 @router.post("/takedowns", status_code=202)
@@ -77,7 +75,7 @@ async def post_takedown(
         "plan": await asyncio.to_thread(plan_of, served, intake.rows, asked.options) if fits else None,
     }
     with refusals():
-        superseding = await asyncio.to_thread(_superseding, served, fields)
+        superseding = await asyncio.to_thread(superseding_of, served, fields)
         if fields.options.dry_run:
             guard = await asyncio.to_thread(_guard, served, asked)
             expected = await asyncio.to_thread(served.registry.jobs.expected, len(intake.rows)) if fits else {}
@@ -92,7 +90,7 @@ async def post_takedown(
                     "scope": fields.options.scope,
                     "in_force": InForce.NONE,
                     "binds": f"nothing yet; once its {first} is active, {bound(fields.options.scope)}",
-                    "warnings": [*_warnings(asked, guard.facts if guard else None, answer["plan"]), *superseding],
+                    "warnings": [*warnings_of(asked, guard.facts if guard else None, answer["plan"]), *superseding],
                 }
             )
         job, new = await asyncio.to_thread(_submit, served, asked, answer["plan"], actor, idempotency_key)
@@ -108,65 +106,9 @@ async def post_takedown(
         **answer,
         "created": new,
         **{name: takedown[name] for name in ("guard", "scope", "in_force", "binds")},
-        "warnings": [*_warnings(asked, takedown["guard"], answer["plan"]), *superseding],
+        "warnings": [*warnings_of(asked, takedown["guard"], answer["plan"]), *superseding],
     }
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A takedown as it was asked for. ``options``: as the worker reads them."""
-
-    fields: TakedownFields
-    options: dict[str, Any]
-    intake: Intake
-
-
-def _warnings(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
-    """What whoever posts may not have meant. ``guard``: the facts of the one that was made."""
-    options, warnings = asked.fields.options, []
-    if options.protect != "guard" and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
-        warnings.append(
-            f"rows: one module of {len(asked.intake.rows)} rows opens late, and holds less where somebody asks from within a row; "
-            f"post them as takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split {PART_ROWS}` does"
-        )
-    if plan is not None and plan["problem"]:
-        warnings.append(
-            f"plan: as this server sees it now the fit does not fit, and the worker will refuse it: {plan['problem']}"
-        )
-    if options.scope is None:
-        makes = "the module" if guard is None else "the guard" if options.protect == "guard" else "module and guard"
-        warnings.append(
-            f"options.scope: none was given, so {makes} will be available and not enforced, binding "
-            f"{bound(None)}. To enforce give 'global', 'profile:NAME' or 'key:ID'"
-        )
-    if guard is None and options.protect is None:
-        warnings.append(
-            f"options.protect: no row has the {RUN} lexemes (words and punctuation) of a run, so that there is no guard, and "
-            "nothing holds before the module is active; give a smaller options.guard.run where one is needed"
-        )
-    if guard is not None and guard["too_short"]:
-        warnings.append(
-            f"options.guard.run: {guard['too_short']} of {guard['rows'] + guard['too_short']} rows have fewer than "
-            f"{guard['run']} lexemes, so the guard does not hold them; give a smaller run where they matter"
-        )
-    return warnings
-
-
-def _superseding(served: BaseService, fields: TakedownFields) -> list[str]:
-    """What is enforced under the name now, and will bind others."""
-    scope, protect, warnings = fields.options.scope, fields.options.protect, []
-    modules = served.registry.modules
-    superseded = modules.live(served.model_fingerprint) if protect != "guard" else []
-    superseded += modules.live_guards() if protect != "module" else []
-    for record in superseded:
-        if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope:
-            what = f"{'the guard ' if record['kind'] == Kind.GUARD else ''}'{fields.name}'"
-            warnings.append(
-                f"options.scope: version {record['version']} of {what} is enforced and binds {bound(record['scope'])}; "
-                f"the version that supersedes it will bind {bound(scope)}"
-            )
-    return warnings
 
 
 def _guard(served: BaseService, asked: Asked) -> GuardIndex | None:

@@ -141,7 +141,8 @@ def test_what_guards_cost_together_is_nothing(registry: Registry) -> None:
 def test_a_guard_comes_into_force_and_ends_by_the_clock_as_modules_do(
     registry: Registry, fields: dict[str, Any], states: list[str]
 ) -> None:
-    submit(registry, guard=guard(**fields), module=False)
+    job_id = submit(registry, guard=guard(**fields), module=False)
+    assert registry.jobs.get(job_id, 1.0)["outcome"] == states[0]  # and not that it guards
     seen = []
     for now in (5.0, 15.0, 25.0):
         registry.modules.pass_time(now)

@@ -92,6 +92,19 @@ def test_a_guard_alone_needs_no_worker(running: Live) -> None:
     assert applied(running.complete(max_tokens=1, unbind={"modules": ["alone"]})) == ["alone:guard"]
 
 
+@pytest.mark.parametrize(
+    ("activation", "outcome"), [("manual", "calibrated"), ("shadow", "shadow"), ("auto", "guarded")]
+)
+def test_a_guard_alone_that_does_not_hold_is_not_said_to_guard(running: Live, activation: str, outcome: str) -> None:
+    for dry_run in (True, False):
+        answer = post(running, f"alone-{activation}", **ALONE, scope="global", activation=activation, dry_run=dry_run)
+        told = [line for line in answer.body["warnings"] if line.startswith("options.activation: ")]
+        assert len(told) == (activation != "auto")
+        assert all(f"unbind module activate guard:alone-{activation}" in line for line in told)
+    assert running.admin("/jobs/" + answer.body["job_id"]).body["outcome"] == outcome
+    act(running, f"guard:alone-{activation}", "retire")
+
+
 def test_a_dry_run_tells_what_would_be_guarded_and_keeps_nothing(running: Live) -> None:
     answer = post(running, "dry", dry_run=True, protect="both", guard={"run": 8, "action": "stop"}).body
     assert (answer["guard"]["rows"], answer["guard"]["too_short"]) == (1, 1) and answer["guard"]["action"] == "stop"

@@ -3,12 +3,15 @@ import { html } from "../../../vendor/htm-preact.js"
 import { send } from "../../api.js"
 import { bytes, duration, percent, time } from "../../format.js"
 import { Button, Note } from "../../parts.js"
-import { KIND, outcome, remedy, STAGE, STAGES } from "./words.js"
+import { guarded, KIND, outcome, remedy, STAGE, STAGES } from "./words.js"
 
 export function Job({ job, takedown, act, ask }) {
   const at_work = job.state === "queued" || job.state === "running"
   const retry = () => act(() => send("POST", `/admin/v1/jobs/${job.id}/retry`))
-  if (job.outcome === "guarded") return html`<section class="card"><${Note} kind="good">${outcome("guarded")[2]}</${Note}></section>`
+  if (job.result?.guard_id) {
+    const [kind, told] = guarded(job.outcome)
+    return html`<section class="card"><${Note} kind=${kind}>${told}</${Note}></section>`
+  }
   return html`<section class="card" aria-labelledby="job"><h2 id="job">The job: ${KIND[job.kind] ?? job.kind}</h2>
     ${at_work ? html`<${Progress} job=${job} />` : html`<${Ended} job=${job} takedown=${takedown} />`}
     <${Stages} job=${job} />

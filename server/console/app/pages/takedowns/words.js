@@ -37,6 +37,13 @@ const OUTCOME = {
 }
 export const outcome = name => OUTCOME[name] ?? ["", name, ""]
 
+// The outcome of a job that made a guard alone -> [kind of note, what it means and what to do].
+const GUARDED = {
+  calibrated: ["warn", "The guard was made and holds nothing yet. Activate it on the page Modules, if it is not to begin by itself later."],
+  shadow: ["", "The guard was made and counts what it would block; it holds nothing. Activate it on the page Modules when you trust its counts."],
+}
+export const guarded = name => GUARDED[name] ?? [OUTCOME.guarded[0], OUTCOME.guarded[2]]
+
 // How an entry of the list stands: {kind, word, told}.
 export function standing({ job, in_force }) {
   if (job.state === "queued") return { kind: "", word: "waiting", told: "for a worker" }

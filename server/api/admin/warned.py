@@ -1,0 +1,78 @@
+"""What whoever posts a takedown is warned of: what they may not have meant, told in its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.admin.bodies import TakedownFields
+from server.api.admin.intake import Intake
+from server.base_service import BaseService
+from server.registry.lifecycle import InForce, bound
+from server.registry.tables import Kind
+from unbind_core.guard.index import RUN
+
+MANY_ROWS, PART_ROWS = 60, 40  # of one module: what is warned of, and what held in every attack (docs/benchmarks.md)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A takedown as it was asked for. ``options``: as the worker reads them."""
+
+    fields: TakedownFields
+    options: dict[str, Any]
+    intake: Intake
+
+
+def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
+    """What whoever posts may not have meant. ``guard``: the facts of the one that was made."""
+    options, warnings = asked.fields.options, []
+    if options.protect != "guard" and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
+        warnings.append(
+            f"rows: one module of {len(asked.intake.rows)} rows opens late, and holds less where somebody asks from within a row; "
+            f"post them as takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split {PART_ROWS}` does"
+        )
+    if plan is not None and plan["problem"]:
+        warnings.append(
+            f"plan: as this server sees it now the fit does not fit, and the worker will refuse it: {plan['problem']}"
+        )
+    if options.scope is None:
+        makes = "the module" if guard is None else "the guard" if options.protect == "guard" else "module and guard"
+        warnings.append(
+            f"options.scope: none was given, so {makes} will be available and not enforced, binding "
+            f"{bound(None)}. To enforce give 'global', 'profile:NAME' or 'key:ID'"
+        )
+    if guard is None and options.protect is None:
+        warnings.append(
+            f"options.protect: no row has the {RUN} lexemes (words and punctuation) of a run, so that there is no guard, and "
+            "nothing holds before the module is active; give a smaller options.guard.run where one is needed"
+        )
+    if guard is not None and options.activation != "auto":
+        does = "counts what it would block, and holds nothing" if options.activation == "shadow" else "holds nothing"
+        warnings.append(
+            f"options.activation: with '{options.activation}' the guard {does} until somebody activates it: "
+            f"unbind module activate guard:{asked.fields.name}"
+        )
+    if guard is not None and guard["too_short"]:
+        warnings.append(
+            f"options.guard.run: {guard['too_short']} of {guard['rows'] + guard['too_short']} rows have fewer than "
+            f"{guard['run']} lexemes, so the guard does not hold them; give a smaller run where they matter"
+        )
+    return warnings
+
+
+def superseding_of(served: BaseService, fields: TakedownFields) -> list[str]:
+    """What is enforced under the name now, and will bind others."""
+    scope, protect, warnings = fields.options.scope, fields.options.protect, []
+    modules = served.registry.modules
+    superseded = modules.live(served.model_fingerprint) if protect != "guard" else []
+    superseded += modules.live_guards() if protect != "module" else []
+    for record in superseded:
+        if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope:
+            what = f"{'the guard ' if record['kind'] == Kind.GUARD else ''}'{fields.name}'"
+            warnings.append(
+                f"options.scope: version {record['version']} of {what} is enforced and binds {bound(record['scope'])}; "
+                f"the version that supersedes it will bind {bound(scope)}"
+            )
+    return warnings
