@@ -49,9 +49,8 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
             "nothing holds before the module is active; give a smaller options.guard.run where one is needed"
         )
     if guard is not None and options.activation != "auto":
-        does = "counts what it would block, and holds nothing" if options.activation == "shadow" else "holds nothing"
         warnings.append(
-            f"options.activation: with '{options.activation}' the guard {does} until somebody activates it: "
+            f"options.activation: with '{options.activation}' the guard holds nothing until somebody activates it: "
             f"unbind module activate guard:{asked.fields.name}"
         )
     if guard is not None and guard["too_short"]:
@@ -63,14 +62,22 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
 
 
 def superseding_of(served: BaseService, fields: TakedownFields) -> list[str]:
-    """What is enforced under the name now, and will bind others."""
+    """What is live under the name now: it will bind others, or keeps the new version out of shadow."""
     scope, protect, warnings = fields.options.scope, fields.options.protect, []
     modules = served.registry.modules
     superseded = modules.live(served.model_fingerprint) if protect != "guard" else []
     superseded += modules.live_guards() if protect != "module" else []
     for record in superseded:
-        if record["name"] == fields.name and record["in_force"] == InForce.ENFORCED and record["scope"] != scope:
-            what = f"{'the guard ' if record['kind'] == Kind.GUARD else ''}'{fields.name}'"
+        if record["name"] != fields.name:
+            continue
+        what = f"{'the guard ' if record['kind'] == Kind.GUARD else ''}'{fields.name}'"
+        if fields.options.activation == "shadow":
+            warnings.append(
+                f"options.activation: version {record['version']} of {what} is {record['state']}, and one version of a name is "
+                "loaded at a time, so the new one will be calibrated and measures nothing; suspend that one first, or give "
+                "another name"
+            )
+        elif record["in_force"] == InForce.ENFORCED and record["scope"] != scope:
             warnings.append(
                 f"options.scope: version {record['version']} of {what} is enforced and binds {bound(record['scope'])}; "
                 f"the version that supersedes it will bind {bound(scope)}"

@@ -105,6 +105,22 @@ def test_a_guard_alone_that_does_not_hold_is_not_said_to_guard(running: Live, ac
     act(running, f"guard:alone-{activation}", "retire")
 
 
+@pytest.mark.parametrize("state", ["active", "shadow"])
+def test_a_next_version_that_a_live_one_keeps_out_of_shadow_is_warned_of(running: Live, state: str) -> None:
+    name, asked = f"beside-{state}", {"scope": "global", "activation": "shadow", "replace": True}
+    post(running, name, **{**ALONE, **asked, "activation": "auto" if state == "active" else "shadow"})
+    says = (
+        f"options.activation: version 1 of the guard '{name}' is {state}, and one version of a name is loaded at a time"
+    )
+    for dry_run in (True, False):
+        answer = post(running, name, **{**ALONE, **asked}, dry_run=dry_run)
+        assert any(line.startswith(says) and "suspend that one first" in line for line in answer.body["warnings"])
+    assert running.admin("/jobs/" + answer.body["job_id"]).body["outcome"] == "calibrated"
+    act(running, f"guard:{name}", "retire")
+    fresh = post(running, name, **{**ALONE, **asked}, dry_run=True).body["warnings"]
+    assert not any("one version of a name" in line for line in fresh)
+
+
 def test_a_dry_run_tells_what_would_be_guarded_and_keeps_nothing(running: Live) -> None:
     answer = post(running, "dry", dry_run=True, protect="both", guard={"run": 8, "action": "stop"}).body
     assert (answer["guard"]["rows"], answer["guard"]["too_short"]) == (1, 1) and answer["guard"]["action"] == "stop"
