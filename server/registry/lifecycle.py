@@ -8,10 +8,11 @@ calibrated -> shadow | active -> suspended | superseded | retired
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from server.registry.refusals import NotAllowed
+from server.registry.refusals import NotAllowed, Stale, Unconditional
 from server.registry.tables import Kind, ModuleState
 
 SCOPE = "global|(profile|key):[A-Za-z0-9._-]{1,64}"  # for which requests a module is enforced
@@ -111,6 +112,38 @@ def reached(view: dict[str, Any], unreached: str) -> dict[str, Any]:
     if not unreached or view["in_force"] != InForce.ENFORCED:
         return view
     return {**view, "in_force": InForce.AVAILABLE, "binds": f"{bound(None)}, as {unreached}"}
+
+
+def expired(expires_at: float | None, now: float) -> bool:
+    """Whether the time of a record is over."""
+    return expires_at is not None and expires_at <= now
+
+
+def ended_at(expires_at: float | None) -> str:
+    """When a time was over, in words."""
+    return datetime.fromtimestamp(expires_at or 0.0, UTC).isoformat(timespec="seconds")
+
+
+def over(view: dict[str, Any], now: float) -> dict[str, Any]:
+    """A view as it stands where its time is over and the clock, which retires what is live, leaves it: it never comes back."""
+    if view["state"] in (*LIVE, ModuleState.RETIRED) or not expired(view["expires_at"], now):
+        return view
+    left = [action for action in view["allowed"] if LEADS_TO[action] not in LIVE]
+    return {
+        **view,
+        "allowed": left,
+        "binds": f"nothing: it expired at {ended_at(view['expires_at'])}, and does not come back",
+    }
+
+
+def check_revision(record: Mapping[str, Any], expected: str | None) -> None:
+    """Let a change through that is meant for the record as it is. Raises Unconditional, Stale."""
+    if expected is None:
+        raise Unconditional(f"If-Match: say which revision is meant; it is {record['etag']} now")
+    if expected.strip() not in ("*", record["etag"]):
+        raise Stale(
+            f"If-Match: {record['kind']} {record['id']} has changed since ({record['etag']} now); look at it again"
+        )
 
 
 def standing(view: Mapping[str, Any]) -> str:

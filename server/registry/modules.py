@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from server.registry import records
 from server.registry.audit import Actor, newest
-from server.registry.lifecycle import LIVE, Action, follow
+from server.registry.lifecycle import LIVE, Action, check_revision, follow
 from server.registry.records import CLOCK, GUARD_PREFIX, NewModule, module_view
 from server.registry.refusals import AWAY, JointOutdated, NotAllowed
 from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
@@ -140,7 +140,7 @@ class Modules:
             if not found:
                 raise
         if found["state"] != ModuleState.SUSPENDED:  # else it was written, and the failure came after
-            records.check_revision(found, expected)
+            check_revision(found, expected)
             follow(ModuleState(found["state"]), Action.SUSPEND, found["kind"])
             self.withheld[found["id"]] = (actor, now)
             log.warning(
@@ -170,7 +170,7 @@ class Modules:
         """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
         with self._transactions.change() as session:
             row = records.find(session, name, self._model)
-            records.check_revision(module_view(row), expected)
+            check_revision(module_view(row), expected)
             former = session.scalar(
                 select(ModuleRow)
                 .where(

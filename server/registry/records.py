@@ -5,18 +5,29 @@ Every change is conditional on the revision that its caller saw, obeys ``lifecyc
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Row, Select, func, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, last_word
-from server.registry.lifecycle import ALLOWED, LIVE, Action, binds, follow, in_force
-from server.registry.refusals import JointOutdated, NotAllowed, NotThere, Stale, Unconditional
+from server.registry.lifecycle import (
+    ALLOWED,
+    LIVE,
+    Action,
+    binds,
+    check_revision,
+    ended_at,
+    expired,
+    follow,
+    in_force,
+    over,
+)
+from server.registry.refusals import JointOutdated, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Origin, Takedown, new_job
 
 CLOCK = Actor("clock", "registry")
@@ -53,7 +64,7 @@ def module_view(row: ModuleRow | Row[Any]) -> dict[str, Any]:
     facts = row.facts or {}
     acts = facts.get("action") != "report"
     said = {"in_force": in_force(row.state, row.scope, acts), "binds": binds(row.state, row.scope, acts)}
-    return {**facts, **_record(row), **said}
+    return over({**facts, **_record(row), **said}, time.time())
 
 
 def _record(row: ModuleRow | Row[Any]) -> dict[str, Any]:
@@ -115,7 +126,7 @@ def add(
     session.flush()
     detail = {"name": row.name, "digest": row.digest}
     append(session, now, actor, f"{row.kind}.add", row.id, detail, after=_record(row))
-    if _expired(row, now):
+    if expired(row.expires_at, now):
         return row
     shadowed = activation == "shadow" and live_version(session, new.name, new.fingerprint, new.kind) is None
     if shadowed or (activation == "auto" and not later):
@@ -168,16 +179,6 @@ def find(session: Session, reference: str, model: str = "") -> ModuleRow:
 
 def _standing(row: ModuleRow, model: str) -> tuple[bool, bool, float, int]:
     return row.fingerprint == model, row.state in LIVE, row.created_at, row.version
-
-
-def check_revision(record: Mapping[str, Any], expected: str | None) -> None:
-    """Let a change through that is meant for the record as it is. Raises Unconditional, Stale."""
-    if expected is None:
-        raise Unconditional(f"If-Match: say which revision is meant; it is {record['etag']} now")
-    if expected.strip() not in ("*", record["etag"]):
-        raise Stale(
-            f"If-Match: {record['kind']} {record['id']} has changed since ({record['etag']} now); look at it again"
-        )
 
 
 def live_version(session: Session, name: str, fingerprint: str, kind: str = Kind.MODULE) -> ModuleRow | None:
@@ -233,11 +234,10 @@ def move(
 ) -> None:
     """Change the state; what stood in its place is superseded in the same transaction."""
     state = follow(ModuleState(row.state), action, row.kind)
-    if state in LIVE and _expired(row, now):
-        ended = datetime.fromtimestamp(row.expires_at or 0.0, UTC).isoformat(timespec="seconds")
+    if state in LIVE and expired(row.expires_at, now):
         raise NotAllowed(
-            f"version {row.version} of '{row.name}' expired at {ended} and does not come back; activate another version by its id, "
-            "or submit the rows again with options.replace and a later options.expires_at"
+            f"version {row.version} of '{row.name}' expired at {ended_at(row.expires_at)} and does not come back; activate another "
+            "version by its id, or submit the rows again with options.replace and a later options.expires_at"
         )
     if state in LIVE and row.origin != Origin.TAKEDOWN and (holder := takedown_holding(session, row.name)) is not None:
         raise NotAllowed(
@@ -275,10 +275,6 @@ def come_back(session: Session, row: ModuleRow, now: float) -> bool:
     if "was" in stood:
         set_state(session, row, ModuleState(stood["was"]), "return", CLOCK, now, due=stood["effective_at"])
     return "was" in stood
-
-
-def _expired(row: ModuleRow, now: float) -> bool:
-    return row.expires_at is not None and row.expires_at <= now
 
 
 def set_state(

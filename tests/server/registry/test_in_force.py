@@ -110,9 +110,16 @@ def test_a_version_that_has_expired_never_stands_in_for_the_one_in_force(registr
     for reference, action in ((first, Action.ACTIVATE), (late, Action.ACTIVATE), (late, Action.SHADOW)):
         with pytest.raises(NotAllowed, match="expired at"):
             registry.modules.act(reference, action, "*", ADMIN, 200.0)
+    for reference in (first, late):  # and nobody is told that it may be
+        told = registry.modules.get(reference)
+        assert told["allowed"] == ["retire"] and told["in_force"] == "none"
+        assert told["binds"] == "nothing: it expired at 1970-01-01T00:01:40+00:00, and does not come back"
+    waiting = registry.modules.get(add(5, 200.0, expires_at=9e9, activation="manual"))
+    assert waiting["allowed"] == ["activate", "retire", "shadow"] and "once active, every request" in waiting["binds"]
+    registry.modules.act(waiting["id"], Action.RETIRE, "*", ADMIN, 200.0)
     registry.modules.pass_time(201.0)
     found = [record["state"] for record in registry.modules.versions("m")]
-    assert found == ["superseded", "active", "calibrated", "calibrated"]
+    assert found == ["superseded", "active", "calibrated", "calibrated", "retired"]
     assert registry.modules.rollback(current, "*", ADMIN, 50.0)["id"] == first  # before that it may
 
 
