@@ -16,7 +16,7 @@ from server.errors import ApiError
 from server.registry.lifecycle import Action, here, reached
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
-from server.registry.refusals import AWAY, JointOutdated
+from server.registry.refusals import AWAY, JointOutdated, NotAllowed
 from server.registry.tables import JobKind, Kind, ModuleState
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
@@ -89,6 +89,8 @@ async def activate(
             return JSONResponse(
                 {"job_id": job["id"], "module": record}, 202, {"Location": f"/admin/v1/jobs/{job['id']}"}
             )
+        except NotAllowed as error:
+            raise NotAllowed(f"{error}{await asyncio.to_thread(_waiting, served, reference)}") from None
         return await _changed(served, changed)
 
 
@@ -150,6 +152,23 @@ async def _change(
             # A module that does harm goes even where no change can be written, as on a full disk.
             changed = await asyncio.to_thread(modules.withhold, reference, if_match, actor, time.time())
         return await _changed(served, changed)
+
+
+def _waiting(served: BaseService, reference: str) -> str:
+    """Which newer version can be activated in place of one that is active: a name means that one."""
+    record = served.registry.modules.get(reference)
+    newer = [
+        version
+        for version in served.registry.modules.versions(record["name"])
+        if all(version[same] == record[same] for same in ("kind", "fingerprint"))
+        and version["version"] > record["version"]
+        and Action.ACTIVATE in version["allowed"]
+    ]
+    if record["state"] != ModuleState.ACTIVE or not newer:
+        return ""
+    return (
+        f"; version {newer[-1]['version']} is {newer[-1]['state']}: to activate that one give its id, {newer[-1]['id']}"
+    )
 
 
 async def _changed(served: BaseService, record: dict[str, Any]) -> JSONResponse:

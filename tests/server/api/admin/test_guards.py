@@ -121,6 +121,18 @@ def test_a_next_version_that_a_live_one_keeps_out_of_shadow_is_warned_of(running
     assert not any("one version of a name" in line for line in fresh)
 
 
+def test_who_activates_a_name_whose_next_version_waits_is_told_of_its_id(running: Live) -> None:
+    post(running, "waits", **ALONE, scope="global")
+    refused = act(running, "guard:waits", "activate")
+    assert refused.status == 409 and refused.error["message"].endswith("allowed now: retire, suspend")
+    waiting = post(running, "waits", **ALONE, scope="global", activation="manual", replace=True).body["guard"]["id"]
+    refused = act(running, "guard:waits", "activate")
+    assert (refused.status, refused.error["code"]) == (409, "not_allowed")
+    assert f"version 2 is calibrated: to activate that one give its id, {waiting}" in refused.error["message"]
+    assert act(running, waiting, "activate").body["state"] == "active"
+    act(running, waiting, "retire")
+
+
 def test_a_dry_run_tells_what_would_be_guarded_and_keeps_nothing(running: Live) -> None:
     answer = post(running, "dry", dry_run=True, protect="both", guard={"run": 8, "action": "stop"}).body
     assert (answer["guard"]["rows"], answer["guard"]["too_short"]) == (1, 1) and answer["guard"]["action"] == "stop"
