@@ -10,9 +10,11 @@ from typing import Any
 from server.evidence.page import page
 from server.evidence.signing import sign, signing_key
 from server.registry.access import Access, Snapshot
+from server.registry.lifecycle import InForce
 from server.registry.private.files import TakedownFiles
 from server.registry.registry import Registry
-from server.registry.tables import JobKind, JobState
+from server.registry.tables import JobKind, JobState, ModuleState
+from server.registry.takedowns import Unreached
 from server.rules import Rules
 from server.settings import Settings
 
@@ -26,7 +28,11 @@ def evidence(registry: Registry, settings: Settings, takedown_id: str, model: di
 def collect(registry: Registry, settings: Settings, takedown_id: str, model: dict[str, Any]) -> dict[str, Any]:
     """Everything the document says, as plain JSON values."""
     now, access = time.time(), Access(registry.transactions).current
-    takedown = registry.takedowns.get(takedown_id, lambda scope: access.unreached(scope, now, settings.profiles))
+
+    def unreached(scope: str) -> str:
+        return access.unreached(scope, now, settings.profiles)
+
+    takedown = registry.takedowns.get(takedown_id, unreached)
     jobs = [registry.jobs.get(job_id, now) for job_id in takedown["jobs"]]
     made = [*takedown["modules"], *([takedown["guard"]] if takedown["guard"] else [])]
     told = {takedown_id, *takedown["jobs"], *(record["id"] for record in made)}
@@ -37,6 +43,7 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
         "takedown": takedown,
         "jobs": jobs,
         "named_by": _named_by(access, settings, {record["name"] for record in made}),
+        "successors": _successors(registry, takedown, made, unreached),
         "audit": registry.audit_of(told),
         "report": None,
         "exhibits": None,
@@ -66,6 +73,22 @@ def _named_by(access: Snapshot, settings: Settings, names: set[str]) -> list[str
     rules = {"settings": Rules(enforced=settings.enforced), **access.rules}
     rules |= {f"profile:{name}": profile for name, profile in settings.profiles.items()}
     return sorted(scope for scope, said in rules.items() if names & {*said.modules, *said.enforced})
+
+
+def _successors(
+    registry: Registry, takedown: dict[str, Any], made: list[dict[str, Any]], unreached: Unreached
+) -> list[dict[str, Any]]:
+    """What is in force, by another takedown of the very same rows, in place of what this one ``made`` and was superseded."""
+    found = []
+    for name, kind in ((own["name"], own["kind"]) for own in made if own["state"] == ModuleState.SUPERSEDED):
+        for beside in registry.modules.versions(name):
+            if beside["kind"] != kind or beside["state"] != ModuleState.ACTIVE or beside["takedown_id"] is None:
+                continue
+            other = registry.takedowns.get(beside["takedown_id"], unreached)
+            if other["forget_digest"] == takedown["forget_digest"]:
+                views = (*other["modules"], *([other["guard"]] if other["guard"] else []))
+                found += [view for view in views if view["id"] == beside["id"] and view["in_force"] != InForce.NONE]
+    return list({view["id"]: view for view in found}.values())
 
 
 def _read(files: TakedownFiles, job_id: str, stage: dict[str, Any] | None, name: str) -> Any:

@@ -96,6 +96,9 @@ def binding(payload: Mapping[str, Any]) -> str:
     said = [_module_binds(module) for module in standing_modules[-1:] if module["in_force"] != InForce.NONE]
     said += [_guard_binds(guard)] if guard and guard["in_force"] != InForce.NONE else []
     when = f"As of {payload['made_at']}"
+    if not said and payload["successors"]:
+        followed = " ".join(_succeeded(record) for record in payload["successors"])
+        return f"{when}, this takedown itself binds {takedown['binds']}. {followed}"
     if not said:
         return f"{when}, the service does nothing about these rows: the takedown binds {takedown['binds']}."
     named = (
@@ -111,6 +114,16 @@ def _module_binds(module: Mapping[str, Any]) -> str:
     if module["in_force"] == InForce.ENFORCED:
         return f"module is enforced. It binds {module['binds']}: there the {keeps}"
     return f"module is calibrated and available, and not enforced. It binds {module['binds']}: only there the {keeps}"
+
+
+def _succeeded(record: Mapping[str, Any]) -> str:
+    named = (
+        f"version {record['version']} of '{record['name']}' ({record['id']}), made by takedown {record['takedown_id']}"
+    )
+    return (
+        f"Of the same rows, its {record['kind']} was superseded by {named}. That one is {standing(record)}. It binds "
+        f"{record['binds']}: what it keeps back there, the evidence of that takedown states."
+    )
 
 
 def _guard_binds(guard: Mapping[str, Any]) -> str:

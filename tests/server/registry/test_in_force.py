@@ -189,6 +189,33 @@ def test_the_signed_page_of_a_scope_that_reaches_nobody_any_more_calls_nothing_e
     assert f"enforced ({scope})" not in html and why in html
 
 
+def test_the_signed_page_of_a_takedown_names_what_superseded_it_for_the_same_rows(
+    registry: Registry, tmp_path: Path
+) -> None:
+    settings = Settings(data_dir=tmp_path)
+    first, _ = took_down(registry, scope="global")
+    second, module = took_down(registry, scope="global")
+    payload, html = page_of(registry, first, settings)
+    assert [record["id"] for record in payload["successors"]] == [module]
+    assert f"its module was superseded by version 2 of &#39;m&#39; ({module}), made by takedown {second}." in html
+    assert "That one is enforced (global). It binds every request to this service" in html
+    assert (
+        "this takedown itself binds nothing: it is superseded" in html and "does nothing about these rows" not in html
+    )
+    assert page_of(registry, second, settings)[0]["successors"] == []
+    registry.modules.act(module, Action.SUSPEND, "*", ADMIN, 3.0)
+    assert "the service does nothing about these rows" in page_of(registry, first, settings)[1]
+
+
+def test_the_signed_page_does_not_name_a_successor_for_other_rows(registry: Registry, tmp_path: Path) -> None:
+    first, _ = took_down(registry, scope="global")
+    submit(registry, options={"replace": True}, forget_digest="others")
+    held = claim(registry)
+    registry.jobs.finish(held, JobState.SUCCEEDED, 1.0, result={}, module=made_by(held, scope="global"))
+    payload, html = page_of(registry, first, Settings(data_dir=tmp_path))
+    assert payload["successors"] == [] and "the service does nothing about these rows" in html
+
+
 def test_a_module_of_another_model_binds_nothing_and_the_signed_page_says_so(
     registry: Registry, tmp_path: Path
 ) -> None:
