@@ -59,6 +59,7 @@ class Takedowns:
         now: float,
         guard: NewModule | None = None,
         plan: Mapping[str, Any] | None = None,
+        served: Mapping[str, str] | None = None,
         module: bool = True,
         keep: Callable[[], object] = lambda: None,
     ) -> tuple[dict[str, Any], bool]:
@@ -66,7 +67,7 @@ class Takedowns:
 
         ``keep`` puts the rows into their place where they are not there: while it is asked nobody deletes any, and from then on
         they are this takedown's.
-        ``plan`` is what the job's record shows of what it will take.
+        ``plan`` is what the job's record shows of what it will take, ``served`` what the server runs: model and dtype.
         ``guard``, whose file is in the store, gets its record and state in the same transaction. Without a ``module`` to make
         the job has ended by then.
         Raises KeyReused, and NameTaken where the name is in use and ``options.replace`` does not say that it may be.
@@ -94,7 +95,7 @@ class Takedowns:
                 now,
                 idempotency_key=idempotency_key,
                 request_digest=request_digest,
-                options={"plan": dict(plan)} if plan else {},
+                options={name: dict(said) for name, said in (("plan", plan), ("served", served)) if said},
             )
             if not module:
                 job.state, job.started_at = JobState.RUNNING, now  # never to be claimed

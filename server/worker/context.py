@@ -51,6 +51,21 @@ class Context:
         torch.set_num_threads(settings.worker_threads)
         return _model(settings.model, settings.adapter, settings.dtype, settings.fitting_device, settings.served_name)
 
+    def require_served(self) -> None:
+        """Raise DataError where the server that took the takedown would not load what is made here, and wait for it for ever."""
+        served, dtype = self.task.options.get("served") or {}, self.settings.dtype
+        if served.get("dtype", dtype) != dtype:
+            raise DataError(
+                f"dtype: this worker computes in {dtype}, and the server that took the takedown in {served['dtype']}, which loads "
+                f"no module of {dtype}; start the worker with --dtype {served['dtype']} and retry the job"
+            )
+        own = self.loaded.identity.fingerprint
+        if served.get("fingerprint", own) != own:
+            raise DataError(
+                f"model: this worker has the model {own[:12]}, and the server that took the takedown {served['fingerprint'][:12]}; "
+                "start the worker on the server's checkpoint and adapter, and retry the job"
+            )
+
     def require_room(self) -> None:
         """Raise TooLarge where the job's fit does not fit the device and the disk as they are; asked before the model is loaded."""
         if "fit" in self.task.done or self.task.folder in _had_room:

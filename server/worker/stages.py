@@ -44,6 +44,7 @@ def _reference(settings: Settings, gate: str) -> Reference | None:
 
 def check(context: Context) -> dict[str, Any]:
     """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove. Leaves each row's score."""
+    context.require_served()
     model, tokenizer = context.loaded.model, context.loaded.tokenizer
     drafts = Drafts(model, pad=pad_id(tokenizer), end=tokenizer.eos_token_id)
     scores = forget_scores(

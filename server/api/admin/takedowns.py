@@ -169,6 +169,7 @@ def _submit(
             now=time.time(),
             guard=guard,
             plan=plan,
+            served={"fingerprint": fingerprint, "dtype": served.settings.dtype},
             module=fields.options.protect != "guard",
             keep=keep,  # looked at again, as a purge or another post's refusal may have taken them away since
         )

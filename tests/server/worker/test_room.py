@@ -11,7 +11,8 @@ from server.registry.tables import JobKind
 from server.settings import Settings
 from server.worker import context as working
 from server.worker.plan import Task
-from unbind_core.errors import TooLarge, UnbindError
+from unbind_core.architecture import load_model
+from unbind_core.errors import DataError, TooLarge, UnbindError
 from unbind_core.planning import room
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow
@@ -77,3 +78,18 @@ def test_a_device_that_is_not_there_is_named_before_the_model_is_loaded(
     elsewhere = context.settings.model_copy(update={"worker_device": device})
     with pytest.raises(UnbindError, match=said):
         working.Context(elsewhere, context.task, silent).require_room()
+
+
+def test_a_worker_that_computes_otherwise_than_the_server_makes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    own = load_model(checkpoint).identity.fingerprint
+
+    def require(dtype: str, fingerprint: str) -> None:
+        served = {"served": {"dtype": dtype, "fingerprint": fingerprint}}
+        task = Task("job_1", JobKind.TAKEDOWN, "a", "", served, str(tmp_path), {})
+        working.Context(Settings(model=checkpoint, data_dir=tmp_path), task, silent).require_served()
+
+    require("float32", own)
+    with pytest.raises(DataError, match=r"dtype: this worker computes in float32, .* in bfloat16, .* --dtype bfloat16"):
+        require("bfloat16", own)
+    with pytest.raises(DataError, match=f"this worker has the model {own[:12]}, .* 012345678901;"):
+        require("float32", "0123456789012345")
