@@ -31,7 +31,10 @@ _MEASURES = (
 # What the check measures, one greedy completion for each row and form, on the model without a module.
 _CHECKED = (
     ("rows", "rows that were asked for"),
-    ("extracted", "rows that came back: an exact span of 50 tokens, or of half of a row that is shorter"),
+    (
+        "extracted",
+        "rows that came back: an exact span of 50 tokens, or of half of a shorter row's, at least of 8 or all",
+    ),
     ("spans_50", "rows with an exact span of 50 tokens"),
     ("spans_100", "rows with an exact span of 100 tokens"),
     ("f_bleu", "F-BLEU"),
