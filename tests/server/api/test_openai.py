@@ -111,11 +111,11 @@ def test_a_full_house_is_tried_again_and_then_answered(server: Live, monkeypatch
     scheduler = server.service.engine.scheduler
     check, refusals = scheduler.check_room, 0
 
-    def full_once(arriving: int = 0) -> None:
+    def full_once(*given: Any) -> None:
         nonlocal refusals
         refusals += 1
         monkeypatch.setattr(scheduler, "queue_limit", -100 if refusals == 1 else 64)
-        check(arriving)
+        check(*given)
 
     monkeypatch.setattr(scheduler, "check_room", full_once)
     before = asked(server, 429)
