@@ -31,9 +31,7 @@ class JsonFormatter(logging.Formatter):
 def set_up_logging(level: str, form: str = "text") -> None:
     """Log to standard error from ``level`` on, where nothing else is written then: of what loads a model no bars of progress."""
     for name in ("stdin", "stdout", "stderr"):
-        if (
-            getattr(sys, name) is None
-        ):  # closed: the next file that is opened would get its number, and what is written to it
+        if getattr(sys, name) is None:  # closed: the next file opened would get its number, and what is written to it
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read once, as transformers is imported
     if (loader := sys.modules.get("transformers.utils.logging")) is not None:

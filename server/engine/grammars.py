@@ -183,14 +183,18 @@ class Grammars:
             raise GrammarsBusy(f"{OWN} grammars of this key wait to be compiled; try again")
         if not self._room.acquire(blocking=False):
             raise GrammarsBusy("too many grammars wait to be compiled; try again")
-        self._wanted[owner] += 1
+        with self._lock:
+            self._wanted[owner] += 1
         size = _OF_SCHEMAS if form.kind in ("json", "calls") else _WRITTEN
         done = self._pool.submit(lambda: self.of(source, size, owner=owner))
-        done.add_done_callback(lambda _: self._room.release())
-        try:
-            return await asyncio.wrap_future(done)
-        finally:
+        done.add_done_callback(lambda _: self._done(owner))  # not when its client leaves: the thread has it still
+        return await asyncio.wrap_future(done)
+
+    def _done(self, owner: str) -> None:
+        with self._lock:
             self._wanted[owner] -= 1
+            self._wanted += Counter()  # forgets who wants nothing
+        self._room.release()
 
     def of(self, source: str, size: int = _OF_SCHEMAS, seconds: float = SECONDS, owner: str = "") -> Grammar:
         """The grammar of a source for ``owner``, of at most ``size`` symbols and ``seconds`` of a processor. Raises GrammarError

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from server.engine.refusals import QueueFull
 from server.engine.vllm import model as model_file
 from server.engine.vllm.engine import VllmEngine
 from server.engine.vllm.gates import GateReports
@@ -155,3 +156,13 @@ def test_whatever_a_trial_raises_has_the_processes_started_again(
         return hollow.healthy
 
     assert not hollow._await(work())
+
+
+def test_one_key_leaves_room_in_the_queue(hollow: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 slots and 4 places that wait."""
+    waiting: list[Any] = [SimpleNamespace(request=SimpleNamespace(owner="a")) for _ in range(5)]
+    monkeypatch.setattr(hollow, "_live", waiting)
+    hollow._check_admits("b")
+    with pytest.raises(QueueFull, match="3 requests of this key wait already"):
+        hollow._check_admits("a")
+    monkeypatch.undo()

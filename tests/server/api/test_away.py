@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.engine import make_url
 
 from server import base_service
 from server.base_service import LOOKS
-from server.bench.fleet.postgres import postgres
+from server.bench.fleet.postgres import Postgres, postgres
 from server.outage import Outage
 from server.registry.database import connect, upgrade
 from server.service import Service
@@ -68,12 +69,17 @@ def test_a_start_that_takes_long_is_no_outage(
         assert gauges(server)["unbind_registry_reachable"] == 1
 
 
+def registry_in(database: Postgres) -> str:
+    url = database.new_database()
+    engine = connect(url)
+    upgrade(engine)
+    engine.dispose()
+    return url
+
+
 def without_registry(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database:
-        url = database.new_database()
-        engine = connect(url)
-        upgrade(engine)
-        engine.dispose()
+        url = registry_in(database)
         with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
             adopt(server, "held", "global")
             assert reasons(server) == [] and gauges(server)["unbind_registry_reachable"] == 1
@@ -95,10 +101,7 @@ def without_registry(checkpoint: Path, tmp_path: Path) -> None:
 
 def without_anything_to_read(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database:
-        url = database.new_database()
-        engine = connect(url)
-        upgrade(engine)
-        engine.dispose()
+        url = registry_in(database)
         with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
             adopt(server, "held", "global")
             adopt(server, "other", "")
@@ -122,20 +125,17 @@ def without_anything_to_read(checkpoint: Path, tmp_path: Path) -> None:
 
 def without_writing(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database:
-        url = database.new_database()
-        engine = connect(url)
-        upgrade(engine)
-        engine.dispose()
+        url = registry_in(database)
         with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
             adopt(server, "held", "global")
 
             def only_reads(word: str) -> None:
                 with database.connect() as administrator:
-                    says = f"ALTER DATABASE {engine.url.database} SET default_transaction_read_only = {word}"
+                    says = f"ALTER DATABASE {make_url(url).database} SET default_transaction_read_only = {word}"
                     administrator.execute(says.encode())
                     # a pool that is put away while threads use it would leave their connections open
                     ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
-                    administrator.execute(ended, [engine.url.database])
+                    administrator.execute(ended, [make_url(url).database])
 
             only_reads("on")  # as a primary that became a standby
             with pytest.raises(AssertionError, match="registry_unreachable"):
@@ -151,10 +151,7 @@ def without_writing(checkpoint: Path, tmp_path: Path) -> None:
 
 def without_a_word(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database:
-        url = database.new_database()
-        engine = connect(url)
-        upgrade(engine)
-        engine.dispose()
+        url = registry_in(database)
         with (
             live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server,
             ThreadPoolExecutor(40) as many,

@@ -121,6 +121,23 @@ def test_a_stop_string_ends_the_answer_before_it(engine: EmbeddedEngine) -> None
     assert deltas[-1].finish_reason == "stop"
 
 
+def test_the_queue_has_room_by_who_asks(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, check = [], engine.scheduler.check_room
+
+    def spied(arriving: Any, owner: str) -> None:
+        seen.append(owner)
+        check(arriving, owner)
+
+    monkeypatch.setattr(engine.scheduler, "check_room", spied)
+
+    async def ask_once() -> None:
+        async for _ in engine.generate(GenerationRequest((1, 2, 3), Sampling(max_tokens=1), owner="somebody")):
+            pass
+
+    asyncio.run(ask_once())
+    assert seen == ["somebody"]
+
+
 def test_leaving_a_stream_frees_its_slot(engine: EmbeddedEngine) -> None:
     async def run() -> None:
         stream = engine.generate(GenerationRequest(_prompts(1)[0], Sampling(max_tokens=150, ignore_eos=True)))
