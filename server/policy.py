@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from starlette.datastructures import Headers
+
 from server.engine.modules import ModuleTable, unknown
 from server.engine.pinned import PinnedSet
 from server.errors import ApiError, invalid
@@ -69,6 +71,21 @@ def requested(
         before = found.get(name, factor)
         found[name] = OFF if OFF in (before, factor) else max(before, factor)
     return found
+
+
+def headed(headers: Headers) -> list[str]:
+    """The values of the header that names modules. Raises ApiError for one that is nearly called so: ignored, it would leave them
+    out unnoticed.
+    """
+    for name, value in headers.items():
+        meant = name.replace("_", "-").removeprefix("x-").startswith("unbind") and name != HEADER.lower()
+        if meant and value.strip():
+            raise invalid(
+                f"the header {name[:64]} is not read here, and refused as it may name modules; write {HEADER}: NAME",
+                name[:64],
+                "invalid_value",
+            )
+    return headers.getlist(HEADER)
 
 
 def _part(text: str) -> tuple[str, float]:

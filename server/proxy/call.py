@@ -12,7 +12,7 @@ from server.api.caller import Caller, charge_answers, charge_tokens, inference
 from server.api.inference.call import refuse_report, rules_of
 from server.api.models import SEPARATOR
 from server.api.profiles import PROFILE_KEY, profile_names
-from server.policy import HEADER, Assigned, assign, heading, requested, resolve, standing
+from server.policy import Assigned, assign, headed, heading, requested, resolve, standing
 from server.proxy.asked import Asked
 from server.proxy.channel import Channel
 from server.proxy.following import Following, tokens_of
@@ -53,7 +53,7 @@ class Call:
         served = self.served
         chosen = dict.fromkeys((profile, self.request.scope.get(PROFILE_KEY)))
         scopes, profiles, holding = rules_of(served, self.caller, [name for name in chosen if name])
-        asked, guards = requested(named, self.request.headers.getlist(HEADER)), served.offer.guards
+        asked, guards = requested(named, headed(self.request.headers)), served.offer.guards
         effective = resolve(asked, [*scopes, standing(served.offer.scan, guards, holding)], profiles)
         return assign(served.modules, effective, served.offer.scan, guards, holding)
 

@@ -23,7 +23,7 @@ from server.base_service import BaseService
 from server.engine.grammars import Grammar, GrammarError, GrammarsBusy
 from server.errors import ApiError, invalid
 from server.exporting.requests import TRACE_KEY
-from server.policy import HEADER, Assigned, assign, requested, resolve, standing, when_open
+from server.policy import Assigned, assign, headed, requested, resolve, standing, when_open
 from server.registry.access import PROFILE_SCOPE, SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
 from server.service import Service, service
@@ -95,7 +95,7 @@ class Call:
         chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
         scan, guards = served.offer.scan, served.offer.guards
         scopes, profiles, holding = rules_of(served, self.caller, [name for name in chosen if name])
-        asked = requested(named, self.request.headers.getlist(HEADER))
+        asked = requested(named, headed(self.request.headers))
         effective = resolve(asked, [*scopes, standing(scan, guards, holding)], profiles)
         opening = when_open(served.settings.when_open, scopes[1], scopes[2], [*scopes[3:], *profiles])
         return assign(served.engine.modules, effective, scan, guards, holding), opening

@@ -306,6 +306,11 @@ def test_a_number_that_is_none_is_a_400(guard: Live, number: str) -> None:
     assert answer.status == 400 and "NaN or Infinity" in answer.error["message"]
 
 
+def test_a_header_that_is_nearly_called_as_the_one_for_guards_is_a_400(guard: Live) -> None:
+    answer = guard.call("/v1/completions", {"prompt": "x"}, headers={"X-Unbind-Module": "held"})
+    assert (answer.status, answer.error["param"]) == (400, "x-unbind-module")
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/embeddings", "/v1/responses", "/v1/files", "/infill", "/completion", "/tokenize", "/"]
 )

@@ -206,6 +206,15 @@ def test_a_field_that_may_name_modules_and_is_not_read_is_refused(server: Live, 
     assert '"unbind": {"modules": ["NAME"]}' in refused.error["message"]
 
 
+@pytest.mark.parametrize("name", ["X-Unbind-Module", "X_Unbind_Modules", "Unbind-Modules", "X-UNBIND-PROFILE"])
+def test_a_header_that_is_nearly_called_as_the_one_for_modules_is_refused(server: Live, name: str) -> None:
+    for path, body in BODIES.items():
+        refused = server.call(path, body, headers={name: "a"})
+        assert (refused.status, refused.error["param"]) == (400, name.lower())
+        assert "write X-Unbind-Modules: NAME" in refused.error["message"]
+        assert server.call(path, body, headers={name: " "}).status == 200
+
+
 @pytest.mark.parametrize(
     "given", [{"modules": None}, {"modules": []}, {"extra_body": {"top_k": 3}}, {"extra_body": "x"}]
 )
