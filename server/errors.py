@@ -220,7 +220,7 @@ def response(error: Exception, path: str = "") -> JSONResponse:
     refusal = translate(error)
     headers = dict(refusal.headers)
     if refusal.status not in (408, 429, 503):
-        headers["x-should-retry"] = "false"
+        headers.setdefault("x-should-retry", "false")
     return _Refusal(refusal, path, headers)
 
 

@@ -18,7 +18,7 @@ from server.proxy.events import events, parsed
 from server.proxy.following import Following
 from server.proxy.refusal import Unguardable
 from server.proxy.service import GuardService
-from server.proxy.upstream import EVENTS, JSON, Refused, Upstream, failures, refusal_of, whole
+from server.proxy.upstream import EVENTS, JSON, Refused, Upstream, broken_off, failures, refusal_of, whole
 
 LONG_BODY = 100_000  # bytes of a request from which on reading what the client sent may take long
 T = TypeVar("T")
@@ -84,8 +84,7 @@ class Relay:
                             yield DONE
                             return
                 if not following.all_ended:
-                    text = "the upstream ended its stream in the middle of an answer; try again"
-                    raise ApiError(502, text, code="upstream_broken")
+                    raise broken_off("the upstream ended its stream in the middle of an answer; try again")
         finally:
             self._ended(self)
 

@@ -24,6 +24,7 @@ MOST_BYTES = 64 * 1024 * 1024  # of an answer that comes at once
 MOST_REFUSAL = 64 * 1024
 MOST_MESSAGE = 2000  # characters
 JSON, EVENTS = "application/json", "text/event-stream"
+AGAIN = {"x-should-retry": "true"}  # as clients would by themselves, were no guard between
 _PASSED = (400, 404, 409, 413, 415, 422, 429)  # refusals that are about what the client asked
 
 
@@ -43,7 +44,8 @@ class Refused(Exception):
             text = "the upstream refuses the key that this server gives it (--upstream-key); ask its operator"
             return ApiError(502, text, code="upstream_refuses_key")
         if self.status not in (*_PASSED, 503):
-            return ApiError(502, f"the upstream answers {self.status}: {message}", code="upstream_error")
+            again = AGAIN if self.status >= 500 else None
+            return ApiError(502, f"the upstream answers {self.status}: {message}", code="upstream_error", headers=again)
         headers = {"Retry-After": self.retry_after or "10"} if self.status in (429, 503) else {}
         return ApiError(self.status, message, param=self.param, code=self.code, headers=headers)
 
@@ -109,7 +111,12 @@ class failures:  # noqa: N801 - reads as what it is: with failures()
         if isinstance(error, httpx2.TimeoutException):
             raise ApiError(504, "the upstream did not go on with its answer in time", code="upstream_timeout") from None
         if isinstance(error, (httpx2.HTTPError, httpx2.StreamError)):
-            raise ApiError(502, "the upstream broke its answer off; try again", code="upstream_broken") from None
+            raise broken_off("the upstream broke its answer off; try again") from None
+
+
+def broken_off(message: str) -> ApiError:
+    """The other server did not come to the end of its answer."""
+    return ApiError(502, message, code="upstream_broken", headers=AGAIN)
 
 
 async def whole(response: httpx2.Response, most: int = MOST_BYTES) -> bytes:

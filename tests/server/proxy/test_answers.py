@@ -179,6 +179,14 @@ def test_refusals_are_those_of_this_api(guard: Live, other: Upstream, status: in
         if ours == status:
             assert answer.error["message"] == "no such thing" and answer.error["param"] == "stop"
         assert answer.headers.get("retry-after") == ("7" if ours in (429, 503) else None)
+        again = "true" if status == 500 else None if ours in (429, 503) else "false"
+        assert answer.headers.get("x-should-retry") == again
+
+
+def test_an_answer_that_is_broken_off_may_be_asked_for_again(guard: Live, other: Upstream) -> None:
+    other.script = Script([b'{"id": '], whole=False)
+    answer = guard.complete()
+    assert (answer.status, answer.error["code"], answer.headers["x-should-retry"]) == (502, "upstream_broken", "true")
 
 
 def test_a_refusal_that_repeats_the_models_text_is_followed_too(guard: Live, other: Upstream) -> None:
