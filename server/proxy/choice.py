@@ -90,7 +90,7 @@ class Choice:
         self._held += part.size
         if len(self._waiting) > 1 and self._held > MOST_HELD:
             raise Unguardable(f"more than {MOST_HELD} bytes would have to be held")
-        if part.choice.get("finish_reason") is not None:
+        if part.choice.get("finish_reason"):  # some servers write "" where there is none yet
             self.end()
         return self.leaving()
 

@@ -233,6 +233,19 @@ def test_a_stream_that_fails_ends_with_the_error(guard: Live, other: Upstream, s
     assert longest_run(text_of(answer), [ROW]) <= RUN // 2 + 1  # what was held was not sent
 
 
+def test_an_empty_reason_is_no_end(guard: Live, other: Upstream) -> None:
+    def said(texts: list[str]) -> list[bytes]:
+        return [part.replace(b"null}]", b'""}]') for part in streamed(texts, chat=True)]
+
+    other.script = Script([*said(["one ", "two"]), DONE], EVENTS)
+    assert chat(guard, stream=True).raw == b"".join([*said(["one ", "two"]), DONE])
+    other.script = Script([*said(PIECES), DONE], EVENTS)
+    assert reasons(cut := chat(guard, stream=True)) == ["content_filter"]
+    assert longest_run(text_of(cut), [ROW]) < RUN
+    other.script = Script([*said(["one"])[:-1], DONE], EVENTS)
+    assert chat(guard, stream=True).raw == b"".join([*said(["one"])[:-1], DONE])
+
+
 def test_a_stream_may_end_without_its_mark_once_all_choices_have(guard: Live, other: Upstream) -> None:
     other.script = Script(streamed(["x"]), EVENTS)
     assert guard.complete(stream=True).raw == b"".join(streamed(["x"]))
