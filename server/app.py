@@ -81,7 +81,7 @@ def assembled(
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER, REQUEST_ID, "Retry-After"],
+            expose_headers=[HEADER, REQUEST_ID, "request-id", "Retry-After", "x-should-retry"],
         )
     app.add_middleware(OwnName, owner=app)
     app.add_middleware(RequestLog, owner=app)
