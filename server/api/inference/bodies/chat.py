@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from server.api.inference.bodies.dialects import ScoredBody
-from server.api.inference.bodies.fields import TokenCount
 from server.api.inference.bodies.forms import FormBody
 from server.api.inference.bodies.generation import LenientBody
 from server.api.inference.bodies.messages import Messages
@@ -38,14 +37,13 @@ class ChatBody(ScoredBody, TemplateOptions, ToolBody, FormBody):
 
     messages: Messages
     add_special_tokens: Annotated[Literal[False], Field(description="the template writes them")] = False
-    max_completion_tokens: TokenCount | None = None
     logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
     @property
     def wanted(self) -> int | None:
-        """``max_completion_tokens`` first: it is the name that clients have come to use. All that fits by default."""
-        wanted = self.max_completion_tokens if self.max_completion_tokens is not None else super().wanted
+        """All that fits by default."""
+        wanted = super().wanted
         return -1 if wanted is None else wanted
 
     @property

@@ -95,6 +95,7 @@ class GenerationBody(LenientBody):
 
     model: Name | None = None
     max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     n_predict: Annotated[Prediction, Field(description="max_tokens by another name")] | None = None
     options: OllamaOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -141,10 +142,12 @@ class GenerationBody(LenientBody):
 
     @property
     def wanted(self) -> int | None:
-        """How many tokens were asked for under any of the names; -1 for as many as fit, None where nobody said."""
-        if self.max_tokens is not None:
-            return self.max_tokens
-        return self.n_predict if self.n_predict is not None else self.options.num_predict if self.options else None
+        """How many tokens were asked for under any of the names, that of newer chats first; -1 for as many as fit, None where
+        nobody said.
+        """
+        names = (self.max_completion_tokens, self.max_tokens, self.n_predict)
+        given = next((count for count in names if count is not None), None)
+        return self.options.num_predict if given is None and self.options else given
 
     @property
     def include_usage(self) -> bool:

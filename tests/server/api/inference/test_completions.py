@@ -52,7 +52,7 @@ def test_the_length_goes_by_every_name_that_editors_use(server: Live) -> None:
 
     assert made() == 128
     assert made(max_tokens=3) == made(n_predict=3) == made(options={"num_predict": 3, "num_ctx": 4096}) == 3
-    assert made(max_tokens=3, n_predict=5) == 3
+    assert made(max_tokens=3, n_predict=5) == made(max_completion_tokens=3, max_tokens=5) == 3
     assert made(n_predict=-1) == 256 - len(encode(server.service.loaded.tokenizer, PROMPT))
     assert made(prompt=[9] * 200) == 56  # the default gives way to what fits
 
