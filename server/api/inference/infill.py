@@ -95,20 +95,20 @@ async def native_answer(call: Call, body: NativeBody, prompts: list[Prompt]) -> 
 
 async def _events(generation: Generation, body: NativeBody) -> AsyncIterator[dict[str, Any]]:
     async for choice, delta in generation.merged():
+        left = list(delta.tokens)  # of those that add no text too, such as the first half of a character
+        if delta.text or (left and not delta.finish_reason):
+            yield _fields(_partial(choice, delta.text, left), body)
+            left = []
         if delta.finish_reason:
-            if delta.text:
-                yield _fields(_partial(choice, delta.text, delta.tokens), body)
-            final = _final(generation, choice, "", delta.finish_reason, [], ended_by(delta))
+            final = _final(generation, choice, "", delta.finish_reason, left, ended_by(delta))
             yield _fields({**final, **Report.end(choice.report)}, body)
-        elif delta.text:
-            yield _fields(_partial(choice, delta.text, delta.tokens), body)
 
 
-def _partial(choice: Choice, text: str, tokens: tuple[int, ...]) -> dict[str, Any]:
+def _partial(choice: Choice, text: str, tokens: list[int]) -> dict[str, Any]:
     return {
         "index": choice.index,
         "content": text,
-        "tokens": list(tokens),
+        "tokens": tokens,
         "stop": False,
         "id_slot": -1,
         "tokens_predicted": choice.tokens,

@@ -103,3 +103,15 @@ def test_who_asks_whether_it_is_up_may_do_so_by_a_head(server: Live, path: str) 
     assert answer.status == 200 and answer.raw == b""
     assert answer.headers["content-length"] == server.call(path, method="GET", key=ADMIN_KEY).headers["content-length"]
     assert server.call(path, method="HEAD").status == server.call(path).status
+
+
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+def test_a_stream_tells_every_token_also_where_it_adds_no_text(server: Live, path: str) -> None:
+    half = server.call("/tokenize", {"content": "\U0001f600"}).body["tokens"][0]
+    given = {"prompt": "a", "input_prefix": "a", "input_suffix": "b", "n_predict": 5, "temperature": 1.0, "seed": 3}
+    for fields in ({"logit_bias": {str(half): 5}}, {"stop_token_ids": [half], "logit_bias": {str(half): 100}}, {}):
+        whole = server.call(path, {**given, **fields}).body
+        events = server.call(path, {**given, **fields, "stream": True}).events
+        assert [token for event in events for token in event["tokens"]] == whole["tokens"], fields
+        assert "".join(event["content"] for event in events) == whole["content"]
+        assert events[-1]["stop"] and len(whole["tokens"]) == whole["tokens_predicted"]
