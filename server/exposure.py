@@ -15,26 +15,26 @@ class Exposed(UnbindError):
     """The server would be open to a network without any key."""
 
 
-def on_loopback(settings: Settings) -> bool:
-    """Whether only this machine can reach the server."""
-    if settings.host == "localhost":
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is one that every machine has for itself."""
+    if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(settings.host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def on_loopback(settings: Settings) -> bool:
+    """Whether only this machine can reach the server."""
+    return is_loopback(settings.host)
 
 
 def is_own_name(host: str, settings: Settings) -> bool:
     """Whether a Host header, with any port, names loopback, the address listened on or one of ``allowed_hosts``."""
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     name = name.lower().rstrip(".")
-    if name in ("localhost", settings.host, *(allowed.lower() for allowed in settings.allowed_hosts)):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name) or name in (settings.host, *(allowed.lower() for allowed in settings.allowed_hosts))
 
 
 def check_exposure(settings: Settings) -> None:

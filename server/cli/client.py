@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import httpx2
 import typer
 
+from server.exposure import is_loopback
 from server.settings import PREFIX
 from unbind_core import UnbindError
 
@@ -32,9 +33,11 @@ class Client:
             raise wrong
         self._base = url.rstrip("/") + "/admin/v1"
         try:
-            httpx2.URL(self._base)
+            host = httpx2.URL(self._base).host
         except httpx2.InvalidURL:
             raise wrong from None
+        # No proxy that the environment names reaches this machine's loopback, nor is one to be sent the admin key.
+        self._proxied = not is_loopback(host)
         self._key = {"Authorization": f"Bearer {key or _kept_key()}"}
 
     def call(
@@ -66,6 +69,7 @@ class Client:
     def _asked(self, path: str, method: str, headers: Mapping[str, str], **body: Any) -> Iterator[httpx2.Response]:
         """The answer, whose body is still to be read, and may fail to come."""
         given: dict[str, Any] = {"headers": _encoded({**headers, **self._key}), "timeout": TIMEOUT_SECONDS, **body}
+        given["trust_env"] = self._proxied
         try:
             with httpx2.stream(method, self._base + path, follow_redirects=True, **given) as answer:
                 if not answer.is_success:

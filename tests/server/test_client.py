@@ -69,6 +69,21 @@ def test_a_call_carries_key_and_body_and_its_method_follows_from_them(url: str) 
     assert client.call("/x", method="POST")["method"] == "POST"
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_loopback(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        dead = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, dead)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert Client(url, "k").call("/x")["key"] == "Bearer k"
+    assert Client(url.replace("127.0.0.1", "localhost"), "k").call("/x")["key"] == "Bearer k"
+    with pytest.raises(
+        UnbindError, match=r"does not answer .*refused"
+    ):  # elsewhere the proxy is what the environment says
+        Client("http://unbind.invalid", "k").call("/x")
+
+
 def test_a_form_holds_the_fields_and_the_file(url: str, tmp_path: Path) -> None:
     file = tmp_path / 'rows "é".jsonl'
     file.write_bytes(b'{"text": "\xc3\xa9"}\n')
