@@ -15,6 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from server.registry.refusals import AWAY, unanswered
 from unbind_core.errors import UnbindError
 from unbind_core.files import require_writable
 from unbind_core.progress import Progress, silent
@@ -33,6 +34,9 @@ def clear_errors() -> Iterator[None]:
         yield
     except (UnbindError, OSError) as error:
         show_error(error)
+        raise typer.Exit(1) from error
+    except AWAY as error:
+        show_error(unanswered(error))
         raise typer.Exit(1) from error
 
 

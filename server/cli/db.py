@@ -9,18 +9,15 @@ from pathlib import Path
 
 import typer
 from sqlalchemy import Engine
-from sqlalchemy.exc import OperationalError
 
 from server.cli.console import clear_errors, screen, write_json
 from server.cli.flags import flag, with_settings
 from server.registry import database
 from server.registry.objects import DamagedObject, ObjectStore
-from server.registry.refusals import DatabaseDamaged
 from server.registry.registry import Registry
 from server.registry.tables import ModuleState, Origin
 from server.registry.trail import unguarded
 from server.settings import Settings
-from unbind_core import UnbindError
 
 _JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
 _OUT = flag("out", Path | None, typer.Option(None, "--out", help="file to write; in data_dir/backups where not given"))
@@ -91,16 +88,12 @@ def _unreadable(registry: Registry, store: ObjectStore) -> Iterator[str]:
 
 @contextmanager
 def _open(settings: Settings, *, existing: bool = True) -> Iterator[Engine]:
-    """The engine of the settings' database, given back at the end; what goes wrong becomes a clear error."""
+    """The engine of the settings' database, given back at the end."""
     engine = database.connect(settings.database_address, existing=existing)
     try:
         if existing:
             database.require_registry(engine)
         yield engine
-    except DatabaseDamaged as error:
-        raise UnbindError(str(error)) from None
-    except OperationalError as error:
-        raise UnbindError(f"the database cannot be reached: {error.orig}") from None
     finally:
         engine.dispose()
 

@@ -24,7 +24,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from server.registry.anchor import Anchor
-from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, no_registry, unusable
+from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, no_registry, unanswered, unusable
 from server.registry.tables import Base
 from unbind_core.files import locked, write_whole
 
@@ -112,8 +112,7 @@ def status(engine: Engine) -> str:
     try:
         at = revision(engine)
     except OperationalError as error:
-        damaged = isinstance(error, DatabaseDamaged)
-        raise DatabaseRefused(str(error) if damaged else f"the database cannot be reached: {error.orig}") from None
+        raise unanswered(error) from None
     known = {script.revision for script in _scripts().walk_revisions()} | {"none"}
     if at not in known:
         raise DatabaseRefused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
@@ -80,6 +81,18 @@ def no_registry(file: Path) -> DatabaseRefused:
         f"no registry at {file.absolute()}; give the server's --data-dir (or UNBIND_DATA_DIR, or its database_url), "
         "or start the server once"
     )
+
+
+def unanswered(error: Exception) -> DatabaseRefused:
+    """What whoever sits at a command line is told of one of ``AWAY``, with the remedy where the database tells of its disk."""
+    if isinstance(error, (DatabaseDamaged, DatabaseGone)):
+        return DatabaseRefused(str(error))
+    said = str(getattr(error, "orig", None) or error)
+    if re.search("disk is full|disk I/O error|readonly database", said):  # SQLite says the second of a full disk too
+        return DatabaseRefused(
+            f"the database cannot be read or written ({said}): make room on its disk, and see that it can be written to"
+        )
+    return DatabaseRefused(f"the database cannot be reached: {said}")
 
 
 class DatabaseDamaged(OperationalError):

@@ -11,7 +11,7 @@ import sqlite3
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from urllib.parse import quote
 
@@ -272,6 +272,26 @@ def test_what_reads_or_copies_a_registry_makes_none(tmp_path: Path, wanted: str,
     done = CliRunner().invoke(build(), [*wanted.split(), "--data-dir", str(path.parent)])
     assert done.exit_code == 1 and f"no registry at {path}; give the server's --data-dir" in done.output
     assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("wanted", "served"),  # beside a server what only reads goes on
+    [("key create x", False), ("key create x", True), ("db check", False), ("serve --no-worker", False)],
+)
+def test_a_disk_without_room_is_told_of_in_one_line_with_the_remedy(tmp_path: Path, wanted: str, served: bool) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        engine = database.open_database(disk.folder / "unbind.sqlite")
+        with engine.connect() if served else nullcontext():
+            engine.dispose()
+            disk.fill([os.getpid()])
+            try:
+                done = CliRunner().invoke(build(), [*wanted.split(), "--data-dir", str(disk.folder)])
+            finally:
+                disk.free([os.getpid()])
+        assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.output
+        assert "make room on its disk, and see that it can be written to" in done.output.splitlines()[-1]
+        done = CliRunner().invoke(build(), ["key", "list", "--json", "--data-dir", str(disk.folder)])
+        assert done.stdout == "[]\n", done.output
 
 
 @pytest.mark.parametrize("page", [1, -1])  # the schema's revision, and rows that no command has to read
