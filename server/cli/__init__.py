@@ -5,7 +5,9 @@ What models need is imported when a command that loads one runs, so that the oth
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from importlib import import_module
 
 import typer
@@ -53,6 +55,9 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the server starts processes after tokenizing
     # Threads that spin while they wait starve whatever shares the cores: a fit beside a server ran ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file's name that is no text ends no command that has done its work.
+        sys.stdout.reconfigure(errors="backslashreplace")
     build()()
 
 

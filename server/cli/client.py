@@ -52,9 +52,10 @@ class Client:
 
     def upload(self, path: str, fields: Mapping[str, str], file: Path, headers: Mapping[str, str]) -> Any:
         """A file with other fields, as a form."""
+        name = os.fsencode(file.name).decode(errors="replace")  # a file system takes names that are no text
         with (
             file.open("rb") as data,
-            self._asked(path, "POST", headers, data=fields, files={"file": (file.name, data)}) as answer,
+            self._asked(path, "POST", headers, data=fields, files={"file": (name, data)}) as answer,
         ):
             return json.loads(answer.read())
 

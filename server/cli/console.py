@@ -38,6 +38,11 @@ def clear_errors() -> Iterator[None]:
     except AWAY as error:
         show_error(unanswered(error))
         raise typer.Exit(1) from error
+    except UnicodeEncodeError as error:
+        if not "\udc80" <= error.object[error.start] <= "\udcff":  # as Python keeps what is no text in an argument
+            raise
+        show_error(UnbindError("an argument holds bytes that are no UTF-8; give it as UTF-8, in such a locale"))
+        raise typer.Exit(1) from error
 
 
 def show_error(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import threading
@@ -93,6 +94,21 @@ def test_a_form_holds_the_fields_and_the_file(url: str, tmp_path: Path) -> None:
     assert contents == {"name": "m", "options": "{}", "file": '{"text": "é"}\n'}
     with pytest.raises(FileNotFoundError):
         Client(url, "k").upload("/x", {}, tmp_path / "missing", {})
+
+
+def test_a_file_whose_name_is_no_text_is_sent(url: str, tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"rows\xfc.jsonl")
+    file.write_text("{}\n")
+    assert 'filename="rows\ufffd.jsonl"' in Client(url, "k").upload("/x", {"name": "m"}, file, {})["body"]
+
+
+def test_an_argument_that_is_no_text_is_refused_in_one_line(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "x"}\n')
+    words = ["takedown", "submit", str(file), "--name", os.fsdecode(b"m\xfc"), "--scope", "none"]
+    told = CliRunner().invoke(build(), [*words, "--url", url, "--key", "k"])
+    assert isinstance(told.exception, SystemExit) and told.exit_code == 1
+    assert "an argument holds bytes that are no UTF-8" in told.output
 
 
 def test_a_refusal_is_told_in_the_server_s_words(url: str) -> None:
