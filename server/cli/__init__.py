@@ -9,8 +9,12 @@ import io
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import typer
+
+from server.cli.console import show_error
+from unbind_core.errors import UnbindError
 
 GROUPS = (
     "serve",
@@ -58,7 +62,19 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file's name that is no text ends no command that has done its work.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if (gone := _folder_gone()) is not None:
+        show_error(gone)
+        sys.exit(1)
     build()()
+
+
+def _folder_gone() -> UnbindError | None:
+    """What to say where the working directory was removed: libraries end the process there, and blame a file of their own."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return UnbindError("the working directory was removed; change into one that is there, and try again")
+    return None
 
 
 def build() -> typer.Typer:

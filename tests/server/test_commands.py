@@ -11,19 +11,20 @@ from server.registry.database import open_database
 from tests.support.repository import ROOT
 
 
-def run(*words: str | bytes, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """What a command of its own process does."""
-    given = [sys.executable, "-m", "server", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(given, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_a_path_that_is_no_text_is_shown(tmp_path: Path) -> None:
     open_database(tmp_path / "unbind.sqlite").dispose()
     copy = os.fsencode(tmp_path) + b"/copy\xfc.sqlite"
-    done = run("db", "backup", "--data-dir", str(tmp_path), "--out", copy)
+    words = [sys.executable, "-m", "server", "db", "backup", "--data-dir", str(tmp_path), "--out", copy]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "copy\\udcfc.sqlite" in done.stdout, done.stderr[-2000:]
     assert Path(os.fsdecode(copy)).is_file()
+
+
+def test_a_working_directory_that_was_removed_is_named() -> None:
+    words = f"cd $(mktemp -d) && rmdir $PWD && {sys.executable} -m server show {ROOT}/modules/demo-a.safetensors"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", words], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: the working directory was removed"), done.stderr
 
 
 def test_help_texts_do_not_wait_for_what_models_need() -> None:
