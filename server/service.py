@@ -61,6 +61,7 @@ class Service(BaseService):
         self._unseen = Telemetry(self._figures, self.computed_by, detail=False)
         self._counts = NO_GATES
         self._counting: asyncio.Future[Gates] | None = None
+        self._cut = False  # whether requests that ran were ended
 
     @property
     def modules(self) -> ModuleTable:
@@ -137,8 +138,9 @@ class Service(BaseService):
 
     async def end_requests(self, seconds: float) -> None:
         """Admit nothing more, give what runs ``seconds`` to end, and end what remains."""
-        if await asyncio.to_thread(self.engine.drain, seconds):
-            return
+        if await asyncio.to_thread(self.engine.drain, seconds) or self._cut:
+            return  # or a second signal, which gives no time, has ended what ran and said so
+        self._cut = True
         left = self.engine.stats()
         await asyncio.to_thread(self.engine.close)
         if left.running + left.waiting:

@@ -57,6 +57,21 @@ def test_what_runs_at_the_limit_ends_with_the_error_and_done(slow: Live, caplog:
     assert slow.call("/metrics").status == 200 and slow.complete().status == 503
 
 
+def test_what_a_second_signal_ends_is_told_once(slow: Live, caplog: pytest.LogCaptureFixture) -> None:
+    async def twice() -> None:
+        patient = asyncio.create_task(slow.service.end_requests(TIMEOUT))
+        await asyncio.to_thread(wait_until, lambda: slow.service.engine.draining)
+        await asyncio.gather(slow.service.end_requests(0), patient)
+
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, "unbind"):
+        stream = pool.submit(slow.complete, **ENDLESS, stream=True)
+        wait_until(lambda: slow.service.engine.stats().running == 1)
+        asyncio.run(twice())
+        assert stream.result(TIMEOUT).events[-1] == "[DONE]"
+    told = [record.getMessage() for record in caplog.records if "still ran" in record.getMessage()]
+    assert len(told) == 1 and "after 0 s" in told[0]
+
+
 def test_a_server_that_ends_with_nothing_to_do_says_nothing(slow: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "unbind"):
         asyncio.run(slow.service.drain())
