@@ -1,14 +1,15 @@
 """What an answer must look like: a form as clients give it -> a compiled grammar -> which tokens may follow, one answer each.
 
-Compiling is bounded and done on a thread of its own, so that a hostile schema holds up nobody but others who bring new ones; of a
-key only so many wait. The library leaves much of the work to the first step of an answer, so that step belongs to compiling; its
-limits bound later ones.
+Compiling is rehearsed in a process that can be ended and done on a thread of its own, so that a hostile schema holds up nobody
+but others who bring new ones, and those for moments; of a key only so many wait. The library leaves much of the work to the first
+step of an answer, so that step belongs to compiling; its limits bound later ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
@@ -20,11 +21,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from server.engine.rehearsal import Rehearsal, limits, over
 from server.engine.schemas import closed
 
 LONGEST = 65_536  # characters of a form
@@ -173,6 +175,7 @@ class Grammars:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unbind-grammar")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="unbind-forms")
         self._room = threading.BoundedSemaphore(WAITING)
+        self._rehearsal = Rehearsal(tokenizer, width, sorted(ends))
 
     async def compiled(self, form: Form, owner: str = "") -> Grammar:
         """The form's grammar for ``owner``, compiled off the event loop. Raises GrammarError, GrammarsBusy."""
@@ -236,15 +239,9 @@ class Grammars:
             raise GrammarError(
                 f"bounds arrays by {items:g} items together, and {MOST_ITEMS} are the most; send lower bounds"
             )
-        # Forms found to be the costliest take 0.5 s to compile and 0.1 s at a step, which is the thread's that runs the model.
-        limits = LLParserLimits(
-            max_grammar_size=size,
-            max_lexer_states=50_000,
-            initial_lexer_fuel=300_000,
-            step_lexer_fuel=200_000,
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(tokens, source, log_level=0, limits=limits)
+        if math.isfinite(seconds) and (refusal := self._rehearsal.refused(source, size, seconds)):
+            raise GrammarError(refusal)
+        matcher = LLMatcher(tokens, source, log_level=0, limits=limits(size))
         if matcher.is_error():
             reason = matcher.get_error().split("\n<backtrace>")[0].strip()
             raise GrammarError(f"does not compile: {reason[:300]}")
@@ -252,10 +249,11 @@ class Grammars:
         if failed := grammar.begin().tried():
             raise GrammarError(f"cannot be kept to: {failed}")
         if time.thread_time() - begun > seconds:
-            raise GrammarError(f"takes over {seconds:g} s to compile; send a simpler one")
+            raise GrammarError(over(seconds))
         return grammar
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the process that one of them may wait for."""
+        self._rehearsal.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)

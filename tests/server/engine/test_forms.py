@@ -166,6 +166,7 @@ HOSTILE = {
     "costly at first": ("regex", "((a{100}){100}){100}", "kept to: lexer error"),
     "costly rows": ("grammar", ROWS.replace("START", '"a"'), "kept to: Parser Error"),
     "never ends": ("json", {"$ref": "#"}, "nothing fulfils it"),
+    "without end": ("json", {"allOf": [{"type": "string", "pattern": f".*{i}"} for i in range(50)]}, "over 1 s"),
 }
 
 
