@@ -19,6 +19,7 @@ DONE = b"data: [DONE]\n\n"
 STREAMED: Any = {
     200: {"content": {"text/event-stream": {}}}
 }  # for the description of a route whose answer may be a stream
+INLINE = 512  # tokens with scores that the event loop writes itself: some 10 ms
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 T = TypeVar("T")
 
@@ -45,9 +46,28 @@ async def whole(request: Request, generation: Generation, shape: Callable[[list[
         results = await unless_gone(request, generation.whole())
         if results is None:
             return Response(status_code=499)
-        return JSONResponse(shape(results), headers=generation.headers)
+        scored = sum(len(result.logprobs) + len(result.prompt_logprobs) for result in results)
+        made = await apart(scored, lambda: (JSONResponse if scored <= INLINE else _Large)(shape(results)))
+        made.headers.update(generation.headers)
+        return made
     finally:
         generation.cancel()
+
+
+async def apart(scored: int, work: Callable[[], T]) -> T:
+    """``work()``, in a thread where ``scored`` tokens with their alternatives are many: it would hold up everybody else."""
+    return work() if scored <= INLINE else await asyncio.to_thread(work)
+
+
+class _Large(JSONResponse):
+    """Written piece by piece: the library writes whole texts at once, and lets no other thread go on meanwhile."""
+
+    def render(self, content: Any) -> bytes:
+        """The same bytes."""
+        written = bytearray()
+        for piece in json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).iterencode(content):
+            written += piece.encode()
+        return bytes(written)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -16,7 +16,7 @@ from server.api.caller import Caller, charge_answers, charge_tokens, inference
 from server.api.inference.bodies.forms import Wanted
 from server.api.inference.bodies.generation import GenerationBody, UnbindOptions
 from server.api.inference.generation import Asked, Generation
-from server.api.inference.prompts import Prompt
+from server.api.inference.prompts import Prompt, check_scores
 from server.api.models import check_model
 from server.api.profiles import PROFILE_KEY, profile_rules
 from server.base_service import BaseService
@@ -64,6 +64,8 @@ class Call:
         options = body.unbind
         refuse_report(options, self.caller)
         charge_answers(self.served, self.caller, len(prompts) * body.n)
+        field = "logprobs" if getattr(body, "prompt_logprobs", None) is None else "prompt_logprobs"
+        check_scores(prompts, body.n, body.sampling(0, 0, echo).prompt_logprobs, field)
         asked = time.perf_counter()
         assigned, opening = self.modules(body.model, options.modules if options else None)
         answered = time.perf_counter()

@@ -6,12 +6,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.inference.answers import STREAMED, EventStream, whole
+from server.api.inference.answers import STREAMED, EventStream, apart, whole
 from server.api.inference.bodies.completions import CompletionBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Choice, Generation, Result
@@ -103,7 +104,8 @@ async def _events(generation: Generation, body: CompletionBody, frame: dict[str,
             continue
         begun.add(choice.index)
         prompt = choice.prompt.ids if delta.prompt_logprobs else ()
-        logprobs = written[choice.index].of(entries, prompt, choice.prompt.spelt) if entries else None
+        shape = partial(written[choice.index].of, entries, prompt, choice.prompt.spelt)
+        logprobs = await apart(len(entries), shape) if entries else None
         shaped = _choice(choice, delta.text, logprobs, delta.finish_reason)
         stopped = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
         shaped |= stopped | ids | Report.part(choice.report, delta)

@@ -31,6 +31,7 @@ def _added(tokenizer: PreTrainedTokenizerBase) -> dict[int, bool]:
     return {token: bool(added.special) for token, added in tokenizer.added_tokens_decoder.items()}
 
 
+@lru_cache(maxsize=65_536)  # tokens come again: an answer's scores name thousands, over and over
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The bytes that a token stands for, alone; a part of a character too."""
     written = tokenizer.convert_ids_to_tokens(token)

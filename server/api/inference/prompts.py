@@ -18,6 +18,7 @@ from server.service import Service
 from unbind_core.encoding import beginning, fim_ids
 
 REPOSITORY, FILE = "<|repo_name|>", "<|file_sep|>"  # Qwen2.5-Coder's words for files beside the one that is edited
+MOST_SCORES = 2**20  # of prompts' tokens and their alternatives in a call: holding and writing one takes some 500 bytes
 SNIPPET = "\n\n--- {name} ---\n\n"
 
 
@@ -82,6 +83,19 @@ def check_ids(served: Service, ids: Sequence[int], field: str) -> None:
     """Raise 400 where a token id is not one of the model's."""
     if not all(0 <= token < served.vocabulary for token in ids):
         raise invalid(f"{field}: token ids must be from 0 to {served.vocabulary - 1}", field)
+
+
+def check_scores(prompts: Sequence[Prompt], answers: int, alternatives: int | None, field: str) -> None:
+    """Raise 400 where each of ``answers`` has its prompt's scores, and all of them would fill the memory."""
+    if alternatives is None:
+        return
+    scores = sum(len(prompt.ids) for prompt in prompts) * answers * (alternatives + 1)
+    if scores > MOST_SCORES:
+        raise invalid(
+            f"{field}: {scores} scores of prompts in a call, and {MOST_SCORES} are the most; ask for fewer alternatives or answers",
+            field,
+            "too_many_scores",
+        )
 
 
 def gap(served: Service, prefix: list[int], suffix: list[int], field: str) -> list[int]:

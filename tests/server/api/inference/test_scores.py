@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 import torch
 
+from server.api.inference import answers, completions, logprobs, prompts
 from tests.support.live import Live
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode
@@ -58,3 +61,44 @@ def test_a_continuation_has_the_score_that_the_model_gives_it(
     (scored,) = server.complete(prompt=prompts[0] + made, **fields).body["choices"]
     total, _ = read(scored, len(prompts[0]))
     assert total == pytest.approx(expected(loaded, prompts[0], made)[0], abs=1e-4)
+
+
+def test_many_scores_are_written_apart_from_the_event_loop(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds, in which everybody would wait, ``/health`` too. What is written is the same."""
+    written: list[tuple[int, bool]] = []  # tokens, and whether on the event loop
+
+    class Watched(logprobs.LegacyLogprobs):
+        def of(self, entries: Any, *more: Any) -> Any:
+            written.append((len(entries), asyncio._get_running_loop() is not None))
+            return super().of(entries, *more)
+
+    monkeypatch.setattr(completions, "LegacyLogprobs", Watched)
+    fields = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
+    ids = [5 + number % 200 for number in range(240)]
+    (one,) = server.complete(prompt=ids, **fields).body["choices"]
+    many = server.complete(prompt=[ids] * 4, **fields)
+    assert written == [(241, True), *[(241, False)] * 4]
+    assert many.raw == json.dumps(many.body, ensure_ascii=False, separators=(",", ":")).encode()
+    for choice in many.body["choices"]:
+        assert choice["text"] == one["text"] and choice["logprobs"]["tokens"] == one["logprobs"]["tokens"]
+    monkeypatch.setattr(answers, "INLINE", 100)
+    del written[:]
+    assert server.complete(prompt=ids, stream=True, **fields).events
+    assert (241, False) in written and not any(on_loop for tokens, on_loop in written if tokens > 100)
+
+
+def test_more_scores_of_prompts_than_fit_are_refused_by_the_field_that_asks(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_SCORES", 100)
+    fields = {"prompt": [9] * 20, "max_tokens": 1}
+    assert server.complete(**fields, echo=True, logprobs=4).status == 200
+    assert server.complete(**fields, logprobs=20).status == 200
+    for name, asked in (
+        ("logprobs", {"echo": True, "logprobs": 5}),
+        ("logprobs", {"echo": True, "logprobs": 1, "n": 3}),
+        ("prompt_logprobs", {"prompt_logprobs": 5}),
+    ):
+        refused = server.complete(**fields, **asked)
+        assert (refused.status, refused.error["param"]) == (400, name), refused.raw
+        assert refused.error["code"] == "too_many_scores"
