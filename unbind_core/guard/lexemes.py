@@ -37,6 +37,7 @@ _LOOK_ALIKE = (
 _REMEMBERED = 20_000  # characters
 _MOST_LETTERS = 18  # that one character is read as
 _INVISIBLE = frozenset({"Mn", "Me", "Cf", "Cc", "Cn", "Co", "Cs"})
+_BLANK = frozenset("\u115f\u1160\u2800\ufffc\ufffd")  # letters and signs that show nothing, and what stands for none
 
 
 class _Plain(dict[int, str]):
@@ -44,8 +45,9 @@ class _Plain(dict[int, str]):
 
     def __missing__(self, point: int) -> str:
         letters = unicodedata.normalize("NFKD", chr(point)).translate(_LOOK_ALIKE)
-        read = "".join(letter for letter in letters if unicodedata.category(letter) not in _INVISIBLE)
-        read = "" if read == "\ufffd" else read
+        read = "".join(
+            letter for letter in letters if letter not in _BLANK and unicodedata.category(letter) not in _INVISIBLE
+        )
         if len(self) < _REMEMBERED:
             self[point] = read
         return read

@@ -163,6 +163,8 @@ def test_text_cut_anywhere_is_looked_at_where_it_may_be_cut(text: str) -> None:
         pytest.param(lambda row: row.replace("e", "\u0435"), id="cyrillic"),
         pytest.param(lambda row: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in row), id="full width"),
         pytest.param(lambda row: row.replace("r", "r\u200b"), id="zero width"),
+        pytest.param(lambda row: "\u3164".join(row), id="fillers"),
+        pytest.param(lambda row: row.replace(" ", "\u2800 \uffa0 "), id="blanks"),
         pytest.param(lambda row: row.replace("a", "a\u0301"), id="accents"),
         pytest.param(lambda row: row.replace("\n", "\r"), id="line ends"),
     ],
