@@ -149,12 +149,13 @@ class BoundedProtocol(HalfClosedProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer behind a body."""
+        """A header, or a trailer behind a body, which counts and is no header."""
         if self._again:
             return
         self._headers += 1
         self._count(len(name) + len(value) + len(b": \r\n"))
-        super().on_header(name, value)
+        if self._part is not _Part.BODY:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is whole: the request begins, or waits for those before it."""
@@ -162,9 +163,8 @@ class BoundedProtocol(HalfClosedProtocol):
             self._again = False
             return
         if len(self.pipeline) >= MOST_PIPELINED:
-            self._raise(
-                ApiError(400, f"more than {MOST_PIPELINED} requests at once on one connection", code="pipelined")
-            )
+            text = f"more than {MOST_PIPELINED} requests at once on one connection"
+            self._raise(ApiError(400, text, code="pipelined"))
         self._stop_waiting()
         self._enter(_Part.BODY)
         super().on_headers_complete()

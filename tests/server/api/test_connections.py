@@ -110,6 +110,15 @@ def test_trailers_and_chunk_extensions_without_an_end_are_refused(bounded: Live)
         assert b" 431 " in read_all(connection)
 
 
+def test_a_trailer_is_no_header(bounded: Live) -> None:
+    """What stands in front of the server has not seen it."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    body = json.dumps(ASK)
+    chunks = f"Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\nX-Unbind-Modules: unheard-of\r\n\r\n"
+    with connected(bounded.port, (head + chunks).encode()) as connection:
+        assert b" 200 " in read_all(connection).partition(b"\r\n")[0]
+
+
 def test_what_is_no_http_gets_an_error_object(bounded: Live) -> None:
     with connected(bounded.port, b"\x16\x03\x01 nonsense\r\n\r\n") as connection:
         refused(read_all(connection), 400, "invalid_http")
