@@ -159,15 +159,24 @@ def translate(error: Exception) -> ApiError:
             return not_writable(error.strerror or type(error).__name__)
         case _ if isinstance(error, AWAY):
             return unreachable(error)
-        case HTTPException(__cause__=UnicodeDecodeError()):
-            return ApiError(400, "the body is not valid JSON: its bytes are no UTF-8", code="invalid_json")
-        case HTTPException(__cause__=RecursionError()):
-            return ApiError(400, "the body is nested too deeply to be read", code="invalid_json")
+        case HTTPException(__cause__=(ValueError() | RecursionError()) as cause):
+            return ApiError(400, _unread(cause), code="invalid_json")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
             log.error("unhandled error", exc_info=error)
             return ApiError(500, "the server met an error it did not foresee; its log has the details", code="internal")
+
+
+def _unread(cause: ValueError | RecursionError) -> str:
+    """Why a body is no JSON that can be read."""
+    match cause:
+        case RecursionError():
+            return "the body is nested too deeply to be read"
+        case UnicodeDecodeError():
+            return "the body is not valid JSON: its bytes are no UTF-8"
+        case _:
+            return "the body is not valid JSON: a number in it has too many digits"
 
 
 def _validation(error: RequestValidationError) -> ApiError:

@@ -45,7 +45,11 @@ def test_a_body_that_is_compressed_or_no_utf_8_is_refused_by_what_is_wrong_with_
         assert answer.status == 415 and "Content-Encoding" in answer.error["message"]
         assert answer.error["code"] == "unsupported_encoding" and answer.headers["x-should-retry"] == "false"
     assert server.call("/v1/completions", body, headers={"Content-Encoding": "identity"}).status == 200
-    for broken, words in ((b"\x1f\x8b\x08\x00", "UTF-8"), (b'{"prompt": ' + b"[" * 100_000, "nested too deep")):
+    for broken, words in (
+        (b"\x1f\x8b\x08\x00", "UTF-8"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deep"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "digits"),
+    ):
         answer = server.call("/v1/completions", broken)
         assert answer.status == 400 and answer.error["code"] == "invalid_json" and words in answer.error["message"]
 
