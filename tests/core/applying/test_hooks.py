@@ -35,6 +35,32 @@ def test_no_hook_is_left_after_an_exception(tiny: LoadedModel, bank: ModuleBank)
     assert hooks_on(tiny.model) == 0
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "forward"])
+def test_a_compiled_model_is_edited_inside_and_plain_outside(tiny: LoadedModel, bank: ModuleBank, whole: bool) -> None:
+    model, inputs = copy.deepcopy(tiny.model), encoded(tiny)
+    other, late = torch.compile(nn.Linear(2, 2), backend="eager"), torch.compile(model, backend="eager")
+    if whole:
+        model.compile(backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with attach(tiny.model, bank):
+            expected = tiny.model(**inputs).logits
+        with attach(model, bank):
+            with attach(tiny.model, bank):  # another model's block does not end this one's
+                other(torch.ones(2))
+            assert torch.allclose(model(**inputs).logits, expected, atol=1e-4)
+            late(**inputs)
+        assert torch.allclose(model(**inputs).logits, plain, atol=1e-4)
+        assert torch.allclose(late(**inputs).logits, plain, atol=1e-4)
+        assert not torch.allclose(plain, expected, atol=1e-2)
+        with pytest.raises(ZeroDivisionError), attach(model, bank):
+            raise ZeroDivisionError
+        with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))  # compiling is on again
+
+
 def test_a_failing_forward_pass_leaves_the_next_one_in_order(tiny: LoadedModel, bank: ModuleBank) -> None:
     with torch.no_grad(), attach(tiny.model, bank, ["a"]):
         expected = tiny.model(**encoded(tiny)).logits
