@@ -46,6 +46,11 @@ def _require_shape(bank: ModuleBank, rows: Sequence[Mapping[str, float]], model:
         bank[name].require_shape(getattr(text, "hidden_size", None), layers)
 
 
+def _computed_again(layer: nn.Module) -> bool:
+    """Whether a backward pass computes the layer a second time: gradients would be those of a model without modules."""
+    return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
+
+
 def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | None:
     """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none.
 
@@ -172,8 +177,8 @@ def attach(
     row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
     marks is not counted. Several threads may run passes inside one block, which is left when all have ended. Raises
     UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
-    the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already, or
-    where a gate with a memory meets a cache that was filled outside the block.
+    the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already,
+    where a gate with a memory meets a cache that was filled outside the block, or where it trains with gradient checkpointing.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
@@ -192,6 +197,11 @@ def attach(
                 )
             if selection is None:
                 return
+            if torch.is_grad_enabled() and any(_computed_again(layer) for layer in intervention.layers):
+                raise UnbindError(
+                    "gradient checkpointing computes layers again behind the pass, without their modules; call "
+                    "model.gradient_checkpointing_disable() first, or model.eval() where nothing is trained"
+                )
             batch, length = tokens.shape[0], tokens.shape[1]
             rows = None
             if selection.rows not in (1, batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -48,6 +49,23 @@ def test_a_row_without_modules_has_the_plain_models_logits_to_the_last_bit(tiny:
     assert torch.equal(mixed[1], plain[1]) and not torch.allclose(mixed[0], plain[0])
     assert torch.equal(untouched, plain)
     assert torch.equal(measured, plain)
+
+
+def test_gradient_checkpointing_is_refused_where_modules_apply(tiny: LoadedModel, bank: ModuleBank) -> None:
+    model: Any = copy.deepcopy(tiny.model).requires_grad_(True).train()
+    model.gradient_checkpointing_enable()
+    inputs = encoded(tiny)
+    with attach(model, bank):
+        with pytest.raises(UnbindError, match="gradient_checkpointing_disable"):
+            model(**inputs, use_cache=False)
+        with torch.no_grad():
+            model(**inputs, use_cache=False)
+        model.eval()(**inputs, use_cache=False)
+        model.gradient_checkpointing_disable()
+        model.train()(**inputs, use_cache=False).logits.sum().backward()
+    model.gradient_checkpointing_enable()
+    with attach(model, bank, []):
+        model(**inputs, use_cache=False).logits.sum().backward()
 
 
 def test_left_padding_does_not_change_a_rows_logits(tiny: LoadedModel, bank: ModuleBank) -> None:
