@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.compiler import set_stance
 from torch.utils.hooks import RemovableHandle
 
 from unbind_core.applying.passes import WHOLE, Pass
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_stack
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
+from unbind_core.running.compiled import begin_uncompiled, end_uncompiled
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,6 @@ def _hooks_on(layers: Sequence[nn.Module]) -> int:
 
 
 _attaching = threading.Lock()  # between the look for hooks and the hooks
-
-
-class _Uncompiled:
-    """Compiled models run uncompiled while any intervention is attached: what was compiled without hooks would run without them,
-    and what is compiled with them would keep them. Of the whole process, as torch knows no other; entered under ``_attaching``.
-    """
-
-    def __init__(self) -> None:
-        self._attached = 0
-        self._stance: Any = None
-
-    def enter(self) -> None:
-        if not self._attached:
-            self._stance = set_stance("force_eager")
-        self._attached += 1
-
-    def leave(self) -> None:
-        self._attached -= 1
-        if not self._attached:
-            self._stance.__exit__(None, None, None)
-
-
-_uncompiled = _Uncompiled()
 # not kept by the intervention, which a copy of the model copies
 _under_way: ContextVar[tuple[Intervention | None, _Step | None]] = ContextVar("step", default=(None, None))
 
@@ -113,7 +90,7 @@ class Intervention:
                         "one layer object stands at several places of the model, and such sharing cannot be hooked; give each "
                         "place a copy of its own"
                     )
-                _uncompiled.enter()
+                begin_uncompiled()
             except BaseException:
                 self._detach()
                 raise
@@ -124,7 +101,7 @@ class Intervention:
     ) -> None:
         """Detach, and make sure of it."""
         with _attaching:
-            _uncompiled.leave()
+            end_uncompiled()
             self._detach()
             if _hooks_on(self.layers):
                 raise UnbindError("a hook of the intervention is still attached to the model; load the model anew")

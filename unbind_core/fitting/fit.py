@@ -35,6 +35,7 @@ from unbind_core.module_checks import name_problem
 from unbind_core.progress import ProgressCallback, silent
 from unbind_core.rows import ForgetRow, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
+from unbind_core.running.compiled import uncompiled
 from unbind_core.running.gradients import require_gradients
 from unbind_core.windows import window_limit
 
@@ -68,6 +69,7 @@ def _check_options(options: FitOptions, layer_count: int) -> list[int]:
     return layers
 
 
+@uncompiled()
 def fit(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -128,6 +130,7 @@ def fit(
     )
 
 
+@uncompiled()
 def prepare_retained(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,

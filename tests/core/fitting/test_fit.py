@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ def test_the_same_rows_give_the_same_module(loaded: LoadedModel) -> None:
     assert first.forms == ("plain", "fim")
     assert len(report.scan) == 1 * 8 * 15  # one layer of three: a push keeps away from the last two
     assert report.exactness < 1e-5
+
+
+def test_a_fit_on_a_compiled_model_is_the_same(loaded: LoadedModel) -> None:
+    model = copy.deepcopy(loaded.model)
+    model.compile(backend="eager")
+    encoded = loaded.tokenizer(FORGET[0].prompt, return_tensors="pt")
+    with torch.no_grad():
+        model(**encoded, use_cache=False), model.base_model(**encoded, use_cache=False)
+    first, second = run(replace(loaded, model=model))[0], run(loaded)[0]
+    assert torch.equal(first.w, second.w) and torch.equal(first.v, second.v)
+    assert (first.layer, first.tau, first.kappa, first.s_ref) == (second.layer, second.tau, second.kappa, second.s_ref)
 
 
 def test_the_chosen_candidate_raises_the_forget_loss_most_within_the_budgets(loaded: LoadedModel) -> None:
