@@ -18,7 +18,7 @@ from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.device import SHARED_PASS, bfloat16_is_fast, threads_for
 
 BATCH = 2048
-FEW = 150  # rows, up to which a narrower network and fewer states a step do
+FEW = 60  # rows, up to which a narrower network and fewer states a step do
 SAMPLE = 10_000  # retained states whose mean and deviation scale all others
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
 LOOKED_FOR = (0.2, 0.45, 0.7)  # of the steps: when the hardest states are looked for,
