@@ -30,7 +30,7 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
     options, warnings = asked.fields.options, []
     if options.protect != "guard" and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
         warnings.append(
-            f"rows: one module of {len(asked.intake.rows)} rows opens late, and holds less where somebody asks from within a row; "
+            f"rows: one module of {len(asked.intake.rows)} rows holds less where somebody asks from within a row; "
             f"post them as takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split {PART_ROWS}` does"
         )
     if plan is not None and plan["problem"]:
