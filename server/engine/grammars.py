@@ -1,22 +1,24 @@
 """What an answer must look like: a form as clients give it -> a compiled grammar -> which tokens may follow, one answer each.
 
 Compiling is rehearsed in a process that can be ended and done on a thread of its own, so that a hostile schema holds up nobody
-but others who bring new ones, and those for moments; of a key only so many wait. The library leaves much of the work to the first
-step of an answer, so that step belongs to compiling; its limits bound later ones.
+but others who bring new ones, and those for moments; of a key only so many wait, and keys have turns. The library leaves much of
+the work to the first step of an answer, so that step belongs to compiling; its limits bound later ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
 import math
 import re
 import threading
 import time
 from collections import Counter, OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -148,6 +150,16 @@ class Grammar:
         return Constraint(self, self._matcher.deep_copy(), self._width, self._ends)
 
 
+@dataclass(order=True)
+class _Turn:
+    """A form that waits: an owner's first one before another's second, and those of one rank as they came."""
+
+    rank: int
+    number: int
+    work: Callable[[], Grammar] = field(compare=False)
+    done: Future[Grammar] = field(compare=False, default_factory=Future)
+
+
 def _items(source: str) -> float:
     """The sum of all ``minItems`` and ``maxItems`` in a source, however they are written."""
     plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), source)
@@ -171,6 +183,8 @@ class Grammars:
         self._lock = threading.Lock()  # of what is known, and held for moments: the event loop asks
         self._compiling = threading.Lock()
         self._wanted = Counter[str]()  # by owner, forms that wait or are compiled
+        self._turns: list[_Turn] = []  # a heap of those that wait
+        self._asked = 0
         self._tokens: LLTokenizer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unbind-grammar")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="unbind-forms")
@@ -186,12 +200,26 @@ class Grammars:
             raise GrammarsBusy(f"{OWN} grammars of this key wait to be compiled; try again")
         if not self._room.acquire(blocking=False):
             raise GrammarsBusy("too many grammars wait to be compiled; try again")
-        with self._lock:
-            self._wanted[owner] += 1
         size = _OF_SCHEMAS if form.kind in ("json", "calls") else _WRITTEN
-        done = self._pool.submit(lambda: self.of(source, size, owner=owner))
-        done.add_done_callback(lambda _: self._done(owner))  # not when its client leaves: the thread has it still
-        return await asyncio.wrap_future(done)
+        with self._lock:
+            turn = _Turn(self._wanted[owner], self._asked, lambda: self.of(source, size, owner=owner))
+            self._wanted[owner] += 1
+            self._asked += 1
+            heapq.heappush(self._turns, turn)
+        turn.done.add_done_callback(lambda _: self._done(owner))  # not when its client leaves: the thread has it still
+        self._pool.submit(self._next)
+        return await asyncio.wrap_future(turn.done)
+
+    def _next(self) -> None:
+        """Compile what is next; called once for each form."""
+        with self._lock:
+            turn = heapq.heappop(self._turns)
+        if not turn.done.set_running_or_notify_cancel():
+            return
+        try:
+            turn.done.set_result(turn.work())
+        except BaseException as error:  # it is told whoever waits
+            turn.done.set_exception(error)
 
     def _done(self, owner: str) -> None:
         with self._lock:
@@ -257,3 +285,7 @@ class Grammars:
         self._rehearsal.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting = list(self._turns)
+        for turn in waiting:
+            turn.done.cancel()

@@ -284,6 +284,26 @@ def test_who_brings_many_forms_holds_up_no_form_that_is_known(engine: EmbeddedEn
     assert ("mine", known.source()) in grammars._known
 
 
+def test_forms_of_owners_have_turns(engine: EmbeddedEngine) -> None:
+    grammars, ended = engine.grammars, list[str]()
+
+    async def ask(owner: str, number: int) -> None:
+        await grammars.compiled(Form("choice", json.dumps([f"{owner} {number}"])), owner)
+        ended.append(f"{owner} {number}")
+
+    async def everything() -> None:
+        with grammars._compiling:  # as for the longest time that one takes
+            asked = []
+            for owner, number in [("theirs", n) for n in range(5)] + [("mine", 0)]:
+                asked.append(asyncio.ensure_future(ask(owner, number)))
+                while grammars._wanted[owner] <= number:  # has read it, and waits
+                    await asyncio.sleep(0.001)
+        await asyncio.gather(*asked)
+
+    asyncio.run(asyncio.wait_for(everything(), 60))
+    assert ended == ["theirs 0", "mine 0", *(f"theirs {n}" for n in range(1, 5))]
+
+
 def _many(count: int, longest: int) -> dict[str, object]:
     return {f"p{n}": {"type": ["string", "null"], "pattern": f"^[a-z]{{1,{longest}}}$"} for n in range(count)}
 
