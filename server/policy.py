@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 
 from server.engine.modules import ModuleTable, unknown
 from server.engine.pinned import PinnedSet
@@ -73,19 +73,22 @@ def requested(
     return found
 
 
-def headed(headers: Headers) -> list[str]:
-    """The values of the header that names modules. Raises ApiError for one that is nearly called so: ignored, it would leave them
-    out unnoticed.
+def headed(call: HTTPConnection) -> list[str]:
+    """The values of the header that names modules. Raises ApiError for one that is nearly called so, and for a parameter of the
+    address that may be meant to name modules: ignored, they would leave them out unnoticed.
     """
-    for name, value in headers.items():
-        meant = name.replace("_", "-").removeprefix("x-").startswith("unbind") and name != HEADER.lower()
+    headers = [("header", name, value) for name, value in call.headers.items() if name != HEADER.lower()]
+    parameters = [("parameter", name, value) for name, value in call.query_params.multi_items()]
+    for kind, name, value in headers + parameters:
+        plain = name.lower().replace("_", "-").removeprefix("x-")
+        meant = plain.startswith("unbind") or (kind == "parameter" and plain in ("module", "modules", "profile"))
         if meant and value.strip():
             raise invalid(
-                f"the header {name[:64]} is not read here, and refused as it may name modules; write {HEADER}: NAME",
+                f"the {kind} {name[:64]} is not read here, and refused as it may name modules; write the header {HEADER}: NAME",
                 name[:64],
                 "invalid_value",
             )
-    return headers.getlist(HEADER)
+    return call.headers.getlist(HEADER)
 
 
 def _part(text: str) -> tuple[str, float]:

@@ -87,7 +87,13 @@ def _request(served: Service, profile: str | None) -> Request:
             if now.waiting and now.running >= now.slots:
                 return {"type": "http.disconnect"}
 
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [],
+    }
     if profile is not None:
         scope[PROFILE_KEY] = profile
     return Request(scope, until_displaced)

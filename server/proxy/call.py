@@ -53,7 +53,7 @@ class Call:
         served = self.served
         chosen = dict.fromkeys((profile, self.request.scope.get(PROFILE_KEY)))
         scopes, profiles, holding = rules_of(served, self.caller, [name for name in chosen if name])
-        asked, guards = requested(named, headed(self.request.headers)), served.offer.guards
+        asked, guards = requested(named, headed(self.request)), served.offer.guards
         effective = resolve(asked, [*scopes, standing(served.offer.scan, guards, holding)], profiles)
         return assign(served.modules, effective, served.offer.scan, guards, holding)
 

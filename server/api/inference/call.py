@@ -97,7 +97,7 @@ class Call:
         chosen = dict.fromkeys((check_model(served, model), self.request.scope.get(PROFILE_KEY)))
         scan, guards = served.offer.scan, served.offer.guards
         scopes, profiles, holding = rules_of(served, self.caller, [name for name in chosen if name])
-        asked = requested(named, headed(self.request.headers))
+        asked = requested(named, headed(self.request))
         effective = resolve(asked, [*scopes, standing(scan, guards, holding)], profiles)
         opening = when_open(served.settings.when_open, scopes[1], scopes[2], [*scopes[3:], *profiles])
         return assign(served.engine.modules, effective, scan, guards, holding), opening

@@ -211,8 +211,18 @@ def test_a_header_that_is_nearly_called_as_the_one_for_modules_is_refused(server
     for path, body in BODIES.items():
         refused = server.call(path, body, headers={name: "a"})
         assert (refused.status, refused.error["param"]) == (400, name.lower())
-        assert "write X-Unbind-Modules: NAME" in refused.error["message"]
+        assert "write the header X-Unbind-Modules: NAME" in refused.error["message"]
         assert server.call(path, body, headers={name: " "}).status == 200
+
+
+@pytest.mark.parametrize("name", ["modules", "Module", "unbind", "unbind_modules", "X-Unbind-Modules", "profile"])
+def test_a_parameter_of_the_address_that_may_name_modules_is_refused(server: Live, name: str) -> None:
+    for path, body in BODIES.items():
+        refused = server.call(f"{path}?{name}=a", body)
+        assert (refused.status, refused.error["param"]) == (400, name)
+        assert "write the header X-Unbind-Modules: NAME" in refused.error["message"]
+        assert server.call(f"{path}?{name}=", body).status == 200
+        assert server.call(f"{path}?api-version=2024-06-01", body).status == 200
 
 
 @pytest.mark.parametrize(
