@@ -101,6 +101,9 @@ def fit(
             help="How many other modules are on with it; beside any, a gate of auto opens as late as its rows allow.",
         ),
     ] = 0,
+    effort: Annotated[
+        float, typer.Option(help="Share of the training steps; below 1 for a quick look. Of gate auto.")
+    ] = 1.0,
     report: Annotated[Path | None, typer.Option(help="Where to write the fit report (JSON).")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for retain statistics, reused by the next fit.")] = None,
     dtype: Dtype = "float32",
@@ -135,6 +138,7 @@ def fit(
             policy=policy,
             budgets=_budgets(gate, kl_budget, nll_budget, bleu_budget),
             beside=beside,
+            effort=effort,
         )
         with progress_bars(as_json) as progress:
             module, result = fit_module(

@@ -47,6 +47,12 @@ def test_names_and_files_are_refused_before_the_model_is_loaded(tmp_path: Path) 
         )
 
 
+def test_a_fit_takes_its_effort_from_the_command(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path / "model")
+    refused = run(tmp_path, "--effort", "0", "--out", str(tmp_path / "m.safetensors"))
+    assert refused.exit_code == 1 and "error: effort: 0.0 is not above 0; 1 is the usual one" in refused.stderr
+
+
 def test_rows_are_read_as_the_service_reads_them(tmp_path: Path) -> None:
     data = ('\ufeff{"prompt": "a = 1\\n", "continuation": "s = \'\u2028\'"}\r\n' + "\n").encode()
     path = tmp_path / "rows.jsonl"
