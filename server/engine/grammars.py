@@ -218,7 +218,7 @@ class Grammars:
             return
         try:
             turn.done.set_result(turn.work())
-        except BaseException as error:  # it is told whoever waits
+        except BaseException as error:  # noqa: BLE001 - who waits is told
             turn.done.set_exception(error)
 
     def _done(self, owner: str) -> None:

@@ -66,7 +66,7 @@ def submit(
         int | None,
         typer.Option(
             min=1,
-            help="Post takedowns NAME-1, NAME-2 and so on of at most so many rows each. A module of many rows holds less from within a row; 40 hold.",
+            help="Post takedowns NAME-1, NAME-2 and so on of at most so many rows each. A module of 40 holds, of many less.",
         ),
     ] = None,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,

@@ -293,11 +293,11 @@ def test_forms_of_owners_have_turns(engine: EmbeddedEngine) -> None:
 
     async def everything() -> None:
         with grammars._compiling:  # as for the longest time that one takes
-            asked = []
-            for owner, number in [("theirs", n) for n in range(5)] + [("mine", 0)]:
-                asked.append(asyncio.ensure_future(ask(owner, number)))
-                while grammars._wanted[owner] <= number:  # has read it, and waits
-                    await asyncio.sleep(0.001)
+            every = [*(("theirs", n) for n in range(5)), ("mine", 0)]
+            asked = [asyncio.ensure_future(ask(*one)) for one in every]
+            await asyncio.sleep(0)
+            await asyncio.get_running_loop().run_in_executor(grammars._reading, str)  # behind all of them
+            assert grammars._wanted.total() == len(every)
         await asyncio.gather(*asked)
 
     asyncio.run(asyncio.wait_for(everything(), 60))
