@@ -198,9 +198,7 @@ def test_damage_to_the_registry_is_told_until_the_end_and_a_module_can_be_suspen
                 damaged.seek((page - 1) * size)
                 damaged.write(b"\xa5" * size)
         with closing(sqlite3.connect(file)) as other:
-            other.execute(
-                "CREATE TABLE another (x)"
-            )  # a change: else a connection may go on with the pages that it has read
+            other.execute("CREATE TABLE another (x)")  # else a connection may go on with the pages that it has read
         until(lambda: reasons(server) != [])
         assert "unbind.sqlite is damaged" in reasons(server)[0] and applied(server.complete()) == ["held"]
         time.sleep(5 * REFRESH)  # keys and rules are still read
