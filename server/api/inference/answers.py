@@ -47,14 +47,14 @@ async def whole(request: Request, generation: Generation, shape: Callable[[list[
         if results is None:
             return Response(status_code=499)
         scored = sum(len(result.logprobs) + len(result.prompt_logprobs) for result in results)
-        made = await apart(scored, lambda: (JSONResponse if scored <= INLINE else _Large)(shape(results)))
+        made = await off_loop(scored, lambda: (JSONResponse if scored <= INLINE else _Large)(shape(results)))
         made.headers.update(generation.headers)
         return made
     finally:
         generation.cancel()
 
 
-async def apart(scored: int, work: Callable[[], T]) -> T:
+async def off_loop(scored: int, work: Callable[[], T]) -> T:
     """``work()``, in a thread where ``scored`` tokens with their alternatives are many: it would hold up everybody else."""
     return work() if scored <= INLINE else await asyncio.to_thread(work)
 

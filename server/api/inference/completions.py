@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.inference.answers import STREAMED, EventStream, apart, whole
+from server.api.inference.answers import STREAMED, EventStream, off_loop, whole
 from server.api.inference.bodies.completions import CompletionBody
 from server.api.inference.call import Admitted
 from server.api.inference.generation import Choice, Generation, Result
@@ -105,7 +105,7 @@ async def _events(generation: Generation, body: CompletionBody, frame: dict[str,
         begun.add(choice.index)
         prompt = choice.prompt.ids if delta.prompt_logprobs else ()
         shape = partial(written[choice.index].of, entries, prompt, choice.prompt.spelt)
-        logprobs = await apart(len(entries), shape) if entries else None
+        logprobs = await off_loop(len(entries), shape) if entries else None
         shaped = _choice(choice, delta.text, logprobs, delta.finish_reason)
         stopped = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
         shaped |= stopped | ids | Report.part(choice.report, delta)
