@@ -80,7 +80,7 @@ class Rehearsal:
             if self._closed:
                 raise RuntimeError("the engine is closed")
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-P", "-m", __name__],  # not what is called so in the working directory
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

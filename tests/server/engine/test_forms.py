@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -302,6 +303,39 @@ def test_forms_of_owners_have_turns(engine: EmbeddedEngine) -> None:
 
     asyncio.run(asyncio.wait_for(everything(), 60))
     assert ended == ["theirs 0", "mine 0", *(f"theirs {n}" for n in range(1, 5))]
+
+
+@pytest.fixture
+def another(engine: EmbeddedEngine) -> Iterator[Grammars]:
+    """Of the same tokenizer, with nothing compiled and no process yet."""
+    made = Grammars(engine.grammars._tokenizer, engine.grammars._width, engine.grammars._ends)
+    yield made
+    made.close()
+
+
+def test_forms_are_tried_by_this_program_wherever_it_runs(
+    another: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many a working directory has a folder of the same name, whose code is not to run."""
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "__init__.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    assert asyncio.run(another.compiled(Form("regex", "[a-z]+"))).begin().allowed().any()
+
+
+def test_who_waits_for_a_form_is_let_go_at_the_end(another: Grammars) -> None:
+    async def everything() -> None:
+        with another._compiling:
+            forms = [Form("choice", json.dumps([str(number)])) for number in range(2)]
+            asked = [asyncio.ensure_future(another.compiled(form)) for form in forms]
+            await asyncio.sleep(0)
+            await asyncio.get_running_loop().run_in_executor(another._reading, str)  # behind both
+            another.close()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(asked[1], 30)
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(everything())
 
 
 def _many(count: int, longest: int) -> dict[str, object]:
