@@ -25,9 +25,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
+from unbind_core.packed import is_packed, plain_weights
 from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
 
 
@@ -214,9 +216,9 @@ def load_model(
     """Load a checkpoint folder, and a LoRA (or other PEFT) adapter folder on it, from disk alone.
 
     The identity is taken before the adapter is merged. ``merge=False`` keeps the PEFT wrapper. Quantised checkpoints are
-    loaded as they are; there an adapter is computed beside the weights, as merging would round it. Raises UnbindError
-    naming the path where something is missing or damaged, or a package that the quantisation needs,
-    UnsupportedArchitecture where the model is not a causal decoder.
+    loaded as they are; there an adapter is computed beside the weights, as merging would round it. GPTQ and AWQ become
+    plain weights (``packed.py``). Raises UnbindError naming the path where something is missing or damaged, or a package
+    that the quantisation needs, UnsupportedArchitecture where the model is not a causal decoder.
     """
     _require_device(device)
     folder = _folder(path, "config.json", "model")
@@ -224,19 +226,31 @@ def load_model(
         config = _configuration(folder)
         loader = _loader(config)
         quantised = settings_of(config)
-        if quantised is not None:
-            require_packages(quantised)
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
         attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
-        loaded: Any = loader.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            device_map=device if quantised is not None and device != "cpu" else None,  # some formats do not move later
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+        if quantised is not None and is_packed(quantised):
+            weights = plain_weights(folder, quantised, dtype)
+            del config.quantization_config
+            loaded: Any = loader._model_mapping[type(config)].from_pretrained(
+                None, config=config, state_dict=weights, **common
+            )
+            if any(isinstance(part, Conv1D) for part in loaded[0].modules()):
+                raise ValueError(
+                    "its layers keep their weights the other way round; take a checkpoint that is not packed"
+                )
+        else:
+            if quantised is not None:
+                require_packages(quantised)
+            loaded = loader.from_pretrained(
+                folder,
+                config=config,
+                device_map=device
+                if quantised is not None and device != "cpu"
+                else None,  # some formats do not move later
+                local_files_only=True,
+                **common,
+            )
         model, report = loaded
         if report["missing_keys"]:  # the library would go on with random weights in their place
             raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")

@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 from transformers.quantizers.auto import AutoHfQuantizer
 
-# What each format needs beside transformers: (name to import, name to install). A format that is not here needs nothing more.
+# What each format needs beside transformers: (name to import, name to install). A format that is not here needs nothing more; GPTQ
+# and AWQ are read in ``packed.py``.
 PACKAGES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "bitsandbytes": (("bitsandbytes", "bitsandbytes"),),
-    "gptq": (("optimum", "optimum"), ("gptqmodel", "gptqmodel")),
-    "awq": (("gptqmodel", "gptqmodel"),),
     "compressed-tensors": (("compressed_tensors", "compressed-tensors"),),
     "torchao": (("torchao", "torchao"),),
     "hqq": (("hqq", "hqq"),),

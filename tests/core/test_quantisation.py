@@ -86,8 +86,6 @@ def test_a_format_that_the_library_does_not_read_is_refused_before_its_numbers_p
     ("settings", "package"),
     [
         (BNB, "bitsandbytes"),
-        (GPTQ, "optimum and gptqmodel"),
-        ({"quant_method": "awq", "bits": 4}, "gptqmodel"),
         (PACKED, "compressed-tensors"),
         (TORCHAO, "torchao"),
         ({"quant_method": "quanto", "weights": "int8"}, "optimum-quanto"),
