@@ -259,12 +259,22 @@ def load_model(
         if quantised is not None and settings_of(model.config) is None:
             remember(model, quantised)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (  # the last two: of settings that the library takes for others
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        SafetensorError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
     if adapter is not None:
         from peft import PeftModel  # only users of adapters pay for the import
 
         _folder(adapter, "adapter_config.json", "adapter")
+        _settle(model, device)
         try:
             with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
                 warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -275,7 +285,12 @@ def load_model(
     if adapter is not None and merge:
         model = model.merge_and_unload() if settings_of(unwrap(model).config) is None else model.get_base_model()
     model.to(device).eval().requires_grad_(False)
-    if settings_of(unwrap(model).config) is not None:
-        with torch.no_grad():  # some formats arrange their weights in the first pass
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
+    _settle(model, device)
     return LoadedModel(model, tokenizer, identity)
+
+
+def _settle(model: nn.Module, device: str) -> None:
+    """One pass of a quantised model: some formats have their weights in place from then on."""
+    if settings_of(unwrap(model).config) is not None:
+        with torch.no_grad():
+            model.to(device)(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)

@@ -1,4 +1,4 @@
-"""Checkpoints with quantised weights, written by hand: FP8, GPTQ and AWQ."""
+"""Checkpoints with quantised weights, written by hand: FP8, GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -83,6 +83,26 @@ def packed(
     told = {"quant_method": method, "bits": bits, "group_size": group}
     gptq, awq = {"sym": sym, "desc_act": shuffled}, {"zero_point": True, "version": "gemm"}
     return said_to_be(folder, told | (awq if method == "awq" else gptq))
+
+
+def compressed(source: Path, folder: Path, group: int = 32) -> Path:
+    """The checkpoint ``source`` with the weights of its layers as compressed-tensors packs numbers of 4 bits around zero."""
+    shutil.copytree(source, folder)
+    stored = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        numbers, _, scales = _rounded(weight, torch.arange(weight.shape[1]) // group, 4, True)
+        owner = name.removesuffix("weight")
+        stored[f"{owner}weight_packed"] = _words(numbers, 4)
+        stored[f"{owner}weight_scale"] = scales.t().contiguous().bfloat16()
+        stored[f"{owner}weight_shape"] = torch.tensor(weight.shape)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return said_to_be(folder, settings | {"config_groups": groups, "quantization_status": "compressed"})
 
 
 def _rounded(weight: Tensor, of: Tensor, bits: int, sym: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,5 +11,9 @@ for _name, _value in (
     ("VLLM_LOGGING_LEVEL", "ERROR"),
     ("VLLM_LOGGING_STREAM", "ext://sys.stderr"),  # what a command prints is its own
     ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+    (
+        "VLLM_CPU_INT4_W4A8",
+        "0",
+    ),  # states rounded to 8 bits before each product are not those that modules were fitted on
 ):
     os.environ.setdefault(_name, _value)

@@ -58,6 +58,11 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
             f"engine vllm: the model is quantised ({loaded.identity.quantisation}), and an adapter cannot be merged into it "
             "without rounding; serve it with --engine embedded, or quantise the model and its adapter merged"
         )
+    if loaded.identity.quantisation is not None and options.dtype != "bfloat16":
+        raise UnbindError(
+            f"dtype: the model is quantised ({loaded.identity.quantisation}), and vLLM computes such weights in 16 bits; "
+            "start with --dtype bfloat16"
+        )
     trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if options.length > trained:
         raise UnbindError(
