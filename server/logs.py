@@ -8,6 +8,8 @@ import os
 import sys
 from datetime import UTC, datetime
 
+from unbind_core.errors import UnbindError
+
 FIELDS = ("request_id", "method", "route", "status", "seconds", "key_id", "profile")
 
 
@@ -28,6 +30,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class OwnWords(logging.Filter):
+    """Where the application does not start for a reason that is worded for people, uvicorn's traceback is that reason."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Every line is kept."""
+        if record.name == "uvicorn.error" and (told := record.getMessage().strip()).startswith("Traceback"):
+            _, ours, last = told.rpartition(f"\n{UnbindError.__module__}.")
+            if ours and "\nTraceback (" not in last:
+                record.msg, record.args = last.partition(": ")[2], ()
+        return True
+
+
 def set_up_logging(level: str, form: str = "text") -> None:
     """Log to standard error from ``level`` on, where nothing else is written then: of what loads a model no bars of progress."""
     for name in ("stdin", "stdout", "stderr"):
@@ -41,5 +55,6 @@ def set_up_logging(level: str, form: str = "text") -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level != "debug":
+        handler.addFilter(OwnWords())
         for chatty in ("uvicorn.error", "httpx2", "httpx", "asyncio", "alembic.runtime.plugins"):
             logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,58 @@
+"""Log lines of a server that does not start: the reason in our words, and else what went wrong in full."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.applications import Starlette
+from uvicorn.config import Config
+from uvicorn.lifespan.on import LifespanOn
+
+from server.logs import OwnWords
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
+
+
+def _logged(error: Exception) -> str:
+    """What uvicorn logs of an application that cannot start for this error, through a handler as the service has it."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        raise error
+        yield
+
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.addFilter(OwnWords())
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(handler)
+    try:
+        asyncio.run(LifespanOn(Config(Starlette(lifespan=lifespan), log_config=None)).startup())
+    finally:
+        logger.removeHandler(handler)
+    return lines.getvalue()
+
+
+@pytest.mark.parametrize("kind", [UnbindError, UnsupportedArchitecture])
+def test_a_reason_for_people_is_told_without_a_traceback(kind: type[UnbindError]) -> None:
+    assert _logged(kind("vllm_args: no such flag: 100 %; leave it away")) == (
+        "vllm_args: no such flag: 100 %; leave it away\nApplication startup failed. Exiting.\n"
+    )
+
+
+def test_a_reason_of_several_lines_is_told_whole() -> None:
+    assert _logged(UnbindError("vLLM does not take them: 1 error\n  bits=4, sym=False")).startswith(
+        "vLLM does not take them: 1 error\n  bits=4, sym=False\nApp"
+    )
+
+
+def test_any_other_error_is_told_in_full() -> None:
+    another = ZeroDivisionError("division by zero")
+    another.__context__ = UnbindError("what it was while that was told")
+    said = _logged(another)
+    for part in ("what it was while that was told", "Traceback", "ZeroDivisionError: division by zero"):
+        assert part in said
