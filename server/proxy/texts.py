@@ -14,6 +14,7 @@ from typing import Any
 from server.proxy.refusal import Unguardable
 
 LABEL_LENGTH = 256  # characters of what names a thing, and is no text
+NAME_LENGTH = 64  # of the name of a field, which no index is asked about: as many as a function's may have
 ARGUMENTS = "arguments"
 _CHOICE_LABELS = {"finish_reason"}
 _PART_LABELS = {"role", "type", "id"}
@@ -106,7 +107,7 @@ def _logprobs(logprobs: Mapping[str, Any]) -> Iterator[Text]:
         channel = f"logprobs.{name}"
         if value is None:
             continue
-        if not isinstance(value, list):
+        if not isinstance(value, list) or len(name) > NAME_LENGTH:
             yield from _cutless(_any(logprobs, name, channel))
         elif name == "top_logprobs":
             for alternatives in value:
@@ -182,12 +183,12 @@ def _any(holder: Any, name: Any, channel: str) -> Iterator[Text]:
     them do not: they may be anything.
     """
     value = holder[name]
+    if isinstance(name, str) and len(name) > NAME_LENGTH:
+        raise Unguardable(f"the name of a field, '{name[:40]}...', is longer than {NAME_LENGTH} characters")
     if isinstance(value, str):
         yield Text(channel, value, holder, name)
     elif isinstance(value, dict):
         for inner in value:
-            if len(inner) > LABEL_LENGTH:
-                raise Unguardable(f"a name in '{channel[:80]}' is longer than {LABEL_LENGTH} characters")
             yield from _any(value, inner, f"{channel}.{inner}")
     elif isinstance(value, list):
         numbers = any(isinstance(item, (int, float)) and not isinstance(item, bool) for item in value)
@@ -223,5 +224,5 @@ def frame_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _counts(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(len(name) <= LABEL_LENGTH and _counts(inner) for name, inner in value.items())
+        return all(len(name) <= NAME_LENGTH and _counts(inner) for name, inner in value.items())
     return value is None or isinstance(value, (int, float)) or value in ([], "")

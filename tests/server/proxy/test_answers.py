@@ -135,6 +135,15 @@ UNREADABLE = [
     (False, Script([gzip.compress(SMALL)], headers={"content-encoding": "gzip"})),
     (False, Script([answered({"index": 5, "text": "x"})])),
     (False, Script([answered({"index": 0, "audio": {"numbers": [1, 2]}})])),
+    *(
+        (False, Script([answered({"index": 0, **part})]))
+        for part in (
+            {ROW: 1},
+            {"message": {ROW: ""}},
+            {"logprobs": {ROW: ["x"]}},
+            {"message": {"arguments": {ROW: {}}}},
+        )
+    ),
     (True, Script([SMALL])),
     (True, Script([gzip.compress(START)], EVENTS, headers={"content-encoding": "gzip"})),
     (True, Script([b"data: {\n\n"], EVENTS)),
