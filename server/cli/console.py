@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,28 @@ from unbind_core.progress import Progress, silent
 
 N = TypeVar("N", int, float)
 LINE_SECONDS = 20.0
-# No markup: names, files and reasons are printed as they are, brackets included. What has a style is a ``Text``.
-screen = Console(markup=False, emoji=False)
-notes = Console(stderr=True, markup=False, emoji=False)  # progress and remarks, so that --json output can be piped
+# What tells a terminal to do something in place of showing it, and what turns the order of what is shown around. Line ends and tabs
+# are left, and what the library itself leaves out.
+_CONTROLS = re.compile(r"[\x00-\x06\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class Plain(Console):
+    """Prints text as it is, brackets included, and its control characters as escapes: a module file, a notice or an answer of a
+    server may come from anybody. What has a style is a ``Text``, of words of ours alone.
+    """
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """A text as it will be shown; all that is printed and no ``Text`` goes through here."""
+        return super().render_str(visible(text), **how)
+
+
+def visible(text: str) -> str:
+    """The text with control characters as Python would write them."""
+    return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
+
+
+screen = Plain(markup=False, emoji=False)
+notes = Plain(stderr=True, markup=False, emoji=False)  # progress and remarks, so that --json output can be piped
 
 
 @contextmanager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import typer
 from rich.table import Table
@@ -11,6 +15,7 @@ from typer.testing import CliRunner
 from server.cli import build
 from server.cli.console import LINE_SECONDS, Lines, clear_errors, progress_bars, screen
 from unbind_core.errors import UnbindError
+from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, counted
 
 
@@ -49,6 +54,28 @@ def test_what_is_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[s
         screen.print(told, Text(told, style="bold"), soft_wrap=True)
         screen.print(table)
         assert capsys.readouterr().out.count(told) == 5
+
+
+def test_what_somebody_else_wrote_reaches_no_terminal_as_an_instruction(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "\x1b[31m \x1b]52;c;aGk=\x07 \x9b2J \u202egnp.exe\u2066"
+    seen = r"\x1b[31m \x1b]52;c;aGk= \x9b2J \u202egnp.exe\u2066"
+    with pytest.raises(typer.Exit), clear_errors():
+        raise UnbindError(told)
+    assert capsys.readouterr().err == f"error: {seen}\n"
+    table = Table(told, title=told, width=70)
+    table.add_row(told)
+    screen.print(told, soft_wrap=True)
+    screen.print(table)
+    assert capsys.readouterr().out.count(seen) == 4
+    screen.print("two\nlines\tand é 名 🔒", soft_wrap=True, highlight=False)
+    assert capsys.readouterr().out.split() == ["two", "lines", "and", "é", "名", "🔒"]
+
+
+def test_a_module_file_says_nothing_to_the_terminal(make_module: Callable[..., UnbindModule], tmp_path: Path) -> None:
+    path = tmp_path / "from-elsewhere.safetensors"
+    replace(make_module("one"), created_at="\x1b]52;c;aGk=\x07", versions={"\x1b[2J": "\x1b[31m"}).save(path)
+    shown = CliRunner().invoke(build(), ["show", str(path)]).stdout
+    assert "\x1b" not in shown and r"\x1b]52;c;aGk=" in shown and r"\x1b[2J" in shown
 
 
 @pytest.mark.parametrize("command", [["show", "[/a].safetensors"], ["takedown", "status", "--url", "[/red]http://x"]])

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from server.cli.client import Client
-from server.cli.console import notes, screen, write_json
+from server.cli.console import notes, screen, visible, write_json
 from server.registry.lifecycle import standing
 from unbind_core import UnbindError
 from unbind_core.files import told
@@ -63,7 +63,10 @@ def follow(client: Client, job_id: str, quietly: bool) -> dict[str, Any]:
         for job in client.events(f"/jobs/{job_id}/events"):
             left = f"{job['eta_seconds']:.0f} s left ({job['eta_basis']})  " if job["eta_seconds"] is not None else ""
             bars.update(
-                bar, description=job["stage"] or job["state"], completed=job["progress"], note=f"{left}{job['message']}"
+                bar,
+                description=job["stage"] or job["state"],
+                completed=job["progress"],
+                note=f"{left}{visible(job['message'])}",
             )
     if job.get("state") not in ENDED:
         raise UnbindError(f"the server went away while job {job_id} was running; it goes on when the server is back")
