@@ -27,6 +27,7 @@ from server.errors import field_error
 from server.rules import MAX_MODULES, MAX_STRENGTH
 
 log = logging.getLogger("unbind.http")
+MAX_FIELDS = 1024  # of a body: each that nothing reads is looked at, while others wait
 MAX_STOP_LENGTH = 16_384  # characters of all stop strings together
 _noticed: set[tuple[str, str]] = set()
 
@@ -35,6 +36,10 @@ def drop_nulls(cls: type[BaseModel], body: Any) -> Any:
     """The body without its nulls. Fields that nothing reads are refused where they matter, else logged, each once."""
     if not isinstance(body, dict):
         return body
+    if len(body) > MAX_FIELDS:
+        raise field_error(
+            "body", f"has {len(body)} fields; leave out what the API does not have, {MAX_FIELDS} may be sent"
+        )
     aliases = (field.validation_alias for field in cls.model_fields.values())
     known = {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
     known |= cls.model_fields.keys()

@@ -62,7 +62,7 @@ class NamedFunction(BaseModel):
 class ToolBody(LenientBody):
     """What a chat may say of functions."""
 
-    tools: Annotated[tuple[Tool, ...], Field(max_length=512)] = ()
+    tools: Annotated[list[Tool], Field(max_length=512)] = Field(default_factory=list)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction, Field(description="of tools; auto by default")
     ] = "auto"

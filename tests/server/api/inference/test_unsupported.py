@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 
+from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.unsupported import UNSUPPORTED
 from tests.support.live import Live
 
@@ -254,3 +256,15 @@ def test_a_field_is_named_as_the_client_wrote_it(
     refused = server.call(path, body)
     assert (refused.status, refused.error["param"]) == (400, param), refused.raw
     assert refused.error["message"].startswith(f"{param}: ") and reason in refused.error["message"]
+
+
+def test_a_body_of_countless_fields_is_refused_before_each_is_looked_at(server: Live) -> None:
+    answer = server.complete(**{f"field_{number}": 1 for number in range(1025)})
+    assert (answer.status, answer.error["param"]) == (400, "body") and "1024 may be sent" in answer.error["message"]
+
+
+def test_functions_beyond_the_bound_are_not_looked_at() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(512)]
+    with pytest.raises(ValidationError) as refused:
+        ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": [*tools, *[{}] * 20]})
+    assert [(error["type"], error["loc"]) for error in refused.value.errors()] == [("too_long", ("tools",))]
