@@ -51,6 +51,16 @@ def _computed_again(layer: nn.Module) -> bool:
     return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
 
 
+def _packed(arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a row holds several texts, which the library keeps apart by their lengths, or where positions begin anew."""
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return True
+    positions = arguments.get("position_ids")
+    if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return False
+    return bool((positions.diff() != 1).any())
+
+
 def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | None:
     """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none.
 
@@ -179,6 +189,7 @@ def attach(
     UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
     the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already,
     where a gate with a memory meets a cache that was filled outside the block, or where it trains with gradient checkpointing.
+    Of several texts packed in one row, gates with a memory refuse the pass.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
@@ -215,6 +226,11 @@ def attach(
                 raise UnsupportedArchitecture(
                     f"{type(intervention.stack).__name__}: {state} does not tell how many positions it holds, which gates go by "
                     "that remember them; generate with use_cache=False"
+                )
+            if selection.remembers and _packed(arguments, kwargs):
+                raise UnsupportedArchitecture(
+                    f"{type(intervention.stack).__name__}: several texts stand packed in one row (generate_batch, or a "
+                    "collator that flattens), and gates would take them for one; give each text a row of its own, as generate does"
                 )
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
