@@ -187,9 +187,9 @@ def attach(
     row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
     marks is not counted. Several threads may run passes inside one block, which is left when all have ended. Raises
     UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
-    the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already,
-    where a gate with a memory meets a cache that was filled outside the block, or where it trains with gradient checkpointing.
-    Of several texts packed in one row, gates with a memory refuse the pass.
+    the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already or is
+    a copy that was made in a block, where a gate with a memory meets a cache that was filled outside the block, or where it
+    trains with gradient checkpointing. Of several texts packed in one row, gates with a memory refuse the pass.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
@@ -199,7 +199,11 @@ def attach(
         under_way = _UnderWay()
         sequences = _Sequences()
 
-        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is not intervention.stack:  # its layers carry copies of the hooks, which no step reaches
+                raise UnbindError(
+                    "this copy of a model was made in an attach block, and modules do not apply to it; copy the model outside"
+                )
             arguments = signature.bind_partial(*args, **kwargs).arguments
             tokens = next((arguments[key] for key in _INPUTS if isinstance(arguments.get(key), Tensor)), None)
             if tokens is None:  # going on would leave the modules out unnoticed

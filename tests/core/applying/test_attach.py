@@ -220,3 +220,13 @@ def test_an_empty_bank_changes_nothing(tiny: LoadedModel) -> None:
     plain = generate(tiny)
     with attach(tiny.model, ModuleBank()):
         assert generate(tiny) == plain
+
+
+def test_a_copy_made_inside_a_block_is_refused_there_and_behind_it(tiny: LoadedModel, bank: ModuleBank) -> None:
+    with attach(tiny.model, bank):
+        other = copy.deepcopy(tiny.model)
+        with pytest.raises(UnbindError, match="copy the model outside"):
+            other(**encoded(tiny))
+        generate(tiny)
+    with pytest.raises(UnbindError, match="copy the model outside"):
+        other(**encoded(tiny))
