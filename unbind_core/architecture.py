@@ -6,6 +6,7 @@ The only file with model-family knowledge. Fitting, the bank's hooks and the ser
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,22 @@ def _require_device(device: str) -> None:
         ) from None
 
 
+def _merged(model: Any) -> nn.Module:
+    """The model with its adapter in its weights. What embeddings and head share, and the adapter changes in one of them, becomes
+    a weight of each: merged into the one that both have, it would change the other too, or both twice.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    places = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for layer in list(model.modules()):
+        base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+        if places[id(getattr(base, "weight", None))] > 1:
+            base.weight = nn.Parameter(base.weight.detach().clone())
+            model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+    merged: nn.Module = model.merge_and_unload()
+    return merged
+
+
 def load_model(
     path: str | Path,
     adapter: str | Path | None = None,
@@ -283,7 +300,7 @@ def load_model(
             raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
     identity = identify(model, tokenizer, Path(path).resolve().name)
     if adapter is not None and merge:
-        model = model.merge_and_unload() if settings_of(unwrap(model).config) is None else model.get_base_model()
+        model = _merged(model) if settings_of(unwrap(model).config) is None else model.get_base_model()
     model.to(device).eval().requires_grad_(False)
     _settle(model, device)
     return LoadedModel(model, tokenizer, identity)

@@ -1,0 +1,53 @@
+"""Adapters that need care as they are merged: what is merged answers as it did beside the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.core.conftest import TinyCheckpoint
+from unbind_core.architecture import load_model
+
+IDS = torch.tensor([[9, 30, 41, 50, 17, 23]])
+
+
+def adapter(base: Path, folder: Path, config: PeftConfig) -> Path:
+    """An adapter with weights that matter, saved by peft."""
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for key, value in adapted.named_parameters():
+            if "lora_" in key:
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft warns of what is tried here
+@pytest.mark.parametrize(
+    ("target", "both"), [("embed_tokens", False), ("lm_head", False), ("embed_tokens", True)], ids=str
+)
+def test_an_adapter_on_embeddings_that_the_head_shares_is_merged_into_its_own_alone(
+    target: str, both: bool, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    tied: Any = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen2"))
+    tied.lm_head.weight, tied.config.tie_word_embeddings = tied.model.embed_tokens.weight, True
+    base = tmp_path / "base"
+    tied.save_pretrained(base)
+    load_model(tiny_checkpoint("qwen2")).tokenizer.save_pretrained(base)
+    config = LoraConfig(r=4, target_modules=["q_proj", target], ensure_weight_tying=both, task_type="CAUSAL_LM")
+    added = adapter(base, tmp_path / "adapter", config)
+    beside, merged = load_model(base, added, merge=False), load_model(base, added)
+    assert merged.identity == beside.identity
+    with torch.no_grad():
+        expected = beside.model(input_ids=IDS).logits
+        torch.testing.assert_close(merged.model(input_ids=IDS).logits, expected, atol=1e-4, rtol=1e-4)
+        written: Any = merged.model
+        written.save_pretrained(tmp_path / "merged")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(again(input_ids=IDS).logits, expected, atol=1e-4, rtol=1e-4)
