@@ -298,6 +298,12 @@ def load_model(
                 model = PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
             raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
+        if merge and not hasattr(model, "merge_and_unload"):
+            kind = model.active_peft_config.peft_type.value
+            raise UnbindError(
+                f"adapter: '{adapter}' is of kind {kind}, which puts states before a text and merges into no weights; give one "
+                "that changes weights, such as LoRA"
+            )
     identity = identify(model, tokenizer, Path(path).resolve().name)
     if adapter is not None and merge:
         model = _merged(model) if settings_of(unwrap(model).config) is None else model.get_base_model()

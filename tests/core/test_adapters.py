@@ -1,4 +1,4 @@
-"""Adapters that need care as they are merged: what is merged answers as it did beside the weights."""
+"""Adapters that need care as they are merged: what is merged answers as it did beside the weights, or is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.core.conftest import TinyCheckpoint
 from unbind_core.architecture import load_model
+from unbind_core.errors import UnbindError
 
 IDS = torch.tensor([[9, 30, 41, 50, 17, 23]])
 
@@ -51,3 +52,13 @@ def test_an_adapter_on_embeddings_that_the_head_shares_is_merged_into_its_own_al
         written.save_pretrained(tmp_path / "merged")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(again(input_ids=IDS).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_an_adapter_that_is_no_change_of_weights_is_refused(
+    kind: Any, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("qwen2")
+    added = adapter(base, tmp_path, kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(UnbindError, match=r"adapter: .* is of kind PR.*; give one that changes weights, such as LoRA"):
+        load_model(base, added)
