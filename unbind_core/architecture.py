@@ -86,6 +86,8 @@ def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Mod
         outer = [(path, part) for path, part in outer if id(part) in inside]
     if len(outer) != 1:
         what = "no list" if not outer else f"{len(outer)} lists ({', '.join(path for path, _ in outer)})"
+        if count is None:  # a wrapper of one's own, or DataParallel
+            what, count = "nothing says how many layers it has, and so no list", "its"
         raise UnsupportedArchitecture(f"{name}: {what} of {count} decoder layers found; {_remedy(model)}")
     path, layers = outer[0]
     return inner.get_submodule(path.rpartition(".")[0]), list(layers)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     BertConfig,
     Gemma3Config,
@@ -25,7 +26,7 @@ from transformers import (
 from tests.core.conftest import build_tokenizer, make_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.architecture import decoder_layers, load_model, outline
+from unbind_core.architecture import LoadedModel, decoder_layers, load_model, outline
 from unbind_core.errors import UnsupportedArchitecture
 from unbind_core.running.recording import recording
 
@@ -130,3 +131,12 @@ def test_layers_with_several_states_a_token_are_refused_where_they_are_recorded(
         recording(model, [1]),
     ):
         model(input_ids=IDS, use_cache=False)
+
+
+def test_a_wrapper_without_a_configuration_is_refused_with_the_lists_that_it_has(tiny: LoadedModel) -> None:
+    wrapped = nn.DataParallel(tiny.model)
+    with pytest.raises(
+        UnsupportedArchitecture, match=r"DataParallel: nothing says how many .* lists: module.model.layers"
+    ):
+        decoder_layers(wrapped)
+    assert decoder_layers(wrapped, "module.model.layers") == decoder_layers(tiny.model)
