@@ -85,6 +85,8 @@ def _encoded(headers: Mapping[str, str]) -> dict[bytes, bytes]:
     """Headers as the server reads them. Raises UnbindError naming the one that cannot be sent, not its value: it may be a key."""
     encoded = {}
     for name, value in headers.items():
+        if any(character in value for character in "\r\n\x00"):
+            raise UnbindError(f"{name}: holds the end of a line or a NUL, which no header can; give it without")
         try:
             encoded[name.encode()] = value.encode("latin-1")
         except UnicodeEncodeError:

@@ -144,6 +144,13 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown() -> None:
     assert "ключ" not in str(caught.value)
 
 
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\x00"])  # as of a key's file that was written elsewhere
+def test_a_key_with_the_end_of_its_line_is_refused_and_not_shown(end: str) -> None:
+    with pytest.raises(UnbindError, match="Authorization: holds the end of a line") as caught:
+        Client("http://127.0.0.1:9", f"ubk_secret{end}").call("/x")
+    assert "secret" not in str(caught.value)
+
+
 def test_the_address_of_the_server_is_taken_from_the_environment_where_no_flag_gives_it(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
