@@ -137,7 +137,7 @@ def own_folder(path: Path) -> tuple[int, Path]:
 
 @contextlib.contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """A folder of our own while a file is made in it. An OSError that names it names ``path`` instead, which people know."""
+    """A folder of our own while a file is made in it. An OSError that names it, or no file, names ``path``, which people know."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock, folder = own_folder(path)
@@ -147,7 +147,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
     except OSError as error:
-        if UNFINISHED not in str(error.filename):
+        if error.errno is None or UNFINISHED not in str(error.filename or UNFINISHED):  # a full disk names no file
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 

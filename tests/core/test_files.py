@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.disks import small_disk
 from unbind_core.files import locked, read_regular, remove_unfinished, require_writable, write_text, write_whole
 
 WRITER = """
@@ -82,6 +83,18 @@ def test_errors_name_the_file_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as missing:
         write_whole(tmp_path / "a", elsewhere)
     assert missing.value.filename == str(tmp_path / "missing" / "other")
+
+
+def test_a_full_disk_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small") as disk:
+        path = disk.folder / "page.html"
+        disk.fill([os.getpid()])
+        try:
+            with pytest.raises(OSError, match=disk.full) as caught:
+                write_text(path, "more than there is room for" * 1000)
+        finally:
+            disk.free([os.getpid()])
+        assert caught.value.filename == str(path) and not names(disk.folder)
 
 
 def test_whether_a_file_can_be_written_is_asked_without_writing_it(tmp_path: Path) -> None:

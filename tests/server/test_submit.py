@@ -127,6 +127,12 @@ def test_what_has_not_ended_is_listed_however_much_came_after(running: Live) -> 
     assert not any(" later-0 " in line for line in lines) and any(" later-20 " in line for line in lines)
 
 
+def test_a_folder_is_refused_in_words(running: Live, tmp_path: Path) -> None:
+    told = submit(running, tmp_path, "--name", "folder", code=2).output
+    told = " ".join(told.replace("│", " ").split())
+    assert "'file'" in told and "is a directory" in told and "Errno" not in told
+
+
 def test_an_archive_is_not_split(running: Live, tmp_path: Path) -> None:
     told = submit(running, file_of(tmp_path, ROWS, "rows.zip"), "--name", "z", "--split", "3", code=1).output
     assert "--split: 'rows.zip' is an archive" in told and "z" not in posted(running)

@@ -29,7 +29,9 @@ NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is f
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(help="JSONL of rows, or .zip or .tar.gz of source files.", exists=True)],
+    file: Annotated[
+        Path, typer.Argument(help="JSONL of rows, or .zip or .tar.gz of source files.", exists=True, dir_okay=False)
+    ],
     name: Annotated[str, typer.Option(help="Name of the module.")],
     claimant: Field = None,
     work: Field = None,
