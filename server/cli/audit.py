@@ -7,9 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
-from rich.table import Table
 
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.flags import flag, with_settings
 from server.registry.audit import Actor
 from server.registry.refusals import Refusal
@@ -42,11 +41,11 @@ def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> N
     if as_json:
         write_json(rows)
         return
-    table = Table("entry", "time", "actor", "action", "subject", box=None)
+    lines = []
     for row in rows:
         at = datetime.fromtimestamp(row["at"], UTC).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(str(row["id"]), at, row["actor"], row["action"], row["subject"])
-    screen.print(table)
+        lines.append([str(row["id"]), at, row["actor"], row["action"], row["subject"]])
+    show_lines(("entry", "time", "actor", "action", "subject"), lines)
 
 
 @with_settings([_HEAD, _JSON])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +126,15 @@ def require_target(option: str, path: Path) -> None:
         require_writable(path)
     except OSError as error:
         raise UnbindError(f"{option}: {path} cannot be written ({error.strerror}); name another file") from error
+
+
+def show_lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A line a row, cut and folded nowhere: names and ids are copied, and in a pipe a line is what is read."""
+    lines = [headings, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        screen.print(text.rstrip(), highlight=False, soft_wrap=True)
 
 
 def write_json(value: Any) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.table import Column, Table
 
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.flags import settings_from
 from server.cli.takedown.shown import warn
 from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope, left_behind
@@ -119,23 +118,14 @@ def list_keys(config: Config = None, data_dir: DataDir = None, as_json: AsJson =
     if as_json:
         write_json([_view(key) for key in keys])
         return
-    table = Table(
-        Column("id", no_wrap=True),
-        "name",
-        "scopes",
-        "profile",
-        "requests a minute",
-        "tokens a minute",
-        "expires",
-        "state",
-    )
+    rows = []
     now = time.time()
     for key in keys:
         state = "revoked" if key.revoked_at is not None else "usable" if key.usable(now) else "expired"
         expires = _day(key.expires_at) if key.expires_at is not None else ""
         rates = ("" if rate is None else f"{rate:g}" for rate in (key.per_minute, key.tokens_per_minute))
-        table.add_row(key.id, key.name, ", ".join(sorted(key.scopes)), key.profile or "", *rates, expires, state)
-    screen.print(table)
+        rows.append([key.id, key.name, ",".join(sorted(key.scopes)), key.profile or "", *rates, expires, state])
+    show_lines(("id", "name", "scopes", "profile", "requests a minute", "tokens a minute", "expires", "state"), rows)
 
 
 @commands.command("revoke")

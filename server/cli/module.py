@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.registry.lifecycle import standing
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
@@ -45,15 +45,15 @@ def list_modules(
     if as_json:
         write_json(answer)
         return
-    table = Table(*(Column(name, no_wrap=name in ("state", "id")) for name in _SHOWN), box=None)
+    rows = []
     for module in answer["data"]:
         told = dict.fromkeys(_SHOWN, "") | {
             **module,
             "state": standing(module),
             "digest": module["digest"][:12],
         }
-        table.add_row(*(str(told[column]) for column in _SHOWN))
-    screen.print(table)
+        rows.append([str(told[column]) for column in _SHOWN])
+    show_lines(_SHOWN, rows)
     for problem in answer["problems"]:
         screen.print(
             Text("refused:", style="yellow"), f"{problem['file']}: {problem['reason']}", soft_wrap=True, highlight=False

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from server.cli.client import Client
-from server.cli.console import notes, screen, visible, write_json
+from server.cli.console import notes, screen, show_lines, visible, write_json
 from server.registry.lifecycle import standing
 from unbind_core import UnbindError
 from unbind_core.files import told
@@ -84,13 +84,8 @@ def show_ended(jobs: list[dict[str, Any]], as_json: bool, one: bool = True) -> N
 
 
 def show_jobs(jobs: Sequence[Mapping[str, Any]]) -> None:
-    """A line a job, cut and folded nowhere: ids are copied, and in a pipe a line is what is read."""
-    told = [_told(job) for job in jobs]
-    lines = [[*_COLUMNS], *([one[column] for column in _COLUMNS] for one in told)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        screen.print(text.rstrip(), highlight=False, soft_wrap=True)
+    """A line a job."""
+    show_lines(_COLUMNS, ([told[column] for column in _COLUMNS] for told in map(_told, jobs)))
 
 
 def show_job(job: Mapping[str, Any]) -> None:

@@ -317,7 +317,10 @@ def test_the_commands_tell_what_a_takedown_and_a_module_bind(running: Live, rows
     takedown = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("takedown_id"))
     shown = run(running, "takedown", "show", takedown).stdout
     assert "in_force           none" in shown and "once its module is active, no request but" in shown
-    assert "calibrated and available" in run(running, "module", "list").stdout
+    lines = run(running, "module", "list").stdout.splitlines()  # whole, however narrow the screen
+    (line,) = [line.split() for line in lines if line.startswith("one ")]
+    assert line[:7] == ["one", "module", "1", "calibrated", "and", "available", "True"] and line[-2].startswith("mod_")
+    assert len(line[-1]) == 12
     assert "no request but those" in " ".join(run(running, "module", "show", "one").stdout.split())
 
 
