@@ -79,17 +79,22 @@ class AnnouncingServer(uvicorn.Server):
         service: BaseService = self._application.state.service
         if self._drain is not None:
             self._loop.call_soon_threadsafe(asyncio.ensure_future, service.end_requests(0))
-            super().handle_exit(sig, frame)
+            self._end(sig, frame)
             return
 
         async def drain() -> None:
             await service.drain()
-            super(AnnouncingServer, self).handle_exit(sig, frame)
+            self._end(sig, frame)
 
         def begin() -> None:
             self._drain = asyncio.ensure_future(drain())
 
         self._loop.call_soon_threadsafe(begin)
+
+    def _end(self, sig: int, frame: FrameType | None) -> None:
+        """Tell uvicorn once: told again, it leaves out what puts everything away, and ends with a traceback."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
 
 
 def say(what: Callable[[], None]) -> None:

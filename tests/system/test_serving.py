@@ -298,6 +298,22 @@ def test_the_server_ends_in_good_order_and_takes_its_worker_along(checkpoint: Pa
     assert json.dumps(server.log).count("Traceback") == 0
 
 
+def test_who_presses_ctrl_c_twice_gets_no_traceback(checkpoint: Path, tmp_path: Path) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "n": 16, "ignore_eos": True, "stream": True})
+    with serving(checkpoint, tmp_path, worker=False, max_slots=1) as server:
+        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        stream = connection.getresponse()  # with its first token
+        server.process.send_signal(signal.SIGINT)
+        while server.call("/ready")[0] == 200:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGINT)
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert server.process.wait(20) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
 @pytest.mark.slow
 def test_a_terminal_that_closes_ends_the_server_in_good_order_and_nohup_keeps_it(
     checkpoint: Path, tmp_path: Path
