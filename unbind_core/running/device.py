@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from unbind_core.running.allowed import allowed_bytes
+
 UNKNOWN_FREE = 4 * 1024**3  # bytes
 SHARED = 1 << 25  # multiplications of one product that are worth a second thread, about a millisecond of one thread's
 SHARED_PASS = 1 << 27  # and of a whole pass through a model, which is dozens of small operations beside its products
@@ -26,15 +28,12 @@ def problem_of(name: str) -> str | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: on the device, or of this machine and the control group it may be confined to."""
+    """What can still be allocated: on the device, or of this machine and what this process may have of it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     lines = _read("/proc/meminfo").splitlines()
     found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=UNKNOWN_FREE)
+    return min([*found, *allowed_bytes()], default=UNKNOWN_FREE)
 
 
 def forget_peak(device: torch.device) -> None:
