@@ -41,6 +41,9 @@ export async function* stream(path, body, { signal, onHeaders } = {}) {
   }
 }
 
+// Where the server is: a proxy may have put it under a path of its own.
+export const address = path => new URL("." + path, document.baseURI)
+
 async function reached(path, { method, body, headers, signal, key }) {
   const sent = { ...headers }
   if (key) sent.Authorization = "Bearer " + key
@@ -48,7 +51,7 @@ async function reached(path, { method, body, headers, signal, key }) {
   if (body !== undefined && !plain) sent["Content-Type"] = "application/json"
   const options = { method: method ?? (body === undefined ? "GET" : "POST"), headers: sent, signal, cache: "no-store" }
   if (body !== undefined) options.body = plain ? body : JSON.stringify(body)
-  const answer = await fetch(path, options).catch(error => lost(error, signal))
+  const answer = await fetch(address(path), options).catch(error => lost(error, signal))
   if (answer.status !== 503) change({ away: null })
   if (answer.ok) return answer
   const error = await refused(answer)
