@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -65,7 +66,10 @@ def main() -> None:
     if (gone := _folder_gone()) is not None:
         show_error(gone)
         sys.exit(1)
-    build()()
+    try:
+        build()()
+    except KeyboardInterrupt:  # while commands are still imported: one that runs says so itself
+        sys.exit(128 + signal.SIGINT)
 
 
 def _folder_gone() -> UnbindError | None:

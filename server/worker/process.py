@@ -180,8 +180,6 @@ def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES)
 
     ``stages`` is the command of its child processes. Ends with status 1 where the registry cannot be opened.
     """
-    from server.worker.worker import Worker
-
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
@@ -189,6 +187,8 @@ def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES)
     if parent is not None:
         die_with_parent(signal.SIGTERM, parent)
     os.nice(settings.worker_nice)
+    from server.worker.worker import Worker  # takes a while, in which Ctrl-C is to be no traceback
+
     try:
         beat, told, port = None, None, None
         if parent is not None:
