@@ -68,7 +68,11 @@ class DatabaseRefused(UnbindError):
 
 
 def unusable(error: OSError) -> DatabaseRefused:
-    """The refusal of a database's file that this account may not make, open or keep from others."""
+    """The refusal of a database's file that this account may not make, open or keep from others, or has no folder to lie in."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return DatabaseRefused(
+            f"the registry's folder {error.filename}: a file is in its place; give a folder as data_dir or in database_url"
+        )
     return DatabaseRefused(
         f"the registry's database file {error.filename}: {error.strerror}; the account that runs this must own it and its "
         "folder: change their owner, or choose another data_dir or database_url"

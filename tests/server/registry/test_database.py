@@ -334,6 +334,13 @@ def test_damage_that_is_met_while_the_file_is_open_is_an_outage(tmp_path: Path) 
     registry.close()
 
 
+@pytest.mark.parametrize("below", ["", "inside"])
+def test_a_file_in_place_of_the_data_folder_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DatabaseRefused, match=rf"folder {tmp_path}/file.*: a file is in its place; give a folder"):
+        database.open_database(tmp_path / "file" / below / "unbind.sqlite")
+
+
 def test_the_database_is_its_owner_s_alone(tmp_path: Path) -> None:
     path = tmp_path / "new" / "unbind.sqlite"
     database.open_database(path).dispose()
