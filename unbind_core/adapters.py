@@ -1,12 +1,18 @@
-"""Which adapters act on a model, and how strongly: PEFT keeps beside them others that are loaded and do nothing."""
+"""Adapters of PEFT: how one is loaded and merged; which of those on a model act, and how strongly: others may be there idle."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
+
+from unbind_core.errors import UnbindError
 
 _WRAPPED = "base_model.model."  # in front of a name inside PEFT's wrapper
 
@@ -63,3 +69,42 @@ def _times_its_own(layer: Any, name: str) -> float:
         return 1.0
     own = alpha / (math.sqrt(rank) if layer.use_rslora.get(name) else rank)
     return float(f"{layer.scaling[name] / own:.9g}")  # without its rounding
+
+
+def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, merges: bool) -> Any:
+    """``model``, loaded from ``path``, in PEFT's wrapper with the adapter of a folder; ``merges``: it is to be merged later.
+
+    Raises UnbindError naming the folder where the adapter does not fit or cannot be merged.
+    """
+    from peft import PeftModel  # only users of adapters pay for the import
+
+    base: Any = model
+    try:
+        with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(base, str(adapter), local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
+        raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
+    if merges and not hasattr(adapted, "merge_and_unload"):
+        kind = adapted.active_peft_config.peft_type.value
+        raise UnbindError(
+            f"adapter: '{adapter}' is of kind {kind}, which puts states before a text and merges into no weights; give one "
+            "that changes weights, such as LoRA"
+        )
+    return adapted
+
+
+def merged(model: Any) -> nn.Module:
+    """The model with its adapter in its weights. What embeddings and head share, and the adapter changes in one of them, becomes
+    a weight of each: merged into the one that both have, it would change the other too, or both twice.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    places = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for layer in list(model.modules()):
+        base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+        if places[id(getattr(base, "weight", None))] > 1:
+            base.weight = nn.Parameter(base.weight.detach().clone())
+            model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
+    plain: nn.Module = model.merge_and_unload()
+    return plain

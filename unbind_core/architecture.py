@@ -5,8 +5,6 @@ The only file with model-family knowledge. Fitting, the bank's hooks and the ser
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from unbind_core.adapters import merged, with_adapter
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
 from unbind_core.packed import is_packed, plain_weights
@@ -208,22 +207,6 @@ def _require_device(device: str) -> None:
         ) from None
 
 
-def _merged(model: Any) -> nn.Module:
-    """The model with its adapter in its weights. What embeddings and head share, and the adapter changes in one of them, becomes
-    a weight of each: merged into the one that both have, it would change the other too, or both twice.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    places = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    for layer in list(model.modules()):
-        base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
-        if places[id(getattr(base, "weight", None))] > 1:
-            base.weight = nn.Parameter(base.weight.detach().clone())
-            model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
-    merged: nn.Module = model.merge_and_unload()
-    return merged
-
-
 def load_model(
     path: str | Path,
     adapter: str | Path | None = None,
@@ -290,25 +273,12 @@ def load_model(
     ) as error:
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
     if adapter is not None:
-        from peft import PeftModel  # only users of adapters pay for the import
-
         _folder(adapter, "adapter_config.json", "adapter")
         _settle(model, device)
-        try:
-            with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
-                warnings.filterwarnings("error", message="Found missing adapter keys")
-                model = PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
-            raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
-        if merge and not hasattr(model, "merge_and_unload"):
-            kind = model.active_peft_config.peft_type.value
-            raise UnbindError(
-                f"adapter: '{adapter}' is of kind {kind}, which puts states before a text and merges into no weights; give one "
-                "that changes weights, such as LoRA"
-            )
+        model = with_adapter(model, adapter, path, merges=merge)
     identity = identify(model, tokenizer, Path(path).resolve().name)
     if adapter is not None and merge:
-        model = _merged(model) if settings_of(unwrap(model).config) is None else model.get_base_model()
+        model = merged(model) if settings_of(unwrap(model).config) is None else model.get_base_model()
     model.to(device).eval().requires_grad_(False)
     _settle(model, device)
     return LoadedModel(model, tokenizer, identity)
