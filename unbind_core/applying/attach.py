@@ -189,12 +189,14 @@ def attach(
     UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
     the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already or is
     a copy that was made in a block, where a gate with a memory meets a cache that was filled outside the block, or where it
-    trains with gradient checkpointing. Of several texts packed in one row, gates with a memory refuse the pass.
+    trains with gradient checkpointing. A layer that runs outside a pass of the model raises UnbindError, as does, where gates
+    have a memory, a pass with several texts packed in one row.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
     with Intervention(model, override) as intervention:
         _require_shape(bank, asked, model, len(intervention.layers))
+        intervention.always = selection is not None
         signature = inspect.signature(intervention.stack.forward)
         under_way = _UnderWay()
         sequences = _Sequences()

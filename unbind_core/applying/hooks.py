@@ -40,6 +40,11 @@ class _LayerHook:
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
         step = self._owner.current
+        if step is None and self._owner.always:
+            raise UnbindError(
+                f"{type(module).__name__} {self._layer} runs outside a pass of the model, where modules do not reach it; call the "
+                "model, not its layers, from the thread that called it"
+            )
         if step is None or self._layer not in step.selection.layers:
             return None
         states = output[0] if isinstance(output, tuple) else output
@@ -72,6 +77,7 @@ class Intervention:
     def __init__(self, model: nn.Module, override: str | None = None) -> None:
         """``override`` is the dotted path of the list of decoder layers where the search does not find it."""
         self.stack, self.layers = decoder_stack(model, override)
+        self.always = False  # whether a layer without a step is a mistake: else it is one that asks for no modules
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:

@@ -14,7 +14,7 @@ from tests.core.applying.conftest import PROMPTS, encoded, generate, hooks_on
 from tests.core.conftest import make_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.architecture import LoadedModel, decoder_layers
+from unbind_core.architecture import LoadedModel, decoder_layers, decoder_stack
 from unbind_core.errors import ModelMismatch, UnbindError
 
 
@@ -220,6 +220,19 @@ def test_an_empty_bank_changes_nothing(tiny: LoadedModel) -> None:
     plain = generate(tiny)
     with attach(tiny.model, ModuleBank()):
         assert generate(tiny) == plain
+
+
+def test_layers_that_run_outside_a_pass_of_the_model_are_refused_where_modules_are_on(
+    tiny: LoadedModel, bank: ModuleBank
+) -> None:
+    inner: Any = decoder_stack(tiny.model)[0]
+    states = inner.embed_tokens(torch.arange(5, 13)[None])
+    turned = inner.rotary_emb(states, torch.arange(8)[None])
+    plain = inner.layers[0](states, position_embeddings=turned)
+    with attach(tiny.model, bank), pytest.raises(UnbindError, match="runs outside a pass of the model"):
+        inner.layers[0](states, position_embeddings=turned)
+    with attach(tiny.model, bank, {}):
+        assert torch.equal(inner.layers[0](states, position_embeddings=turned), plain)
 
 
 def test_a_copy_made_inside_a_block_is_refused_there_and_behind_it(tiny: LoadedModel, bank: ModuleBank) -> None:
