@@ -234,7 +234,8 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str | Text]:
     if result.outcome == "short":
         lines.append(
             Text(
-                "It stays within the budgets but forgets less than aimed at; --report FILE shows what was tried.",
+                f"It stays within the budgets and misses its aim: {', '.join(chosen['missed'])}; --report FILE shows what was "
+                "tried.",
                 "yellow",
             )
         )

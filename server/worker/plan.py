@@ -82,11 +82,9 @@ def remark(results: Mapping[str, Mapping[str, Any]]) -> str:
     if failed := fit.get("failed"):
         said.append(f"not adopted, as on the model that runs here: {'; '.join(failed)}; fit the forget set again on it")
     if fit.get("outcome") == SHORT:
-        forgot = (fit.get("selected") or {}).get("forgot") or {}
-        left = ", ".join(f"{form} {value:.3f}" for form, value in forgot.get("f_bleu", {}).items())
+        missed = (fit.get("selected") or {}).get("missed") or ()
         said.append(
-            "short: the module is within its budgets, but forgets less than was aimed at"
-            + (f" (F-BLEU {left}; rows with long exact spans: {forgot['spans']})" if left else "")
+            "short: the module is within its budgets, but misses its aim" + (f": {', '.join(missed)}" if missed else "")
         )
     if (certificate := fit.get("certificate") or {}).get("over"):
         said.append(f"certificate: {told(certificate)}")

@@ -67,7 +67,7 @@ def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     assert shop.ended(manual)[0]["outcome"] == "calibrated"
     (short,) = shop.ended(shop.submit("short", fit="short"))
     assert short["outcome"] == "active" and short["message"] == short["result"]["remark"]
-    assert "less than was aimed at" in short["message"]
+    assert "misses its aim" in short["message"]
     (nothing,) = shop.ended(shop.submit("nothing", fit="ineffective"))
     assert nothing["outcome"] == "ineffective" and nothing["module_id"] is None
 

@@ -275,6 +275,7 @@ def _finish(run: _Auto, level: Level, module: UnbindModule, outcome: Outcome) ->
         "divergence": learned.divergence,
         "on_retained": learned.on_retained,
     }
+    missed = run.judge.aim.missed(level.remainder) if level.remainder is not None else []
     levels = [one.to_json() for one in run.levels]
     chosen = levels[run.levels.index(level)]
     reached = {**chosen, "layer": module.layer, "correction": correction, "aim": asdict(run.judge.aim)}
@@ -283,7 +284,7 @@ def _finish(run: _Auto, level: Level, module: UnbindModule, outcome: Outcome) ->
     del measured["verdict"]  # of this fit, and no figure
     report = FitReport(
         outcome=outcome,
-        selected=None if outcome is Outcome.INEFFECTIVE else reached,
+        selected=None if outcome is Outcome.INEFFECTIVE else {**reached, "missed": missed},
         scan=[],
         layers=[{"layer": module.layer}],
         positions=positions,

@@ -245,6 +245,8 @@ def test_a_target_out_of_reach_ends_as_short_with_the_best_there_is(
     assert report.outcome == "short" and module.kappa > 0
     (best,) = (level for level in report.levels if level["verdict"] == "chosen: the best within the budgets")
     assert all(report.selected[key] == best[key] for key in best)  # type: ignore[index]
+    assert report.selected is not None and all("(aim " in part for part in report.selected["missed"])
+    assert report.selected["missed"]
     asked_about = [level for level in report.levels if "forgot" in level]
     least = min(max(level["forgot"]["f_bleu"].values()) + level["forgot"]["recovery"] for level in asked_about)
     assert max(best["forgot"]["f_bleu"].values()) + best["forgot"]["recovery"] == pytest.approx(least, abs=0.1)

@@ -29,3 +29,11 @@ def test_what_costs_too_much_there_is_remarked_beside_what_is_left() -> None:
     assert said.endswith("over the budget on them: kl 0.0200")
     both = remark(fitted(outcome="short", certificate=OVER))
     assert both.startswith("short: ") and both.endswith(said)
+
+
+def test_of_a_module_that_misses_its_aim_it_is_said_by_what() -> None:
+    missed = ["empty answers 0.083 (aim 0.050)", "rows with long exact spans 1 (aim 0)"]
+    said = remark(
+        fitted(outcome="short", selected={"forgot": {"f_bleu": {"plain": 0.01}, "spans": 1}, "missed": missed})
+    )
+    assert said.endswith("misses its aim: empty answers 0.083 (aim 0.050), rows with long exact spans 1 (aim 0)")
