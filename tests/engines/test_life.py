@@ -122,7 +122,9 @@ def test_a_module_at_a_layer_that_the_engine_was_not_started_for_is_refused_with
         plan_engine("vllm", loaded, options(tmp_path, layers=(6,)))
 
 
-def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(engine: VllmEngine) -> None:
+def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(
+    engine: VllmEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     before = answers(engine)
     counted = engine.gate_counts().result(60)["demo-a"]["prefill"][0]
     for victim in ("EngineCore", "Worker"):
@@ -141,6 +143,8 @@ def test_a_killed_process_ends_its_requests_with_an_error_and_is_started_again(e
             assert answer.whole.finish_reason != "error" or "try again" in (answer.whole.error or "")
         after = answers_again(engine)
         assert after == before
+        assert "ended and are started again" in caplog.text  # by then those that ran may have ended
+        caplog.clear()
         assert engine.gate_counts().result(60)["demo-a"]["prefill"][0] >= counted
 
 

@@ -66,8 +66,7 @@ class VllmEngine(Engine):
         self._used: Counter[str] = Counter()  # flights by the digest of their set
         self._legs = itertools.count()
         self._model: Model | None = None
-        self._up = False
-        self._draining = self._stopping = False
+        self._up = self._draining = self._stopping = False
         self._ended = threading.Condition()
         self._failures = self._cancelled = 0
         self._background: list[asyncio.Task[None]] = []
@@ -215,9 +214,7 @@ class VllmEngine(Engine):
             await self._again()
 
     async def _again(self) -> None:
-        log.error(
-            "the model's processes ended; %d requests end with an error, and they are started again", len(self._tasks)
-        )
+        log.error("the model's processes ended and are started again; requests that ran or waited end with an error")
         for task in self._tasks.values():  # what hangs would not end by itself
             task.cancel()
         if self._tasks:
