@@ -65,6 +65,7 @@ class Engine(ABC):
     tokenizer: PreTrainedTokenizerBase
     modules: ModuleTable
     grammars: Grammars
+    least_tokens = 0  # of an answer, for which a request must have room although none is wanted
 
     @abstractmethod
     def start(self) -> None:

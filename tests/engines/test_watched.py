@@ -155,3 +155,16 @@ def test_every_metric_is_there_and_none_of_answers_and_gates_is_empty(watched: W
     assert f"vllm:kv_cache_usage_perc{LABELS}" in after
     assert any(name.startswith("unbind_build_info{") and 'engine="vllm"' in name for name in after)
     assert families(watched.server) >= documented() - OF_WORKERS - {"process_*"}
+
+
+def test_prompts_that_are_cut_to_what_fits_leave_room_for_the_token_that_vllm_chooses(watched: Watched) -> None:
+    long = "import os\n" * 3000
+    warmed = watched.server.call("/infill", {"input_prefix": long, "n_predict": 0})
+    assert (warmed.status, warmed.body["truncated"], warmed.body["tokens_evaluated"]) == (200, True, 2047)
+    shortened = watched.server.complete(prompt=[300] * 3000, max_tokens=0, truncate_prompt_tokens=-1)
+    assert (shortened.status, shortened.body["usage"]["prompt_tokens"]) == (200, 2047)
+    said = [{"role": "user", "content": "import os\n" * 1500}]
+    chat = watched.server.call(
+        "/v1/chat/completions", {"messages": said, "max_tokens": 0, "truncate_prompt_tokens": -1}
+    )
+    assert (chat.status, chat.body["usage"]["prompt_tokens"]) == (200, 2047)

@@ -85,7 +85,8 @@ async def begun(call: Call, body: ChatBody) -> tuple[Generation, Calling | None]
 
 async def prompted(served: Service, body: ChatBody, most: int | None = None) -> Prompt:
     """The conversation as a prompt, of at most ``most`` tokens. Raises ApiError."""
-    size, kept = sum(message.size for message in body.messages), body.kept(served.settings.max_model_len)
+    size = sum(message.size for message in body.messages)
+    kept = body.kept(served.settings.max_model_len, served.engine.least_tokens)
     return await served.encoder.run(
         size, chat_prompt, served, body.messages, body, most=most, kept=kept, tools=body.offered
     )

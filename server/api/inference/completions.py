@@ -28,7 +28,7 @@ router = APIRouter(prefix="/v1", tags=["completions"])
 async def complete(body: CompletionBody, call: Admitted) -> Response:
     """Continue each prompt; ``unbind.modules`` and the header ``X-Unbind-Modules`` name modules to apply."""
     size = size_of(body.prompt, body.suffix)
-    served, kept = call.served, body.kept(call.served.settings.max_model_len)
+    served, kept = call.served, body.kept(call.served.settings.max_model_len, call.served.engine.least_tokens)
     prompts = await served.encoder.run(size, completion_prompts, served, body.prompt, body.suffix, body.echo, kept)
     grammar = await call.grammar(body.wanted_form)
     generation = call.submit(body, prompts, echo=body.echo, grammar=grammar, holds_json=grammar is not None)

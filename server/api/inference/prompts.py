@@ -171,7 +171,8 @@ def infill_prompt(
     """
     encoder = served.encoder
     tail = encoder.ids(after, "prompt", behind=True)
-    room = served.settings.max_model_len - new_tokens - len(gap(served, [], [], "input_suffix")) - len(tail)
+    beside = max(new_tokens, served.engine.least_tokens)
+    room = served.settings.max_model_len - beside - len(gap(served, [], [], "input_suffix")) - len(tail)
     behind, all_behind = encoder.first(suffix, room)
     kept, all_before = encoder.last(prefix, max(room * 3 // 4, room - len(behind)))
     rest = behind[: max(0, room - len(kept))]

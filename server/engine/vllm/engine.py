@@ -45,6 +45,8 @@ GONE = "the model's processes ended; the request was dropped; try again"
 class VllmEngine(Engine):
     """Requests to vLLM and back. ``modules`` is as in every engine; its bank is a copy of what the model's processes hold."""
 
+    least_tokens = 1  # vLLM chooses one always
+
     def __init__(
         self,
         arguments: Arguments,
@@ -117,7 +119,7 @@ class VllmEngine(Engine):
 
     def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
         """See :meth:`Engine.submit`."""
-        check_fits(len(request.prompt), max(1, request.sampling.max_tokens), self.max_length)  # vLLM chooses one always
+        check_fits(len(request.prompt), max(self.least_tokens, request.sampling.max_tokens), self.max_length)
         self._check_admits(request.owner)
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 

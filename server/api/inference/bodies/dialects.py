@@ -55,8 +55,11 @@ class ScoredBody(GenerationBody):
             return made
         return replace(made, prompt_logprobs=max(self.prompt_logprobs, made.prompt_logprobs or 0))
 
-    def kept(self, length: int) -> int | None:
-        """How many of a prompt's last tokens are kept where ``length`` positions hold prompt and answer; None for all."""
+    def kept(self, length: int, least: int) -> int | None:
+        """How many of a prompt's last tokens are kept where ``length`` positions hold prompt and answer; None for all.
+        ``least``: tokens of an answer for which there must be room.
+        """
         if self.truncate_prompt_tokens != -1:
             return self.truncate_prompt_tokens
-        return max(1, length - (self.wanted if self.wanted is not None and self.wanted >= 0 else DEFAULT_MAX_TOKENS))
+        wanted = self.wanted if self.wanted is not None and self.wanted >= 0 else DEFAULT_MAX_TOKENS
+        return max(1, length - max(least, wanted))
