@@ -223,6 +223,7 @@ def test_a_trial_that_gives_its_pages_up_is_made_again(engine: VllmEngine, monke
         (("quantization=fp8",), "quantization fp8 makes other weights"),
         (("kv-cache-dtype=fp8",), "kv-cache-dtype fp8 rounds"),
         (("logprobs-mode=processed_logits",), "'logprobs-mode' is what this server says itself"),
+        (("tensor-parallel-size=0",), r"take them: tensor_parallel_size: Input should be greater than or equal to 1$"),
     ],
 )
 def test_flags_that_do_not_go_with_modules_are_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:

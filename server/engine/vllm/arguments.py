@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from pydantic import ValidationError
 from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -55,7 +56,7 @@ class Arguments:
         try:
             config = self._arguments().create_engine_config()
         except (ValueError, TypeError, RuntimeError) as error:
-            raise UnbindError(f"vllm_args: vLLM does not take them: {error}") from error
+            raise UnbindError(f"vllm_args: vLLM does not take them: {_told(error)}") from error
         self._require_own_numerics(config)
         parallel = config.parallel_config
         for unsafe, what in (
@@ -146,6 +147,13 @@ class Arguments:
         if unknown:
             raise UnbindError(f"vllm_args: vLLM has no {' '.join(unknown)}; see `vllm serve --help`")
         return found
+
+
+def _told(error: Exception) -> str:
+    """What is wrong, in one line; of several things that pydantic found each."""
+    if isinstance(error, ValidationError):
+        return "; ".join(": ".join([*map(str, one["loc"]), one["msg"]]) for one in error.errors())
+    return " ".join(str(error).split())
 
 
 def cut(compilation: CompilationConfig) -> None:
