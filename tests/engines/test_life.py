@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -248,3 +249,24 @@ def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     with pytest.raises(UnbindError, match=r"vllm 0\.99\.1 is installed, and the engine was tried with 0\.32\.0 alone"):
         Arguments(str(demo.BASE), "float32", 512, 4, 64, "cpu").config()
+
+
+def test_a_call_to_the_processes_that_is_given_up_is_not_logged_as_a_fault(engine: VllmEngine) -> None:
+    told = []
+
+    async def given_up() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        assert engine._model is not None
+        call = asyncio.ensure_future(engine._model.all("unbind_counts"))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        del call
+        for _ in range(5):
+            await asyncio.sleep(0)
+        gc.collect()
+        loop.set_exception_handler(None)
+
+    engine._await(given_up(), 60)
+    assert not told

@@ -130,6 +130,7 @@ class Model:
         except Exception as error:
             raise UnbindError(f"the processes of the model did not do {method}: {error}") from error
         finally:
+            call.add_done_callback(lambda left: left.cancelled() or left.exception())  # or asyncio calls that a fault
             call.cancel()
         return [one for rank in found for one in rank]
 
