@@ -248,7 +248,13 @@ def test_verify_refuses_another_model_and_keeps_nothing_of_it(
             verify(other.model, other.tokenizer, module, [], RETAIN[:3], identity=identity, **asked)
     assert list(tmp_path.iterdir()) == []
     first = verify(loaded.model, loaded.tokenizer, module, [], RETAIN[:3], **asked)
-    assert verify(loaded.model, loaded.tokenizer, module, [], RETAIN[:3], attempts=0) == first
+    again = verify(loaded.model, loaded.tokenizer, module, [], RETAIN[:3], attempts=0)
+    for column in (
+        "before",
+        "after",
+    ):  # kept states lie elsewhere in memory, which some processors add up in another order
+        was, found = dict(first[column]), dict(again[column])
+        assert found.pop("retain") == pytest.approx(was.pop("retain"), rel=1e-6) and found == was
 
 
 def test_verify_takes_a_merged_adapter_by_the_identity_from_before(
