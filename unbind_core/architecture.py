@@ -244,15 +244,8 @@ def load_model(
         else:
             if quantised is not None:
                 require_packages(quantised)
-            loaded = loader.from_pretrained(
-                folder,
-                config=config,
-                device_map=device
-                if quantised is not None and device != "cpu"
-                else None,  # some formats do not move later
-                local_files_only=True,
-                **common,
-            )
+            placed = device if quantised is not None and device != "cpu" else None  # some formats do not move later
+            loaded = loader.from_pretrained(folder, config=config, device_map=placed, local_files_only=True, **common)
         model, report = loaded
         if report["missing_keys"]:  # the library would go on with random weights in their place
             raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")

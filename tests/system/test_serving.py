@@ -305,7 +305,8 @@ def test_who_presses_ctrl_c_twice_gets_no_traceback(checkpoint: Path, tmp_path: 
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         stream = connection.getresponse()  # with its first token
         server.process.send_signal(signal.SIGINT)
-        while server.call("/ready")[0] == 200:
+        until = time.monotonic() + 60
+        while server.call("/ready")[0] == 200 and time.monotonic() < until:
             time.sleep(0.01)
         server.process.send_signal(signal.SIGINT)
         assert stream.read().endswith(b"data: [DONE]\n\n")

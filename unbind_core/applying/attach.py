@@ -84,8 +84,9 @@ def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | N
         return seen if seen.dtype == torch.bool else seen == 0
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         return None
-    held = 0 if past is None else int(past.get_seq_length())
-    return mask[:, : held + length].bool()  # Bloom's is as long as a cache of fixed size
+    if getattr(past, "is_compileable", False):  # Bloom's mask is as long as such a cache
+        return mask[:, : int(past.get_seq_length()) + length].bool()
+    return mask.bool()
 
 
 class _Sequences:
