@@ -54,7 +54,7 @@ def page(payload: Mapping[str, Any]) -> str:
         ("received here", _time(takedown["created_at"])),
         ("rows", takedown["row_count"]),
         ("SHA-256 of the rows", takedown["forget_digest"]),
-        ("rows deleted", _time(takedown["purged_at"]) if takedown["purged_at"] else "no"),
+        ("rows deleted", _deleted(takedown)),
         *([("share of a fit's training steps", effort)] if effort != 1 else []),
         *takedown["notice"].items(),
     ]
@@ -90,6 +90,13 @@ def page(payload: Mapping[str, Any]) -> str:
         histogram=plots.histogram(exhibits["histograms"]) if exhibits else None,
         audit=audit,
     )
+
+
+def _deleted(takedown: Mapping[str, Any]) -> str:
+    if not takedown["purged_at"]:
+        return "no"
+    kept = ", ".join(takedown["rows_kept_by"])
+    return _time(takedown["purged_at"]) + (f", but for {kept}, with the same rows, they are kept" if kept else "")
 
 
 def binding(payload: Mapping[str, Any]) -> str:

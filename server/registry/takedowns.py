@@ -129,6 +129,7 @@ class Takedowns:
             views = [self._view(row, unreached) for row in session.scalars(made_of_it)]
             return {
                 **takedown_view(takedown),
+                "rows_kept_by": _keepers(session, takedown),
                 **_binding(takedown, jobs, views),
                 "jobs": [job.id for job in jobs],
                 "modules": [view for view in views if view["kind"] == Kind.MODULE],
@@ -162,28 +163,23 @@ class Takedowns:
     ) -> dict[str, Any]:
         """Delete a takedown's rows for good; record, digest and module stay. Raises NotThere, NotAllowed while a job runs.
 
-        ``delete`` gets the digest of the set, empty where another takedown that is kept has the same rows, and the job ids.
+        ``delete`` gets the digest of the set and the job ids. The digest is empty where other takedowns have the same rows and keep
+        them: ``rows_kept_by`` says which.
         """
         with self._transactions.change() as session:
             takedown = _find(session, takedown_id)
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id)).all()
             if any(job.state in PENDING for job in jobs):
                 raise NotAllowed(f"takedown {takedown_id} is being worked on; cancel its job first")
-            shared = session.scalar(
-                select(Takedown.id).where(
-                    Takedown.forget_digest == takedown.forget_digest,
-                    Takedown.id != takedown_id,
-                    Takedown.purged_at.is_(None),
-                )
-            )
+            keepers = _keepers(session, takedown)
             if takedown.purged_at is None:
                 before = takedown_view(takedown)
                 takedown.purged_at = now
                 append(
                     session, now, actor, "takedown.purge", takedown_id, {}, before=before, after=takedown_view(takedown)
                 )
-            delete("" if shared else takedown.forget_digest, [job.id for job in jobs])
-            return takedown_view(takedown)
+            delete("" if keepers else takedown.forget_digest, [job.id for job in jobs])
+            return {**takedown_view(takedown), "rows_kept_by": keepers}
 
     def unrecorded(self, digests: Collection[str]) -> list[str]:
         """Those of these forget sets that no takedown has, or only purged ones."""
@@ -254,6 +250,14 @@ def _find(session: Session, takedown_id: str) -> Takedown:
     if takedown is None:
         raise NotThere(f"no takedown '{takedown_id[:80]}'")
     return takedown
+
+
+def _keepers(session: Session, takedown: Takedown) -> list[str]:
+    """The other takedowns that have the very same rows and keep them."""
+    query = select(Takedown.id).where(
+        Takedown.forget_digest == takedown.forget_digest, Takedown.id != takedown.id, Takedown.purged_at.is_(None)
+    )
+    return list(session.scalars(query.order_by(Takedown.created_at)))
 
 
 def _unrecorded(session: Session, digests: Collection[str]) -> list[str]:

@@ -204,7 +204,14 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
     assert (tmp_path / "e.html").read_text().startswith("<!doctype html>")
     checked = CliRunner().invoke(build(), ["evidence", "verify", str(document), "--signed-by", signed["signed_by"]])
     assert checked.exit_code == 0
-    assert run("takedown", "purge", made["takedown_id"])["purged_at"]
+    again = run(*asked, "--protect", "guard", "--replace")["takedown_id"]
+    for takedown, says in (
+        (made["takedown_id"], f"kept on for {again}, with the same rows: purge that too"),
+        (again, "deleted"),
+    ):
+        told = CliRunner().invoke(build(), ["takedown", "purge", takedown, "--url", server.url, "--key", ADMIN_KEY])
+        assert f"the rows of {takedown} are {says}; their digest is" in told.stdout
+    assert run("takedown", "purge", made["takedown_id"])["rows_kept_by"] == []
     assert run("module", "suspend", "three")["state"] == "suspended"
     every = run("module", "list", "--all")["data"]
     assert {module["name"] for module in every if module["kind"] == "module"} == {"one", "two", "three"}

@@ -85,9 +85,9 @@ def purge(
     if as_json:
         write_json(answer)
     else:
-        screen.print(
-            f"the rows of {takedown_id} are deleted; their digest was {answer['forget_digest']}", soft_wrap=True
-        )
+        kept = ", ".join(answer["rows_kept_by"])
+        done = f"kept on for {kept}, with the same rows: purge that too" if kept else "deleted"
+        screen.print(f"the rows of {takedown_id} are {done}; their digest is {answer['forget_digest']}", soft_wrap=True)
 
 
 def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> None:

@@ -256,6 +256,22 @@ def test_purging_the_rows_keeps_the_guard_and_the_evidence_tells_of_it(running: 
     assert guard["digest"] in page and "merged" not in json.dumps(document)
 
 
+def test_who_purges_rows_that_another_takedown_has_too_is_told_that_they_are_kept(running: Live) -> None:
+    first, second = (
+        post(running, name, [{"text": CODE + "\n\nz = 3\n"}], **ALONE).body["takedown_id"] for name in ("f", "s")
+    )
+    purged = running.admin(f"/takedowns/{first}/purge", method="POST").body
+    assert purged["purged_at"] and purged["rows_kept_by"] == [second]
+    told = running.admin(f"/takedowns/{first}/evidence").body
+    assert (
+        told["payload"]["takedown"]["rows_kept_by"] == [second]
+        and f"but for {second}, with the same rows" in told["html"]
+    )
+    assert running.admin(f"/takedowns/{second}/purge", method="POST").body["rows_kept_by"] == []
+    assert running.admin(f"/takedowns/{first}").body["rows_kept_by"] == []
+    assert "they are kept" not in running.admin(f"/takedowns/{first}/evidence").body["html"]
+
+
 def test_nothing_is_served_without_a_guard_that_must_apply(checkpoint: Path, tmp_path: Path) -> None:
     with live(checkpoint, tmp_path) as server:
         post(server, "named", [{"text": CODE + "\n\nx = 1\n"}], **ALONE)
