@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictStr
 
 from server.api.admin.routes import Served, admin_router
+from server.base_service import BaseService
+from server.registry.refusals import NotAllowed
+from server.registry.tables import Kind
 from unbind_core.guard.spans import spans
 
 router = admin_router()
@@ -38,3 +42,12 @@ def runs(body: TextBody, served: Served) -> dict[str, Any]:
         for span in found
     ]
     return {"object": "list", "data": data, "guards": len(book.names)}
+
+
+def check_key(served: BaseService, record: Mapping[str, Any]) -> None:
+    """A guard that could not be loaded here may not come into force: what it applies to would be 503. Raises NotAllowed."""
+    if record["kind"] == Kind.GUARD and record.get("mark") not in (None, served.guard_secret.mark):
+        raise NotAllowed(
+            f"guard '{record['name']}' version {record['version']} was made under another guard key, so that what it applies to "
+            "would be 503: give this server that key (guard_key), or post the takedown again with --replace"
+        )

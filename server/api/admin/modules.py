@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Response
 from starlette.responses import JSONResponse
 
+from server.api.admin.guards import check_key
 from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refusals
 from server.api.profiles import unreached
 from server.base_service import BaseService
@@ -79,6 +80,7 @@ async def activate(
     modules, beside = served.registry.modules, None if override else ()
     with refusals():
         try:
+            check_key(served, await asyncio.to_thread(modules.get, reference))
             changed = await asyncio.to_thread(
                 modules.act, reference, Action.ACTIVATE, if_match, actor, time.time(), beside
             )
@@ -98,6 +100,8 @@ async def activate(
 async def rollback(reference: str, served: Served, actor: Acting, if_match: IfMatch = None) -> JSONResponse:
     """Activate the version before this one, which is superseded."""
     with refusals():
+        for former in await asyncio.to_thread(_former, served, reference):
+            check_key(served, former)
         changed = await asyncio.to_thread(served.registry.modules.rollback, reference, if_match, actor, time.time())
         return await _changed(served, changed)
 
@@ -152,6 +156,18 @@ async def _change(
             # A module that does harm goes even where no change can be written, as on a full disk.
             changed = await asyncio.to_thread(modules.withhold, reference, if_match, actor, time.time())
         return await _changed(served, changed)
+
+
+def _former(served: BaseService, reference: str) -> list[dict[str, Any]]:
+    """The version that a rollback activates; none where there is none."""
+    record = served.registry.modules.get(reference)
+    return [
+        version
+        for version in served.registry.modules.versions(record["name"])
+        if all(version[same] == record[same] for same in ("kind", "fingerprint"))
+        and version["version"] < record["version"]
+        and version["state"] == ModuleState.SUPERSEDED
+    ][-1:]
 
 
 def _waiting(served: BaseService, reference: str) -> str:

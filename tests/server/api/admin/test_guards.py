@@ -298,6 +298,23 @@ def test_nothing_is_served_without_a_guard_that_must_apply(checkpoint: Path, tmp
         assert server.call("/ready").body["status"] == "degraded"
 
 
+def test_a_guard_of_another_key_is_not_brought_into_force(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as server:
+        old = post(server, "turned", **ALONE, scope="global").body["guard"]["id"]
+        post(server, "asleep", **ALONE, scope="global", activation="manual")
+    with live(checkpoint, tmp_path, guard_key="cd" * 32) as server:
+        assert server.complete().status == 503
+        post(server, "turned", **ALONE, scope="global", replace=True)
+        assert applied(server.complete(max_tokens=1)) == ["turned:guard"]
+        for reference, action in (("guard:turned", "rollback"), (old, "activate"), ("guard:asleep", "activate")):
+            refused = act(server, reference, action)
+            assert (refused.status, refused.error["code"]) == (409, "not_allowed")
+            assert "was made under another guard key" in refused.error["message"]
+        assert applied(server.complete(max_tokens=1)) == ["turned:guard"]
+        post(server, "turned", **ALONE, scope="global", replace=True)
+        assert act(server, "guard:turned", "rollback").body["version"] == 2
+
+
 def test_a_store_that_does_not_answer_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
     with live(checkpoint, tmp_path, module_store="nonsense://bucket") as server:
         answer = post(server, "lost", **ALONE)
