@@ -21,6 +21,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from server.cli.console import notes, screen, write_json
+from server.cli.loading import after_start
 from server.http.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
 
@@ -40,12 +41,20 @@ class AnnouncingServer(uvicorn.Server):
     """uvicorn, which says what to try once it listens."""
 
     def __init__(
-        self, application: FastAPI, settings: Settings, as_json: bool, announce: Callable[[str], None]
+        self,
+        application: FastAPI,
+        settings: Settings,
+        as_json: bool,
+        announce: Callable[[str], None],
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """``announce`` says at which address it listens, where that is not to be said as JSON."""
+        """``announce`` says at which address it listens, where that is not to be said as JSON. ``then`` is called once the
+        application has started, before it listens.
+        """
+        served = after_start(application, then)
         super().__init__(
             # one second for the last bytes: all requests have ended by then
-            ServerConfig(application, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
+            ServerConfig(served, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
         )
         self.settings = settings
         self._application, self._as_json, self._announce = application, as_json, announce

@@ -1,19 +1,20 @@
-"""What the port answers while the model is loaded: alive, not ready, come back.
+"""What the port answers while the model is loaded and the engine starts: alive, not ready, come back.
 
 ``unbind serve`` binds before it loads, so that nobody meets a closed port, and hands the same socket on to the server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import uvicorn
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, response
 from server.http.connections import ServerConfig
@@ -60,3 +61,17 @@ def not_ready(bound: socket.socket, settings: Settings) -> Iterator[None]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def after_start(application: ASGIApp, then: Callable[[], None]) -> ASGIApp:
+    """The application, which calls ``then``, in a thread, once it has started and before anybody listens for it."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await asyncio.to_thread(then)
+            await send(message)
+
+        await application(scope, receive, told if scope["type"] == "lifespan" else send)
+
+    return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import typer
@@ -35,15 +36,21 @@ def serve(settings: Settings, as_json: bool) -> None:
     if not as_json:
         adapted = f" with adapter {settings.adapter}" if settings.adapter else ""
         say(lambda: screen.print(f"loading {settings.model}{adapted} ...", highlight=False, soft_wrap=True))
-    with clear_errors():
-        open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
-        check_keys(settings)
-        listening = bind(settings.host, settings.port)
-        with not_ready(listening, settings):
+    with ExitStack() as loading:
+        with clear_errors():
+            open_registry(settings).close()  # a database that cannot be used is told of before the model is loaded
+            check_keys(settings)
+            listening = bind(settings.host, settings.port)
+            loading.enter_context(not_ready(listening, settings))
             loaded = load_served(settings)
-        planned(settings, loaded)  # refuses here, before anything starts
-    app = create_app(settings, loaded)
-    run(AnnouncingServer(app, settings, as_json, lambda url: announce(settings, url, app.state.service)), listening)
+            planned(settings, loaded)  # refuses here, before anything starts
+        app = create_app(settings, loaded)
+
+        def told(url: str) -> None:
+            announce(settings, url, app.state.service)
+
+        # An engine may take minutes to start, as vLLM does
+        run(AnnouncingServer(app, settings, as_json, told, then=loading.close), listening)
 
 
 def announce(settings: Settings, url: str, service: Service) -> None:

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from server.bench.fleet.parts import free_port
 from server.cli.loading import bind, not_ready
 from server.keys import check_keys
 from server.settings import Settings
+from tests.support.programs import ENVIRONMENT
+from tests.support.repository import ROOT
 from unbind_core.errors import UnbindError
+
+SLOW = """
+import asyncio, sys
+from pathlib import Path
+from server.cli import main
+from server.service import Service
+
+folder, opened = Path(sys.argv.pop(1)), Service._open
+
+
+async def waits(self):
+    (folder / "starts").touch()
+    while not (folder / "go").exists():
+        await asyncio.sleep(0.02)
+    await opened(self)
+
+
+Service._open = waits
+main()
+"""
 
 
 def _call(port: int, method: str, path: str, body: bytes | None = None) -> tuple[int, Any, str | None]:
@@ -48,6 +75,32 @@ def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_n
         caller.join(20)
     assert later == [200]
     bound.close()
+
+
+def test_a_server_whose_engine_is_still_starting_is_alive_and_not_ready(checkpoint: Path, tmp_path: Path) -> None:
+    port = free_port()
+    options = {"model": checkpoint, "data-dir": tmp_path / "data", "modules-dir": tmp_path, "port": port}
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-c", SLOW, str(tmp_path), "serve", "--no-worker", "--json", *flags]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as serving:
+        try:
+            while not (tmp_path / "starts").exists():
+                assert serving.poll() is None
+                time.sleep(0.02)
+            assert _call(port, "GET", "/health") == (200, {"status": "ok"}, None)
+            status, told, again = _call(port, "POST", "/v1/completions", b'{"prompt": "a"}')
+            assert (status, told["error"]["code"], again) == (503, "not_ready", "2")
+            (tmp_path / "go").touch()
+            while (found := _call(port, "GET", "/ready"))[0] != 200:
+                assert found[1]["error"]["code"] == "not_ready" and serving.poll() is None
+                time.sleep(0.02)
+            serving.send_signal(signal.SIGINT)
+            assert json.loads(serving.communicate(timeout=60)[0])["model"] == checkpoint.name
+        finally:
+            serving.kill()
+    assert serving.returncode == 0
 
 
 def test_an_address_that_cannot_be_had_is_named_with_the_remedy() -> None:
