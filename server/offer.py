@@ -154,11 +154,13 @@ class Offer:
 
     @property
     def enforced(self) -> dict[str, bool]:
-        """Name -> whether it applies, of the modules that any scope enforces; names that a guard alone stands for are left out."""
+        """Name -> whether it applies, of the modules that any scope enforces; names that a guard alone stands for are left out, as
+        that of a module in shadow.
+        """
         names = self.demanded_of_all | self._named
         records = [*(stored.record for stored in self.scan.modules.values()), *self.scan.absent.values()]
         names |= {record["name"] for record in records if record.get("scope") and demanded(record, [record["scope"]])}
-        fitted = self._engine.modules.current.keys() | self.scan.absent.keys()
+        fitted = (self._engine.modules.current.keys() - self.scan.shadow) | self.scan.absent.keys()
         return {name: name in self.applicable for name in names if name in fitted or name not in self.guards.records}
 
     @property

@@ -13,7 +13,7 @@ from server.registry.audit import Actor
 from server.registry.estimate import standing
 from server.registry.tables import JobState
 from server.telemetry.figures import calibrated_rates
-from tests.server.api.admin.test_modules import adopt
+from tests.server.api.admin.test_modules import act, adopt
 from tests.support.live import ADMIN_KEY, Live, live
 from tests.support.repository import ROOT
 from unbind_core.module import UnbindModule
@@ -147,6 +147,23 @@ def test_what_is_enforced_is_told_with_whether_it_applies(checkpoint: Path, tmp_
         info = [name for name in found if name.startswith("unbind_module_info{")]
         assert len(info) == 3 and all('policy="silent"' in name for name in info)
         assert found['unbind_module_threshold{module="one"}'] == pytest.approx(0.1)
+
+
+def test_a_module_in_shadow_is_not_told_of_as_enforced_although_its_guard_is(checkpoint: Path, tmp_path: Path) -> None:
+    def told(server: Live) -> list[float | None]:
+        found = scraped(server)
+        return [found.get(f'unbind_module_enforced{name}{{module="held"}}') for name in ("", "_loaded")]
+
+    with live(checkpoint, tmp_path) as server:
+        adopt(server, "held", "global")
+        options = {"protect": "guard", "guard": {"run": 8}, "scope": "global", "replace": True}
+        assert server.admin("/takedowns", {**ROWS, "name": "held", "options": options}).status == 202
+        assert told(server) == [1, 1]
+        for action in ("suspend", "shadow"):
+            act(server, "held", action)
+            assert told(server) == [None, None], action
+        act(server, "held", "activate")
+        assert told(server) == [1, 1]
 
 
 def test_rates_of_calibration_are_told_where_a_modules_file_has_them() -> None:
