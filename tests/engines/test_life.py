@@ -214,7 +214,11 @@ def test_a_trial_that_gives_its_pages_up_is_made_again(engine: VllmEngine, monke
     ("flags", "says"),
     [
         (("no-such-flag=1",), "vLLM has no --no-such-flag=1"),
-        (("max-model-len=9",), "'max-model-len' is what this server says itself"),
+        (("device=cuda",), "vLLM has no --device=cuda"),
+        (("runn=pooling",), "vLLM has no --runn=pooling"),
+        (("max-num-seqs=1",), "'max-num-seqs' is what this server says itself; use the setting max_slots$"),
+        (("enable-prefix-caching=false",), "'enable-prefix-caching' is what this server says itself; leave it away$"),
+        (("reasoning-parser=none",), "vLLM does not take them: .*Reasoning parser 'none' not found"),
         (
             ('speculative-config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}',),
             "speculative decoding",

@@ -21,8 +21,9 @@ WORKER = "server.engine.vllm.worker.GatedWorker"
 SCHEDULER, ASYNC_SCHEDULER = (
     f"server.engine.vllm.scheduler.{name}" for name in ("GatedScheduler", "GatedAsyncScheduler")
 )
-OWN = {  # what this service says itself
-    "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "worker_cls", "additional_config", "skip_tokenizer_init",
+SETTINGS = {"model": "model", "dtype": "dtype", "max_model_len": "max_model_len", "max_num_seqs": "max_slots"}
+OWN = {  # what this service says itself, by a setting or always
+    *SETTINGS, "tokenizer", "worker_cls", "additional_config", "skip_tokenizer_init",
     "enable_prefix_caching", "generation_config", "max_logprobs", "runner",
     "logits_processors", "scheduler_cls", "logprobs_mode",
 }  # fmt: skip
@@ -55,7 +56,7 @@ class Arguments:
             )
         try:
             config = self._arguments().create_engine_config()
-        except (ValueError, TypeError, RuntimeError) as error:
+        except Exception as error:
             raise UnbindError(f"vllm_args: vLLM does not take them: {_told(error)}") from error
         self._require_own_numerics(config)
         parallel = config.parallel_config
@@ -132,14 +133,19 @@ class Arguments:
         for other in self.others:
             key, equals, value = other.partition("=")
             name = key.strip().lstrip("-").replace("_", "-")
-            if name.removeprefix("no-").replace("-", "_") in OWN:
-                raise UnbindError(f"vllm_args: '{name}' is what this server says itself; use its own setting")
+            field = name.removeprefix("no-").replace("-", "_")
+            if field in OWN:
+                remedy = f"use the setting {SETTINGS[field]}" if field in SETTINGS else "leave it away"
+                raise UnbindError(f"vllm_args: '{name}' is what this server says itself; {remedy}")
             flags.append(f"--{name}{equals}{value}")
         if self.device == "cpu" and not any(
             flag.startswith(("--enforce-eager", "--no-enforce-eager", "--compil")) for flag in flags
         ):
             flags.append("--enforce-eager")
-        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+        # Without abbreviations: one would pass for a flag that this server says itself, or end in a page on how to call vLLM
+        parser = AsyncEngineArgs.add_cli_args(
+            FlexibleArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False)
+        )
         try:
             found, unknown = parser.parse_known_args(flags)
         except (Exception, SystemExit) as error:
