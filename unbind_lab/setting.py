@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -61,7 +62,7 @@ class Setting:
         built = WORLDS / name / f"{name}.toml"
         path = next((one for one in (shipped, built) if one.is_file()), Path(name))
         if not path.is_file():
-            known = ", ".join(sorted(file.stem for file in shipped.parent.glob("*.toml")))
+            known = ", ".join(sorted(file.stem for file in (HERE / "settings").glob("*.toml")))
             recipes = sorted(file.stem for file in (HERE / "recipes").glob("*.toml"))
             if name in recipes:
                 raise UnbindError(f"setting: '{name}' is not built here; run unbind lab build {name} first")
@@ -71,7 +72,7 @@ class Setting:
         home = ROOT if path == shipped else path.resolve().parent
         try:
             values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UnbindError(f"setting: {path} is not TOML ({error})") from None
         known_fields = {one.name: str(one.type) for one in fields(cls)}
         for key in values:
@@ -84,6 +85,8 @@ class Setting:
                 raise UnbindError(f"setting: '{key}' is missing in {path}")
             if key == "dtype" and values.get(key, "float32") not in DTYPES:
                 raise UnbindError(f"setting: 'dtype' in {path} is {values[key]!r}; choose from {', '.join(DTYPES)}")
+            if key in values and not _fits(values[key], key, kind):
+                raise UnbindError(f"setting: '{key}' in {path} is {values[key]!r}; give {_wanted(key, kind)}")
             if key in values and kind in ("Path", "Path | None"):
                 values[key] = home / values[key]
             elif key in values and kind.startswith("tuple"):
@@ -103,6 +106,36 @@ class Setting:
                 del found[key]
         found["modules"] = {key: contents(value) for key, value in self.modules.items()}
         return found
+
+
+def _fits(value: Any, key: str, kind: str) -> bool:
+    """Whether a value of the file is of its field's kind, and of a size that something can be measured with."""
+    if key == "name":
+        return isinstance(value, str) and value not in ("", ".", "..") and Path(value).name == value
+    if kind.startswith("Mapping"):
+        return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and bool(value) and all(_number(one, whole="int" in kind) for one in value)
+    if kind == "int":
+        return type(value) is int if key == "seed" else _number(value, whole=True)
+    return isinstance(value, str)
+
+
+def _number(value: Any, *, whole: bool) -> bool:
+    return type(value) in ((int,) if whole else (int, float)) and 0 < value < math.inf
+
+
+def _wanted(key: str, kind: str) -> str:
+    """What a value must be, for people."""
+    if key == "name":
+        return "a name of a folder, without a path"
+    if key == "seed":
+        return "a whole number"
+    if kind.startswith("Mapping"):
+        return "a table of paths"
+    if kind.startswith("tuple"):
+        return f"a list of {'whole ' if 'int' in kind else ''}numbers above 0"
+    return "a whole number above 0" if kind == "int" else "a path"
 
 
 def contents(path: Path) -> str:
@@ -133,11 +166,14 @@ class Bench:
     def _rows(self, parse: Callable[[Path, str], list[T]], field: str) -> list[T]:
         path: Path = getattr(self.setting, field)
         try:
-            return parse(path, path.name)
+            rows = parse(path, path.name)
         except OSError as error:
             raise UnbindError(
                 f"setting: '{field}' is {path}, which cannot be read ({error.strerror}); name a JSONL file of rows"
             ) from None
+        if not rows:
+            raise UnbindError(f"setting: '{field}' is {path}, which holds no row; name a JSONL file of rows")
+        return rows
 
     @cached_property
     def full(self) -> LoadedModel:
