@@ -41,7 +41,7 @@ def lines(folder: Path, commands: Commands | None = None) -> list[Line]:
 def measured(folder: Path, protocol: str) -> list[Line]:
     """What was measured by a protocol, in the order of the systems, with what stands beside it where M_full was measured."""
     paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
-    found = [json.loads(path.read_text(encoding="utf-8"))["value"] for path in paths if path.is_file()]
+    found = [_summary(path) for path in paths if path.is_file()]
     if protocol == "main":
         found = [{**one, **_counts(folder, one)} for one in found]
     full = next((one for one in found if one["system"] == "m-full"), None)
@@ -53,8 +53,21 @@ def measured(folder: Path, protocol: str) -> list[Line]:
 
 def _counts(folder: Path, one: Line) -> Line:
     path = folder / "evalplus" / f"{one['system']}-{one['configuration']}.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["value"] if path.is_file() else {}
+    found = _summary(path) if path.is_file() else {}
     return {name: found[name] for name in COUNTED if name in found}
+
+
+def _summary(path: Path) -> Line:
+    """A summary as a run left it. Raises UnbindError where it is not whole."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))["value"]
+        if isinstance(value, dict):
+            return value
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise UnbindError(
+        f"{path}: no summary that a run left; remove it and run unbind lab run again, which measures it anew"
+    )
 
 
 def _command(folder: Path, commands: Commands | None) -> str:

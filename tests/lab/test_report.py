@@ -130,6 +130,13 @@ def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path
     damaged = run("table", own)
     assert damaged.exit_code == 1 and again[1] in " ".join(damaged.stderr.split())
     records.write_text(kept)
+    summary = records.with_suffix(".json")
+    whole = summary.read_text()
+    for broken in (whole[:-9], "[]", '{"value": 3}'):
+        summary.write_text(broken)
+        damaged = run("table", own)
+        assert damaged.exit_code == 1 and "no summary that a run left; remove it" in " ".join(damaged.stderr.split())
+    summary.write_text(whole)
     (tmp_path / "own.toml").unlink()  # records are read without the models and rows that they are of
     assert "| m-full | shipped |" in run("table", "own").stdout
 
