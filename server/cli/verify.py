@@ -65,6 +65,10 @@ def verify_command(
         loaded = load(model, adapter, dtype, device)
         module = UnbindModule.load(path, loaded.identity)
         forget_set = forget_rows(forget or demo.ROWS / "forget_a.jsonl")
+        if not forget_set:
+            raise UnbindError(
+                f"--forget: {forget} holds no row, so there is nothing to measure; name a JSONL file of rows"
+            )
         retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
         with progress_bars(as_json) as progress:
             table = verify(
