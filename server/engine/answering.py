@@ -31,6 +31,8 @@ def advanced(flight: Flight, token: int, scored: tuple[TokenLogprob, ...] = ()) 
         if constraint.failed and not (token in flight.ends and flight.opened is not None):
             return Delta("", (), "error", f"{TOO_MUCH}: {constraint.failed}")
     flight.output.append(token)
+    if flight.forcing is not None:
+        flight.forcing.take(token, flight.length - 1)
     now = time.monotonic()
     if first:
         flight.first_at = now

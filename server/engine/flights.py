@@ -1,4 +1,4 @@
-"""A request becomes a flight: with its text stream, its lines, its random numbers and its guard."""
+"""A request becomes a flight: with its text stream, its lines, its random numbers, its guard and what that holds open."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.forcing import Forcing
 from server.engine.guarding import Guarding
 from server.engine.lines import Lines
 from server.engine.request import Delta, Flight, GenerationRequest
@@ -45,5 +46,6 @@ def flight_of(
         model_ends=ends,
         lines=Lines(sampling.least_indent),
         guarding=guarding,
+        forcing=Forcing.of(request, tokenizer),
         constraint=request.grammar.begin() if request.grammar is not None else None,
     )

@@ -20,9 +20,11 @@ from server.engine.pinned import NOTHING, PinnedSet
 from unbind_core.guard.book import GuardSet
 
 if TYPE_CHECKING:
+    from server.engine.forcing import Forcing
     from server.engine.grammars import Constraint, Grammar
     from server.engine.guarding import Guarded, Guarding
     from server.engine.text import TextStream
+    from unbind_core.applying.passes import Forced
 
 FinishReason = Literal["stop", "length", "content_filter", "cancelled", "error"]
 
@@ -212,6 +214,7 @@ class Flight:
     opened: int | None = None
     lines: Lines = field(default_factory=Lines)
     guarding: Guarding | None = None
+    forcing: Forcing | None = None
     serial: int = field(default_factory=itertools.count().__next__)  # no other flight's
     submitted_at: float = field(default_factory=time.monotonic)
     constraint: Constraint | None = None
@@ -234,6 +237,11 @@ class Flight:
     def steered(self) -> bool:
         """Whether what the request says of logits holds for the next token."""
         return self.request.sampling.reshapes and self.opened is None
+
+    @property
+    def forced(self) -> tuple[Forced, ...]:
+        """Where its gates are open whatever their detectors say, as far as that is known."""
+        return self.forcing.spans if self.forcing is not None else ()
 
     @property
     def barred(self) -> Sequence[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from unbind_core.applying.places import Places
@@ -24,6 +27,8 @@ class Pass:
     [...,M]) for each stack of gates at each layer. ``opened``: gets where a gate that acts is open (one that is only measured,
     at strength 0, does not), bool [B,T] or [N], as often as ``record``; nothing waits for the device. ``requests``: int64 [B] or
     [N], of which request each state is (``ModuleBank.requests``); None where nobody asks in which of them gates open.
+    ``forced``: by a module's name in the bank where its gate is open whatever its detector says, bool [B,T] or [N]; of rows that
+    ask for it alone.
     """
 
     rows: Tensor | None = None
@@ -35,6 +40,33 @@ class Pass:
     opened: list[Tensor] | None = None
     decoding: Tensor | None = None
     requests: Tensor | None = None
+    forced: Mapping[str, Tensor] | None = None
 
 
 WHOLE = Pass()  # whole sequences from position 0, all of them real
+
+
+END = 1 << 40  # a position that no sequence comes to
+
+
+class Forced(NamedTuple):
+    """The gate of the module ``name`` in the bank is open at a sequence's positions from ``start`` up to ``end``."""
+
+    name: str
+    start: int
+    end: int
+
+
+def where_forced(
+    sequences: Iterable[tuple[int | slice, int, int, Sequence[Forced]]], positions: Tensor
+) -> Mapping[str, Tensor] | None:
+    """``Pass.forced`` of a pass at ``positions`` int64 [B,T] or [N]: of each sequence its part of them, the first of its positions,
+    how many it has, and what is forced in it.
+    """
+    found: dict[str, Tensor] = {}
+    for part, first, count, spans in sequences:
+        for name, start, end in spans:
+            if start < first + count and end > first:
+                here = (positions[part] >= start) & (positions[part] < end)
+                found.setdefault(name, torch.zeros_like(positions, dtype=torch.bool))[part] |= here
+    return found or None

@@ -80,9 +80,13 @@ class Part:
         """``edited`` [...,d] with this part's corrections, which are read off ``states`` FP32 alone; and what its gates did.
         ``in_place``: it may itself be changed.
         """
-        if self._fused is not None and (done := self._fused(edited, layer, states, pass_, in_place)) is not None:
+        kernels = self._fused if pass_.forced is None else None  # which know of no gate that is open for another reason
+        if kernels is not None and (done := kernels(edited, layer, states, pass_, in_place)) is not None:
             return done
-        a, gate = self._gates(layer, states, pass_)
+        scores, gate = self._gates(layer, states, pass_)
+        a = scores
+        if pass_.forced is not None:
+            a, gate = self._forced(a, gate, pass_.forced)
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
             amount = amount.mul_(of_rows(self._strength, states, pass_.rows))
@@ -90,8 +94,16 @@ class Part:
             pass_.record.append((self._names, torch.where(gate, a, 0.0)))
         if pass_.opened is not None:
             pass_.opened.append((gate & of_rows(self._acts, states, pass_.rows)).any(-1))
-        count = self._count(a, gate, states, pass_)
+        count = self._count(scores, gate, states, pass_)
         return self._corrections.add_to(edited, states, amount), count
+
+    def _forced(self, a: Tensor, gate: Tensor, forced: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Activations and gates [...,m] with those open that are ``forced``, each as one that has just reached its threshold."""
+        here = torch.zeros_like(gate)
+        for name in forced.keys() & set(self._names):
+            here[..., self._names.index(name)] = forced[name]
+        here &= ~gate
+        return torch.where(here, self._gates.units.to(a.dtype), a), gate | here
 
     def _count(self, scores: Tensor, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
         counts = pass_.real if pass_.counts is None else pass_.counts

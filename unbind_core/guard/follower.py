@@ -6,7 +6,7 @@ more that stands in the prompt as well: what the client sent itself may be repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,13 +53,17 @@ class Follower:
     """One answer under ``guards``. ``prompt`` gives what the client sent, and is asked once, if at all.
 
     ``cuts``: whether the text may be cut anywhere (by a stop string), so that the beginning of a word is a lexeme as well.
+    ``marked``: guards of which it is told where stretches of N/2 lexemes of their rows end, whoever sent them.
     """
 
-    def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False) -> None:
+    def __init__(
+        self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False, marked: Collection[GuardIndex] = ()
+    ) -> None:
         self.guards = guards
+        self.stretches: set[GuardIndex] = set()  # those of ``marked`` with one that ends in the newest ``take``
         self.longest = 0  # lexemes of the longest run so far; 0 while it is under N/2
         self.counted: frozenset[str] = frozenset()  # guards that only count and whose run the answer has held
-        self._prompt, self._cuts = prompt, cuts
+        self._prompt, self._cuts, self._marked = prompt, cuts, marked
         self._shapes = tuple(group.shape for group in guards.groups)
         self._keep = max(shape.run for shape in self._shapes) - 1
         nothing = _Trace((), (0,) * len(self._shapes), tuple(shape.run for shape in self._shapes))
@@ -70,6 +74,7 @@ class Follower:
         """Go on by ``text``."""
         state = self._state
         self._before = state, self.longest, self.counted
+        self.stretches = set()
         found, pending = parts(state.pending, text)
         comments = Comments(state.line, state.open)
         everything, code, outside = state.everything, state.code, state.outside
@@ -138,6 +143,7 @@ class Follower:
             if len(recent) >= shape.half:
                 half = shape.fingerprint(recent[-shape.half :], self.guards.secret)
                 if group.holds(half):
+                    self.stretches |= {one for one in self._marked if one.shape == shape and one.holds(half)}
                     streak = before + 1
                     fresh = 0 if self._sent(shape, recent, half) else fresh
                     self.longest = max(self.longest, _length(shape, streak, fresh))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from server import demo
@@ -27,6 +28,7 @@ def guard_figures(
     repeats: int = 15,
     attacks: Sequence[str] | None = None,
     rows: int | None = None,
+    module: Path = demo.MODULE,
     seed: int = 0,
     progress: ProgressCallback,
     report: Callable[[str], None] = lambda _: None,
@@ -51,7 +53,7 @@ def guard_figures(
         elif part == "cost":
             found[part] = _cost(sizes, repeats, progress)
         else:
-            found[part] = _attacks(attacks, rows, progress, report)
+            found[part] = _attacks(module, attacks, rows, progress, report)
     return {**_together(found), "parts": found}
 
 
@@ -75,12 +77,17 @@ def _cost(sizes: Sequence[int], repeats: int, progress: ProgressCallback) -> dic
 
 
 def _attacks(
-    attacks: Sequence[str] | None, rows: int | None, progress: ProgressCallback, report: Callable[[str], None]
+    module: Path,
+    attacks: Sequence[str] | None,
+    rows: int | None,
+    progress: ProgressCallback,
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     from server.bench.guard.attacks import attack_figures
 
-    loaded, module = load_model(demo.BASE, demo.ADAPTER), UnbindModule.load(demo.MODULE)
-    return attack_figures(loaded, module, attacks=attacks, rows=rows, progress=progress, report=report)
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    fitted = UnbindModule.load(module, model=loaded.identity)
+    return attack_figures(loaded, fitted, attacks=attacks, rows=rows, progress=progress, report=report)
 
 
 def _together(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A system under attack that answers through the engine, so that a guard can steer it."""
+"""A system under attack that answers through the engine, so that a guard can steer it and hold a module's gate open."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from server.bench.attacks.attacked import Answer, Ids, Material, System
 from server.bench.attacks.known import Attack
 from server.bench.attacks.logits import Banned
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.pinned import NOTHING, PinnedSet
 from server.engine.request import GenerationRequest
 from server.engine.request import Sampling as Wish
 from unbind_core.architecture import LoadedModel
 from unbind_core.guard.book import GuardSet
+from unbind_core.module import UnbindModule
 from unbind_core.running.generation import Sampling
 
 SLOTS, LENGTH = 16, 2048
@@ -28,10 +30,11 @@ class _NotAsked(Exception):
 
 @dataclass(frozen=True)
 class _Through(System):
-    """As ``System``, each completion through the engine under guards."""
+    """As ``System``, each completion through the engine under guards, and modules where there are any."""
 
     engine: EmbeddedEngine | None = None
     guards: GuardSet | None = None
+    pinned: PinnedSet = NOTHING
 
     def complete(
         self, prompts: Sequence[Ids], sampling: Sampling, *, processors: Sequence[LogitsProcessor] = ()
@@ -54,7 +57,8 @@ class _Through(System):
                 seed=sampling.seed + number,
                 logit_bias=banned if processors else (),
             )
-            request = GenerationRequest(tuple(prompt)[-(LENGTH - wish.max_tokens) :], wish, guards=self.guards)
+            last = tuple(prompt)[-(LENGTH - wish.max_tokens) :]
+            request = GenerationRequest(last, wish, self.pinned, guards=self.guards)
             async with gate:
                 tokens = [token async for delta in engine.generate(request) for token in delta.tokens]
             return tokens[:-1] if tokens and tokens[-1] == engine.tokenizer.eos_token_id else tokens
@@ -66,17 +70,25 @@ class _Through(System):
 
 
 class Steered:
-    """The model without a module behind an engine with a steering guard."""
+    """The model behind an engine with a steering guard."""
 
     def __init__(self, system: _Through, engine: EmbeddedEngine) -> None:
         self._system, self._engine = system, engine
 
     @classmethod
-    def over(cls, loaded: LoadedModel, guards: GuardSet) -> Steered:
-        """``loaded`` belongs to the engine from now on."""
+    def over(cls, loaded: LoadedModel, guards: GuardSet, module: UnbindModule | None = None) -> Steered:
+        """``loaded`` belongs to the engine from now on. A guard of the ``module``'s name holds its gate open."""
         engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=SLOTS, max_length=LENGTH)
         engine.start()
-        return cls(_Through("steered", loaded, engine=engine, guards=guards), engine)
+        pinned = NOTHING
+        if module is not None:
+            engine.sync_modules([(module, module.digest)]).result()
+            pinned = engine.modules.pin([module.name])
+        return cls(_Through("steered", loaded, engine=engine, guards=guards, pinned=pinned), engine)
+
+    def complete(self, prompts: Sequence[Ids], sampling: Sampling) -> list[list[int]]:
+        """Completions, each up to the end token."""
+        return self._system.complete(prompts, sampling)
 
     def attacked(self, attack: Attack, material: Material) -> list[Answer] | None:
         """The answers; None of an attack that reads or changes what only the bench has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +23,10 @@ def guard(
     attacks: Annotated[
         str | None, typer.Option(help="Names of attacks, with commas; all where none are given.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Attack at most so many rows of the demo's set A.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Attack at most so many rows.")] = None,
+    module: Annotated[
+        Path | None, typer.Option(help="A module of one of the demo's sets, to stand beside the guard; else demo-a.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same tries.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
@@ -30,6 +34,7 @@ def guard(
     (cost), and what it stops of the attacks beside a module and a filter of prompts (attacks). Ends with 1 where a run got out
     or ordinary code was barred.
     """
+    from server import demo
     from server.bench.guard.figures import guard_figures
 
     with clear_errors(), progress_bars(quiet=False) as progress:
@@ -45,6 +50,7 @@ def guard(
             repeats=repeats,
             attacks=None if attacks is None else names(attacks),
             rows=rows,
+            module=module or demo.MODULE,
             seed=seed,
             progress=progress,
             report=lambda line: notes.print(line, highlight=False, soft_wrap=True),

@@ -21,7 +21,7 @@ from server.engine.request import Flight
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.applying.hooks import Intervention
-from unbind_core.applying.passes import Pass, Record
+from unbind_core.applying.passes import Pass, Record, where_forced
 from unbind_core.applying.selection import Selection
 from unbind_core.architecture import decoder_layers
 from unbind_core.cpu.linears import PackedLinears
@@ -113,6 +113,9 @@ class Runner:
             record=record,
             opened=opened,
             requests=self._requests(flights) if selection is not None else None,
+            forced=where_forced(
+                zip(range(len(flights)), starts, counts, (flight.forced for flight in flights), strict=True), positions
+            ),
         )
         with (
             torch.inference_mode(),

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from server.engine.engine import check_fits, check_queue
 from server.engine.request import Flight, Status
+
+if TYPE_CHECKING:
+    from unbind_core.applying.passes import Forced
 
 LEAST_PREFIX = 8  # fewer common tokens are worth less than what the slot would forget
 LEAST_PASS = 128  # prompt tokens; fewer are not worth a forward pass of their own
@@ -80,7 +85,8 @@ class Kept:
     """What a free slot still holds: the tokens whose keys and values are valid, the modules they depend on, and for whom they
     were computed.
 
-    ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any.
+    ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any. ``forced``: where
+    gates were open whatever their detectors said.
     """
 
     tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -89,6 +95,7 @@ class Kept:
     watched: bool = False
     opened: int | None = None
     owner: str = ""
+    forced: tuple[Forced, ...] = ()
 
     def common(self, flight: Flight, beyond: int = 0) -> int:
         """How many positions ``flight`` can take over, 0 where they are no more than ``beyond``; never its whole prompt, whose last
@@ -103,7 +110,7 @@ class Kept:
             return 0
         if flight.request.watches and not self.watched:
             return 0
-        found = min(common_prefix(self.tokens, prompt), most)
+        found = min(common_prefix(self.tokens, prompt), most, _alike(self.forced, flight.forced))
         return found if found > beyond else 0
 
 
@@ -117,6 +124,12 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _alike(one: Sequence[Forced], other: Sequence[Forced]) -> int:
+    """Up to which position the same gates were forced; as far as anybody goes where they are the same throughout."""
+    different = set(one) ^ set(other)
+    return min((span.start for span in different), default=sys.maxsize)
 
 
 NOTHING_KEPT = Kept()
@@ -243,6 +256,7 @@ class Scheduler:
                     flight.request.watches,
                     flight.opened,
                     flight.request.owner,
+                    flight.forced,
                 )
             self.slots[flight.slot] = None
             flight.slot = -1

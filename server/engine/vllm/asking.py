@@ -1,7 +1,7 @@
 """A request's sampling in vLLM's words, and vLLM's log-probabilities in ours.
 
-An answer is made in one leg or more: where a guard bars a token, or a gate opens on a request that steers, the rest is asked for
-anew from there.
+An answer is made in one leg or more: where a guard bars a token or holds a gate open, or a gate opens on a request that steers, the
+rest is asked for anew from there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
             extra |= {"leg": leg, "report": flight.request.report}
         if flight.request.quiet:
             extra["quiet"] = True
+        if flight.forced:
+            extra["forced"] = [list(span) for span in flight.forced]
     if flight.request.grammar is not None:
         extra |= {"grammar": flight.request.grammar.source, "owner": flight.request.owner}
         extra |= {"done": done, "or_end": flight.opened is not None}

@@ -22,7 +22,7 @@ from server.engine.vllm.batch import Batch
 from server.engine.vllm.graphs import between_graphs
 from server.engine.vllm.pages import LastPositions, PagedMemory, Pages
 from unbind_core.applying.bank import ModuleBank
-from unbind_core.applying.passes import Pass, Record
+from unbind_core.applying.passes import Pass, Record, where_forced
 from unbind_core.applying.selection import Selection
 from unbind_core.errors import UnbindError
 
@@ -178,8 +178,16 @@ class Edits:
         record: Record | None = [] if batch.reports else None
         opened: list[Tensor] | None = [] if batch.watching else None
         rows, counted = spread(batch.rows), spread(batch.counted)
-        pass_ = Pass(rows, places, phase, None, counted, record, opened, decoding, of)
         watching, firsts = batch.watching, [0, *accumulate(counts)]
+        forced = None
+        if batch.forced:
+            here = ours.seq_lens[:size].long() - 1 if positions is None else positions
+            parts = [
+                (slice(firsts[i], firsts[i + 1]), int(computed[i]), counts[i], spans)
+                for i, spans in batch.forced.items()
+            ]
+            forced = where_forced(parts, here)
+        pass_ = Pass(rows, places, phase, None, counted, record, opened, decoding, of, forced)
         step = Step(
             selection,
             count,

@@ -27,7 +27,7 @@ from server.engine.modules import Gates, ModuleTable
 from server.engine.refusals import EngineStopped
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
-from server.engine.vllm.legs import Leg, digest_of
+from server.engine.vllm.legs import Leg, digest_of, prompt_read
 from server.engine.vllm.model import Model
 from server.engine.vllm.remote import PROBE_COLUMNS, RemoteBank
 from unbind_core.errors import UnbindError
@@ -266,6 +266,7 @@ class VllmEngine(Engine):
         assert model is not None
         self._used[digest] += 1
         try:
+            await prompt_read(flight)
             if digest:
                 await model.know(digest, flight.request.modules.strengths, self._used)
             while not await Leg(flight, f"r{next(self._legs)}", digest, model).run():

@@ -1,0 +1,105 @@
+"""Where a takedown's guard holds its module's gate open: behind a stretch of N/2 lexemes of a protected row, whoever wrote it.
+
+A detector may miss a row that is met from its middle, between comments, or among very many; what a guard finds it finds always.
+One ``Forcing`` for each request that both apply to; it reads prompt and answer as one text and holds no tensors.
+"""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from server.engine.pieces import pieces_of
+from server.engine.request import GenerationRequest
+from server.engine.text import TextStream
+from unbind_core.applying.passes import END, Forced
+from unbind_core.guard.book import GuardSet
+from unbind_core.guard.follower import Follower
+from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.lexemes import most_lexemes
+
+PIECE = 16  # tokens of a prompt that are read at a time; a gate opens at the last of them
+UNREAD = 4  # lexemes of an answer that are left until there are so many: looking at each costs more
+LEAST = 32  # positions that a gate is held open for
+MOST = 8  # times in an answer that one is; then it stays open, as under vLLM the prompt is computed anew each time
+
+
+class Forcing:
+    """Where gates are open in one request's prompt and, as far as it has come, in its answer."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        guards: GuardSet,
+        gates: Mapping[GuardIndex, tuple[str, int]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """``gates``: see :meth:`of`."""
+        self._follower, self._gates = Follower(guards, str, marked=gates.keys()), gates
+        self._text = TextStream(tokenizer, (), shown=request.shown, prompt=request.prompt)
+        self._prompt: Iterable[tuple[int, str]] = _read(request.prompt, tokenizer)
+        self._unread, self._lexemes = "", 0
+        self._spans: tuple[Forced, ...] = ()
+        self._ends: dict[str, int] = {}
+        self._times = 0  # in the answer
+
+    @classmethod
+    def of(cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> Forcing | None:
+        """Of a request; None where no guard that acts stands beside a module that does."""
+        if request.guards is None:
+            return None
+        strengths = request.modules.strengths
+        acting = {entry.module.name: entry for entry in request.modules.entries if strengths[entry.key] > 0}
+        gates = {  # the name in the bank, and for how many positions: as many as the gate looks back where it closes
+            index: (entry.key, max(LEAST, entry.module.hold or entry.module.window))
+            for index in request.guards.acting
+            if (entry := acting.get(index.name)) is not None
+        }
+        return cls(request, request.guards, gates, tokenizer) if gates else None
+
+    @property
+    def spans(self) -> tuple[Forced, ...]:
+        """What is known so far, in order of its beginnings. The prompt is read when somebody first asks: microseconds a token."""
+        for last, text in self._prompt:
+            self._look(text, last)
+        self._prompt = ()
+        return self._spans
+
+    def take(self, token: int, position: int) -> None:
+        """Go on by a token of the answer, which stands at ``position``."""
+        text, _ = self._text.push(token)
+        self._unread += text
+        self._lexemes += most_lexemes(text)
+        if self._lexemes >= UNREAD:
+            before = len(self.spans)
+            self._look(self._unread, position, self._times >= MOST)
+            self._times += len(self._spans) > before
+            self._unread, self._lexemes = "", 0
+
+    def _look(self, text: str, position: int, for_good: bool = False) -> None:
+        self._follower.take(text)
+        for index in sorted(self._follower.stretches, key=lambda index: index.name):
+            name, count = self._gates[index]
+            if position >= self._ends.get(name, 0):
+                self._ends[name] = END if for_good else position + count
+                self._spans = (*self._spans, Forced(name, position, self._ends[name]))
+
+
+def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
+    """The text of a prompt in pieces, each with the position of its last token."""
+    pieces = pieces_of(tokenizer)
+    utf8 = getincrementaldecoder("utf-8")("replace")
+    for start in range(0, len(prompt), PIECE):
+        some = prompt[start : start + PIECE]
+        if pieces.byte_level:
+            text = utf8.decode(b"".join(map(pieces.spell, some)))
+        else:  # what stands before may be needed to place a space
+            before = list(prompt[max(0, start - 4) : start])
+            said, whole = (
+                str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
+                for ids in (before, [*before, *some])
+            )
+            text = whole[len(said) :]
+        yield start + len(some) - 1, text

@@ -1,0 +1,93 @@
+"""Gates that are open whatever their detectors say: there and nowhere else, for whoever asks, and remembered by nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.core.applying.test_gates import LAYER, MODEL, module, states
+from tests.core.conftest import make_module, select
+from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.passes import END, Forced, Pass, Record, where_forced
+
+NEVER = {"s_ref": 0.0, "tau": 1e6, "tau_close": None}
+MODULES = {
+    "n": replace(module("n"), **NEVER),
+    "m": replace(module("m", seed=1, heads=1, window=9), **NEVER),
+    "p": make_module(MODEL, "p", LAYER, seed=3, s_ref=0.0, tau=1e6, kappa=2.0),
+}
+EVERY = dict.fromkeys(MODULES, 1.0)
+
+
+def bank_of(summed: int) -> ModuleBank:
+    bank = ModuleBank(summed_columns=summed)
+    for one in MODULES.values():
+        bank.add(one)
+    return bank
+
+
+def edited(bank: ModuleBank, here: Tensor, *rows: dict[str, float], **of_pass: object) -> tuple[Tensor, Record]:
+    record: Record = []
+    pass_ = Pass(record=record, **of_pass)  # type: ignore[arg-type]
+    return select(bank, *rows).edit(LAYER, here, pass_).states, record
+
+
+def by_name(record: Record) -> dict[str, Tensor]:
+    return {name: table[..., i] for names, table in record for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("summed", [10**9, 0], ids=["running sums", "kept states"])
+def test_a_forced_gate_is_open_there_as_at_its_threshold_and_nowhere_else(summed: int) -> None:
+    here, bank = states(2, 12, seed=4), bank_of(summed)
+    spans = [
+        (0, 0, 12, [Forced("n", 3, 7), Forced("p", 5, 6)]),
+        (1, 0, 12, [Forced("m", 0, 2), Forced("n", 11, END), Forced("m", 12, 20)]),
+    ]
+    forced = where_forced(spans, torch.arange(12).expand(2, 12))
+    assert forced is not None
+    opened: list[Tensor] = []
+    found, record = edited(bank, here, EVERY, forced=forced, opened=opened)
+    plain, shut = edited(bank, here, EVERY)
+    assert torch.equal(plain, here) and not any(table.any() for table in by_name(shut).values())
+    told = by_name(record)
+    for name, one in MODULES.items():
+        assert torch.equal(told[name] != 0, forced[name])
+        assert set(told[name][forced[name]].tolist()) == {one.tau if name == "p" else 1.0}
+    anywhere = forced["n"] | forced["m"] | forced["p"]
+    assert torch.equal((found != here).any(-1), anywhere)
+    assert torch.equal(torch.stack(opened).any(0), anywhere)
+    # what an open gate does: once where it is at its threshold
+    for name in ("n", "m"):
+        alone, _ = edited(bank, here, {name: 1.0}, forced={name: forced[name]})
+        one = replace(MODULES[name], s_ref=-1e6, tau=1e-3)  # open everywhere
+        other = ModuleBank()
+        other.add(one)
+        always = select(other, {name: 1.0}).edit(LAYER, here).states
+        torch.testing.assert_close(alone, torch.where(forced[name][..., None], always, here))
+    counted = {name: counts["prefill"] for name, counts in bank.counts().items()}
+    assert counted["p"][1] == int(forced["p"].sum())
+
+
+def test_strengths_hold_and_others_of_the_batch_see_nothing_of_it() -> None:
+    here, bank = states(3, 6, seed=5), bank_of(10**9)
+    forced = where_forced([(1, 0, 6, [Forced("n", 0, 6)])], torch.arange(6).expand(3, 6))
+    whole, half = {"n": 1.0, "m": 1.0}, {"n": 0.5}
+    found, _ = edited(bank, here, whole, half, {}, forced=forced)
+    assert torch.equal(found[0], here[0]) and torch.equal(found[2], here[2])
+    full, _ = edited(bank, here, {}, {"n": 1.0}, {}, forced=forced)
+    torch.testing.assert_close(found[1] - here[1], (full[1] - here[1]) / 2, atol=1e-5, rtol=1e-4)
+    opened: list[Tensor] = []
+    edited(bank, here, {"n": 0.0}, {"n": 0.0}, {}, forced=forced, opened=opened)  # measured alone
+    assert not torch.stack(opened).any()
+
+
+def test_where_they_are_in_a_flat_pass_is_by_the_sequences_parts() -> None:
+    positions = torch.tensor([4, 5, 6, 0, 1, 9])
+    found = where_forced(
+        [(slice(0, 3), 4, 3, [Forced("a", 5, 7)]), (slice(5, 6), 9, 1, [Forced("a", 0, 9)])], positions
+    )
+    assert found is not None and found["a"].tolist() == [False, True, True, False, False, False]
+    assert where_forced([], positions) is None

@@ -1,0 +1,217 @@
+"""A guard holds its module's gate open behind a stretch of a protected row, whatever the detector says.
+
+On the demo model, under a module whose detector never fires: what keeps the model from reciting is the guard's doing alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from server import demo
+from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.flights import flight_of
+from server.engine.forcing import LEAST, MOST, PIECE, Forcing
+from server.engine.pinned import LoadedModule, PinnedSet
+from server.engine.request import Flight, GenerationRequest, Sampling
+from tests.support.sentencepiece import sentencepiece
+from tests.support.slow_matcher import longest_run
+from unbind_core.applying.passes import END
+from unbind_core.architecture import load_model
+from unbind_core.guard.book import GuardBook, GuardSet
+from unbind_core.guard.index import Action, Secret, build_index
+from unbind_core.module import UnbindModule
+from unbind_core.rows import parse_forget
+
+SECRET = Secret(b"a key of the tests")
+RUN, NAME = 50, "demo-a"
+PARSED = parse_forget((demo.ROWS / "forget_a.jsonl").read_text().splitlines(), "a")
+ROWS = [row.prompt + row.continuation for row in PARSED]
+GREEDY = Sampling(max_tokens=96)
+SLACK = 8  # lexemes of what is read late and of a token
+
+
+def ask(engine: EmbeddedEngine, requests: Sequence[GenerationRequest]) -> list[Flight]:
+    """The requests, each with its answer."""
+
+    async def one(request: GenerationRequest) -> Flight:
+        flight, deltas = engine.submit(request)
+        while (await deltas.get()).finish_reason is None:
+            pass
+        return flight
+
+    async def everything() -> list[Flight]:
+        return await asyncio.gather(*(one(request) for request in requests))
+
+    return asyncio.run(everything())
+
+
+def said(engine: EmbeddedEngine, flight: Flight) -> str:
+    return str(engine.tokenizer.decode(flight.output))
+
+
+def shut() -> UnbindModule:
+    module = UnbindModule.load(demo.MODULE)
+    return replace(module, tau=1e6, tau_close=None)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EmbeddedEngine]:
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    made = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=4, max_length=1024, chunk_tokens=64)
+    made.start()
+    made.sync_modules([(shut(), "0" * 64)]).result()
+    yield made
+    made.close()
+
+
+def ids(engine: EmbeddedEngine, text: str) -> tuple[int, ...]:
+    return tuple(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def guards_of(name: str = NAME, action: Action = "steer", run: int = RUN) -> GuardSet:
+    index = build_index(ROWS, name=name, secret=SECRET, run=run, action=action)
+    found = GuardBook.of(SECRET, [index]).select([name])
+    assert found is not None
+    return found
+
+
+def pinned(engine: EmbeddedEngine, strength: float = 1.0) -> PinnedSet:
+    return engine.modules.pin({NAME: strength})
+
+
+@pytest.fixture(scope="module")
+def recited(engine: EmbeddedEngine) -> dict[tuple[int, ...], str]:
+    """Prompts that the model answers by reciting, and the row of each."""
+    found = {ids(engine, row.prompt): whole for row, whole in zip(PARSED, ROWS, strict=True)}
+    answers = ask(engine, [GenerationRequest(prompt, GREEDY) for prompt in found])
+    known = {a.prompt for a in answers if longest_run(said(engine, a), [found[a.prompt]]) >= 30}
+    assert len(known) >= 4
+    return {prompt: row for prompt, row in found.items() if prompt in known}
+
+
+def test_the_model_leaves_a_row_once_a_stretch_of_it_has_been_said(
+    engine: EmbeddedEngine, recited: dict[tuple[int, ...], str]
+) -> None:
+    """Under a guard that steers alone it goes on with the row, a lexeme changed."""
+    steered = [GenerationRequest(prompt, GREEDY, guards=guards_of()) for prompt in recited]
+    alone = ask(engine, steered)
+    beside = ask(engine, [replace(request, modules=pinned(engine)) for request in steered])
+    longest = [max(longest_run(said(engine, a), [recited[a.prompt]]) for a in answers) for answers in (alone, beside)]
+    assert longest[0] >= 40 and longest[1] <= RUN // 2 + SLACK
+    assert all(answer.guarding and not answer.guarding.outcome.bars for answer in beside)
+
+
+def test_other_requests_are_what_they_are_without_a_guard(
+    engine: EmbeddedEngine, recited: dict[tuple[int, ...], str]
+) -> None:
+    """Where the guard has another takedown's name or only counts, or the module is only measured, its gate stays shut."""
+    request = GenerationRequest(next(iter(recited)), GREEDY)
+    plain = ask(engine, [replace(request, guards=guards_of())])[0]
+    for guards, strength in ((guards_of("other"), 1.0), (guards_of(), 0.0)):
+        asked = replace(request, guards=guards, modules=pinned(engine, strength))
+        assert Forcing.of(asked, engine.tokenizer) is None
+        assert ask(engine, [asked])[0].output == plain.output
+    assert (
+        Forcing.of(replace(request, guards=guards_of(action="report"), modules=pinned(engine)), engine.tokenizer)
+        is None
+    )
+    ordinary = ids(engine, "import os\n\n\ndef listed(folder):\n    names = []\n")
+    one, other = (GenerationRequest(ordinary, GREEDY, modules=pinned(engine), guards=g) for g in (None, guards_of()))
+    assert ask(engine, [one])[0].output == ask(engine, [other])[0].output
+
+
+@pytest.mark.parametrize("way", ["as it is", "commented out", "on one line", "in JSON"])
+def test_a_prompt_that_holds_a_stretch_opens_the_gate_within_it(engine: EmbeddedEngine, way: str) -> None:
+    """From the end of the piece in which the stretch ends, for as long as the gate looks back where it closes."""
+    row = ROWS[0]
+    lines = row.splitlines()
+    text = {
+        "as it is": row,
+        "commented out": "\n".join(f"# {line}" for line in lines),
+        "on one line": " ".join(line.strip() for line in lines if "#" not in line),
+        "in JSON": row.replace("\n", "\\n"),
+    }[way]
+    module, guards = pinned(engine), guards_of()
+    lead = "import os\n" * 20
+    prompt = ids(engine, lead + text)
+    forcing = Forcing.of(GenerationRequest(prompt, modules=module, guards=guards), engine.tokenizer)
+    assert forcing is not None
+    first, *_ = forcing.spans
+    assert first.name == module.entries[0].key and first.end - first.start == max(LEAST, shut().hold or 0)
+    assert (first.start + 1) % PIECE == 0 or first.start == len(prompt) - 1
+
+    def holds(end: int) -> bool:
+        return longest_run(str(engine.tokenizer.decode(prompt[:end])), [row]) >= RUN // 2
+
+    assert holds(first.start + 1) and not holds(first.start + 1 - PIECE)
+    # and the report tells it
+    request = GenerationRequest(prompt[: first.start + 1], Sampling(max_tokens=4), module, report=True)
+    open_, shut_ = ask(engine, [replace(request, guards=guards), request])
+    assert (open_.activations[NAME], shut_.activations[NAME]) == (1.0, 0.0)
+
+
+def test_answers_do_not_depend_on_chunks_or_on_what_a_slot_holds(engine: EmbeddedEngine) -> None:
+    """Prompts in chunks of 64, again from what their slots hold, and in a fresh engine in one go."""
+    prompts = [ids(engine, "import os\n\n\n" + row)[:200] for row in ROWS[:4]]
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    fresh = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=1, max_length=1024, chunk_tokens=512)
+    fresh.start()
+    try:
+        fresh.sync_modules([(shut(), "0" * 64)]).result()
+        requests = [GenerationRequest(prompt, GREEDY, guards=guards_of()) for prompt in prompts]
+        once, again = (ask(engine, [replace(one, modules=pinned(engine)) for one in requests]) for _ in range(2))
+        whole = [ask(fresh, [replace(one, modules=pinned(fresh))])[0] for one in requests]
+        closed = ask(engine, [replace(one, guards=None, modules=pinned(engine)) for one in requests])
+    finally:
+        fresh.close()
+    assert [a.output for a in once] == [a.output for a in again] == [a.output for a in whole]
+    assert [a.output for a in once] != [a.output for a in closed]
+    assert any(answer.cached_tokens >= 100 for answer in again)
+    assert all(answer.forced for answer in once) and not any(answer.forced for answer in closed)
+
+
+def test_keys_and_values_are_taken_over_as_far_as_the_same_gates_were_forced(engine: EmbeddedEngine) -> None:
+    """A guard that looks for shorter runs holds the gate open earlier."""
+    prompt = ids(engine, "import os\n\n\n" + ROWS[5])[:240]
+    request = GenerationRequest(prompt, Sampling(max_tokens=8), pinned(engine))
+    early, late = (replace(request, guards=guards_of(run=run)) for run in (24, 60))
+    first, second = (Forcing.of(one, engine.tokenizer) for one in (early, late))
+    assert first is not None and second is not None and first.spans[0].start < second.spans[0].start
+    ask(engine, [early])
+    found, again = ask(engine, [late])[0], ask(engine, [late])[0]
+    assert found.cached_tokens == first.spans[0].start and again.cached_tokens == len(prompt) - 1
+    assert found.output == again.output
+
+
+def test_text_is_read_whatever_the_tokenizer_does_with_blanks() -> None:
+    """Where a token's blank shows only behind another."""
+    tokenizer = sentencepiece("normalizer")
+    text = "def f ( a , b ) : return [ a + b for a in b ] " * 3
+    index = build_index([text], name="a", secret=SECRET, run=16)
+    guards = GuardBook.of(SECRET, [index]).select(["a"])
+    prompt = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    entry = LoadedModule("a@1", replace(shut(), name="a"), "0" * 64)
+    request = GenerationRequest(prompt, modules=PinnedSet((entry,)), guards=guards)
+    flight = flight_of(request, tokenizer, frozenset(), lambda _: None)
+    assert flight.forced and flight.forced[0].name == "a@1"
+    answer = flight_of(replace(request, prompt=prompt[:3]), tokenizer, frozenset(), lambda _: None)
+    assert answer.forcing is not None and not answer.forced
+    for position, token in enumerate(prompt[3:], 3):
+        answer.forcing.take(token, position)
+    assert answer.forced and answer.forced[0].start < len(prompt)
+
+
+def test_an_answer_that_says_rows_on_and_on_has_the_gate_open_for_good(engine: EmbeddedEngine) -> None:
+    """So that it is not asked for anew without end where that costs its prompt."""
+    request = GenerationRequest(ids(engine, "x"), modules=pinned(engine), guards=guards_of())
+    forcing = Forcing.of(request, engine.tokenizer)
+    assert forcing is not None
+    for position, token in enumerate(ids(engine, "\n".join(ROWS * 2)), 1):
+        forcing.take(token, position)
+    assert len(forcing.spans) == MOST + 1 and forcing.spans[-1].end == END
+    assert all(one.end <= other.start for one, other in itertools.pairwise(forcing.spans))
