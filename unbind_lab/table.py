@@ -39,8 +39,12 @@ def lines(folder: Path, commands: Commands | None = None) -> list[Line]:
 
 
 def measured(folder: Path, protocol: str) -> list[Line]:
-    """What was measured by a protocol, in the order of the systems, with what stands beside it where M_full was measured."""
+    """What was measured by a protocol, in the order of the systems, the user's own last, with what stands beside it where M_full
+    was measured.
+    """
     paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
+    others = sorted({*(folder / protocol).glob("*.json")} - {*paths})
+    paths += [path for path in others if path.stem.rpartition("-")[2] in LABELS]
     found = [_summary(path) for path in paths if path.is_file()]
     if protocol == "main":
         found = [{**one, **_counts(folder, one)} for one in found]
@@ -148,19 +152,16 @@ def together(folders: Sequence[Path], commands: Commands | None = None) -> Secti
     M_full of its own setting. Raises UnbindError where one is missing.
     """
     by_name = [{(one["system"], one["configuration"]): one for one in lines(folder, commands)} for folder in folders]
+    there = {key for found in by_name for key in found}
+    shipped = [(name, label) for name, system in SYSTEMS.items() for label in _labels(system)]
     rows = []
-    for name, system in SYSTEMS.items():
-        for label in _labels(system):
-            key = (name, label)
-            if any(key in found for found in by_name):
-                cells = [
-                    _cell(one[figure] * (1 if figure == "fu_h" else 100), form)
-                    if figure in (one := found.get(key, {}))
-                    else ""
-                    for found in by_name
-                    for _, figure, form in JOINT
-                ]
-                rows.append([name, label, *cells])
+    for key in [*(one for one in shipped if one in there), *sorted(there - {*shipped})]:
+        cells = [
+            _cell(one[figure] * (1 if figure == "fu_h" else 100), form) if figure in (one := found.get(key, {})) else ""
+            for found in by_name
+            for _, figure, form in JOINT
+        ]
+        rows.append([*key, *cells])
     heads = [f"{folder.name}: {head}" for folder in folders for head, _, _ in JOINT]
     return Section("", ["system", "configuration", *heads], rows)
 

@@ -25,7 +25,12 @@ Out = Annotated[Path, typer.Option(help="Folder of the run: what is there is not
 def run(
     setting: SettingName,
     systems: Annotated[
-        str | None, typer.Option(help="Names of systems, with commas; all where none are given.")
+        str | None,
+        typer.Option(help="Names of systems, with commas; all where none are given, m-full beside your own."),
+    ] = None,
+    own: Annotated[
+        list[Path] | None,
+        typer.Option(help="A Python file that defines systems of your own, to be run beside those that are named."),
     ] = None,
     protocols: Annotated[str, typer.Option(help="Names of protocols, with commas.")] = "main",
     configurations: Annotated[
@@ -41,12 +46,14 @@ def run(
     ] = None,
 ) -> None:
     """Make, tune and measure systems. May be killed and run again at any time."""
+    from unbind_lab import systems as known
     from unbind_lab.lab import Lab
     from unbind_lab.setting import Setting
-    from unbind_lab.systems import chosen
 
     with clear_errors(), progress_bars(quiet=False) as progress:
-        wanted = chosen(systems.split(",") if systems else None)
+        yours = [one for path in own or () for one in known.own(path)]
+        named = known.chosen(systems.split(",") if systems else ["m-full"] if yours else None)
+        wanted = [*named, *yours]
         found = Setting.load(setting)
         if evalplus is not None:
             found = replace(found, evalplus=evalplus)
