@@ -49,7 +49,7 @@ SYSTEMS = {system.name: system for system in (*REFERENCES, *UNBIND, *BASELINES, 
 
 def chosen(names: Sequence[str] | None) -> list[System]:
     """The systems of these names, in the order asked for; all where none are named. Raises UnbindError on an unknown one."""
-    for name in names or ():
+    for name in () if names is None else names:
         if name not in SYSTEMS:
             raise UnbindError(f"--systems: '{name}' is unknown; choose from {', '.join(SYSTEMS)}")
     return [SYSTEMS[name] for name in names] if names else list(SYSTEMS.values())

@@ -52,7 +52,7 @@ def run(
 
     with clear_errors(), progress_bars(quiet=False) as progress:
         yours = [one for path in own or () for one in known.own(path)]
-        named = known.chosen(systems.split(",") if systems else ["m-full"] if yours else None)
+        named = known.chosen(systems.split(",") if systems is not None else ["m-full"] if yours else None)
         wanted = [*named, *yours]
         found = Setting.load(setting)
         if evalplus is not None:

@@ -65,11 +65,12 @@ def verify_command(
         loaded = load(model, adapter, dtype, device)
         module = UnbindModule.load(path, loaded.identity)
         forget_set = forget_rows(forget or demo.ROWS / "forget_a.jsonl")
-        if not forget_set:
-            raise UnbindError(
-                f"--forget: {forget} holds no row, so there is nothing to measure; name a JSONL file of rows"
-            )
         retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
+        for option, named, rows in (("--forget", forget, forget_set), ("--retain", retain, retain_set)):
+            if not rows:
+                raise UnbindError(
+                    f"{option}: {named} holds no row, so there is nothing to measure; name a JSONL file of rows"
+                )
         with progress_bars(as_json) as progress:
             table = verify(
                 loaded.model,

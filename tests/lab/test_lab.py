@@ -290,6 +290,7 @@ def test_the_commands_say_what_they_miss(tmp_path: Path) -> None:
     for asked, told in (
         (["table", "demo", "--out", str(tmp_path)], "m-full was not measured"),
         (["run", "demo", "--systems", "gaa"], "'gaa' is unknown"),
+        (["run", "demo", "--systems", ""], "'' is unknown"),
         (["run", "demo", "--systems", "ga", "--protocols", "mean", "--out", str(tmp_path)], "'mean' is unknown"),
         (["run", "demo", "--systems", "ga", "--configurations", "best", "--out", str(tmp_path)], "'best' is unknown"),
     ):
