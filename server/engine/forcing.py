@@ -47,8 +47,10 @@ class Forcing:
 
     @classmethod
     def of(cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> Forcing | None:
-        """Of a request; None where no guard that acts stands beside a module that does."""
-        if request.guards is None:
+        """Of a request; None where no guard that acts stands beside a module that does, and for a canary, which asks whether the
+        detector is at work.
+        """
+        if request.guards is None or request.internal:
             return None
         strengths = request.modules.strengths
         acting = {entry.module.name: entry for entry in request.modules.entries if strengths[entry.key] > 0}

@@ -116,6 +116,8 @@ def test_other_requests_are_what_they_are_without_a_guard(
         asked = replace(request, guards=guards, modules=pinned(engine, strength))
         assert Forcing.of(asked, engine.tokenizer) is None
         assert ask(engine, [asked])[0].output == plain.output
+    canary = replace(request, guards=guards_of(), modules=pinned(engine), internal=True)
+    assert Forcing.of(canary, engine.tokenizer) is None
     assert (
         Forcing.of(replace(request, guards=guards_of(action="report"), modules=pinned(engine)), engine.tokenizer)
         is None
