@@ -27,6 +27,7 @@ def flight_of(
 ) -> Flight:
     """``ends``: the tokens with which the model ends an answer. ``deliver`` hears of each part of it."""
     sampling, guarding = request.sampling, None
+    forcing = Forcing.of(request, tokenizer)
     if request.guards is not None:
         shows = bool(sampling.logprobs or sampling.prompt_logprobs)
         guarding = Guarding(
@@ -36,6 +37,7 @@ def flight_of(
             cuts=bool(sampling.stop),
             shows=shows,
             holds_json=request.holds_json,
+            forcing=forcing,
         )
     return Flight(
         request,
@@ -46,6 +48,6 @@ def flight_of(
         model_ends=ends,
         lines=Lines(sampling.least_indent),
         guarding=guarding,
-        forcing=Forcing.of(request, tokenizer),
+        forcing=forcing,
         constraint=request.grammar.begin() if request.grammar is not None else None,
     )

@@ -69,6 +69,11 @@ class Forcing:
         self._prompt = ()
         return self._spans
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The guards, which are named as their modules, that have held a gate open."""
+        return frozenset(index.name for index, (key, _) in self._gates.items() if key in self._ends)
+
     def take(self, token: int, position: int) -> None:
         """Go on by a token of the answer, which stands at ``position``."""
         text, _ = self._text.push(token)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.forcing import Forcing
 from server.engine.request import Delta, TokenLogprob, withheld_logprob
 from server.engine.text import TextStream
 from unbind_core.guard.book import GuardSet
@@ -26,13 +27,15 @@ MOST_AT_ONCE = 64  # tokens barred at one position, after which the answer ends
 @dataclass(frozen=True)
 class Guarded:
     """What the guards did to an answer, by guard's name: runs that were steered away from, the one that ended it, those that only
-    counted theirs; and the lexemes of the longest run (0: under half of what any guard allows).
+    counted theirs; the lexemes of the longest run (0: under half of what any guard allows); and which held their module's gate
+    open, in the prompt or in the answer.
     """
 
     bars: dict[str, int] = field(default_factory=dict)
     blocked: GuardIndex | None = None
     counted: frozenset[str] = frozenset()
     longest: int = 0
+    opened: frozenset[str] = frozenset()
 
 
 class Guarding:
@@ -47,10 +50,12 @@ class Guarding:
         cuts: bool,
         shows: bool,
         holds_json: bool = False,
+        forcing: Forcing | None = None,
     ) -> None:
         def sent() -> str:
             return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
 
+        self._forcing = forcing
         self._answer = Follower(guards, sent, cuts=cuts)
         # and as what the strings of JSON in it mean: an escape can hide a letter of a run
         self._meant = Follower(guards, sent, cuts=cuts) if holds_json else None
@@ -178,4 +183,5 @@ class Guarding:
         bars = {index.name: count for index, count in self._bars.items() if count}
         followers = [self._answer] if self._meant is None else [self._answer, self._meant]
         counted = frozenset[str]().union(*(follower.counted for follower in followers))
-        return Guarded(bars, self.blocked, counted, max(follower.longest for follower in followers))
+        opened = self._forcing.names if self._forcing is not None else frozenset[str]()
+        return Guarded(bars, self.blocked, counted, max(follower.longest for follower in followers), opened)

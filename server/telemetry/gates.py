@@ -29,6 +29,9 @@ class Guards:
         self._would = Counter(
             "unbind_guard_would_block", "Answers with a run that was only counted", by, registry=registry
         )
+        self._opened = Counter(
+            "unbind_guard_opened", "Answers in which a guard held its module's gate open", by, registry=registry
+        )
         self._runs = Histogram(
             "unbind_guard_run_lexemes",
             "Longest protected run of an answer, where it is half of what is allowed or more",
@@ -45,6 +48,8 @@ class Guards:
             self._stops.labels(done.blocked.name, route).inc()
         for name in done.counted:
             self._would.labels(name, route).inc()
+        for name in done.opened:
+            self._opened.labels(name, route).inc()
         if done.longest:
             self._runs.labels(route).observe(done.longest)
 

@@ -56,7 +56,10 @@ class Report:
         )
         if not self._full:
             return ended
-        counts = {"longest_run": done.longest, "bars": done.bars, "counted": sorted(done.counted)} if done else {}
+        counts: dict[str, Any] = {}
+        if done:
+            by_name = {"counted": sorted(done.counted), "opened": sorted(done.opened)}
+            counts = {"longest_run": done.longest, "bars": done.bars, **by_name}
         last = self._tokens[-1] if self._tokens else {}
         return {
             **ended,

@@ -99,7 +99,7 @@ function common(a, b) {
 export function inWords({ ended, report, text, usage, tokens, failed }) {
   const said = [], count = usage?.completion_tokens ?? tokens.length
   const open = (report?.modules ?? []).filter(module => module.strength > 0 && module.open > 0).map(module => module.name)
-  const bars = Object.entries(report?.guards?.bars ?? {}), counted = report?.guards?.counted ?? []
+  const bars = Object.entries(report?.guards?.bars ?? {}), { counted = [], opened = [] } = report?.guards ?? {}
   for (const [name, times] of bars)
     said.push({ kind: "warn", text: `The guard ${name} steered away from a protected run ${times === 1 ? "once" : `${times} times`}.` })
   if (report?.blocked) {
@@ -107,6 +107,7 @@ export function inWords({ ended, report, text, usage, tokens, failed }) {
     const why = [takedown && `takedown ${takedown}`, reference && `notice ${reference}`].filter(Boolean).join(", ")
     said.push({ kind: "bad", text: `The guard ${guard} ended the answer: it would have held a protected run of ${module}${why ? ` (${why})` : ""}.` })
   } else if (ended?.reason === "content_filter") said.push({ kind: "bad", text: "A guard ended the answer: it would have held a protected run." })
+  for (const name of opened) said.push({ kind: "", text: `The guard ${name} held its module's gate open: half of a protected run was sent or said.` })
   for (const name of counted) said.push({ kind: "warn", text: `The answer holds a protected run of ${name}, whose guard only counts.` })
   if (report?.silenced) said.push({ kind: "warn", text: `The model ended its answer${text ? "" : " at once"}, while the gate of ${open.join(", ") || "a module"} was open.` })
   else if (ended?.reason === "stop") said.push({ kind: "", text: `The model ended its answer${text ? "" : " at once, without a word"}.` })

@@ -166,6 +166,20 @@ def test_a_module_in_shadow_is_not_told_of_as_enforced_although_its_guard_is(che
         assert told(server) == [1, 1]
 
 
+def test_where_a_guard_held_its_modules_gate_open_is_counted_and_reported(checkpoint: Path, tmp_path: Path) -> None:
+    row = "def kept(first, second):\n    return [first + at for at in range(second) if at % 7]\n"
+    with live(checkpoint, tmp_path) as server:
+        adopt(server, "held", "global")
+        options = {"protect": "guard", "guard": {"run": 16}, "scope": "global", "replace": True}
+        posted = {"name": "held", "rows": [{"text": row}], "options": options}
+        assert server.admin("/takedowns", posted).status == 202
+        for prompt, opened in ((row[:60], ["held"]), ("x = 1\n", [])):
+            answer = server.complete(prompt=prompt, max_tokens=2, unbind={"report": True}, key=ADMIN_KEY)
+            report = answer.body["choices"][0]["unbind"]
+            assert report["guards"]["opened"] == opened and [one["name"] for one in report["modules"]] == ["held"]
+        assert scraped(server)['unbind_guard_opened_total{module="held",route="/v1/completions"}'] == 1
+
+
 def test_rates_of_calibration_are_told_where_a_modules_file_has_them() -> None:
     measured = dict(UnbindModule.load(ROOT / "modules/demo-a.safetensors").measured)
     retain = measured["certificate"]["open_rate"]["observed"]
