@@ -9,6 +9,7 @@ from __future__ import annotations
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.pieces import pieces_of
@@ -37,7 +38,7 @@ class Forcing:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         """``gates``: see :meth:`of`."""
-        self._follower, self._gates = Follower(guards, str, marked=gates.keys()), gates
+        self._follower, self._gates = Follower(guards, str, marks=True), gates
         self._text = TextStream(tokenizer, (), shown=request.shown, prompt=request.prompt)
         self._prompt: Iterable[tuple[int, str]] = _read(request.prompt, tokenizer)
         self._unread, self._lexemes = "", 0
@@ -56,7 +57,7 @@ class Forcing:
         acting = {entry.module.name: entry for entry in request.modules.entries if strengths[entry.key] > 0}
         gates = {  # the name in the bank, and for how many positions: as many as the gate looks back where it closes
             index: (entry.key, max(LEAST, entry.module.hold or entry.module.window))
-            for index in request.guards.acting
+            for index in sorted(request.guards.acting, key=lambda index: index.name)
             if (entry := acting.get(index.name)) is not None
         }
         return cls(request, request.guards, gates, tokenizer) if gates else None
@@ -64,9 +65,8 @@ class Forcing:
     @property
     def spans(self) -> tuple[Forced, ...]:
         """What is known so far, in order of its beginnings. The prompt is read when somebody first asks: microseconds a token."""
-        for last, text in self._prompt:
-            self._look(text, last)
-        self._prompt = ()
+        if self._prompt:
+            self._read_prompt()
         return self._spans
 
     @property
@@ -85,11 +85,26 @@ class Forcing:
             self._times += len(self._spans) > before
             self._unread, self._lexemes = "", 0
 
+    def _read_prompt(self) -> None:
+        """What all guards are asked at once: each lexeme of each of them would take a thousand times as long under a thousand."""
+        pieces: dict[int, list[int]] = {}  # of each stretch those in which it ends
+        for last, text in self._prompt:
+            self._follower.take(text)
+            for half in self._follower.met:
+                pieces.setdefault(half, []).append(last)
+        self._prompt = ()
+        halves, spans = np.array(sorted(pieces), np.uint64), list[Forced]()
+        for index, (name, count) in self._gates.items() if pieces else ():
+            for position in sorted({last for half in index.among(halves) for last in pieces[half]}):
+                if position >= self._ends.get(name, 0):
+                    self._ends[name] = position + count
+                    spans.append(Forced(name, position, position + count))
+        self._spans = tuple(sorted(spans, key=lambda span: (span.start, span.name)))
+
     def _look(self, text: str, position: int, for_good: bool = False) -> None:
         self._follower.take(text)
-        for index in sorted(self._follower.stretches, key=lambda index: index.name):
-            name, count = self._gates[index]
-            if position >= self._ends.get(name, 0):
+        for index, (name, count) in self._gates.items() if self._follower.met else ():
+            if position >= self._ends.get(name, 0) and any(map(index.holds, self._follower.met)):
                 self._ends[name] = END if for_good else position + count
                 self._spans = (*self._spans, Forced(name, position, self._ends[name]))
 

@@ -6,7 +6,7 @@ more that stands in the prompt as well: what the client sent itself may be repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,17 +53,15 @@ class Follower:
     """One answer under ``guards``. ``prompt`` gives what the client sent, and is asked once, if at all.
 
     ``cuts``: whether the text may be cut anywhere (by a stop string), so that the beginning of a word is a lexeme as well.
-    ``marked``: guards of which it is told where stretches of N/2 lexemes of their rows end, whoever sent them.
+    ``marks``: whether it only tells of stretches of N/2 lexemes of rows, whoever sent them, and of no run.
     """
 
-    def __init__(
-        self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False, marked: Collection[GuardIndex] = ()
-    ) -> None:
+    def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False, marks: bool = False) -> None:
         self.guards = guards
-        self.stretches: set[GuardIndex] = set()  # those of ``marked`` with one that ends in the newest ``take``
+        self.met: list[int] = []  # stretches that ended in the newest ``take``, of any guard that is loaded
         self.longest = 0  # lexemes of the longest run so far; 0 while it is under N/2
         self.counted: frozenset[str] = frozenset()  # guards that only count and whose run the answer has held
-        self._prompt, self._cuts, self._marked = prompt, cuts, marked
+        self._prompt, self._cuts, self._marks = prompt, cuts, marks
         self._shapes = tuple(group.shape for group in guards.groups)
         self._keep = max(shape.run for shape in self._shapes) - 1
         nothing = _Trace((), (0,) * len(self._shapes), tuple(shape.run for shape in self._shapes))
@@ -74,7 +72,7 @@ class Follower:
         """Go on by ``text``."""
         state = self._state
         self._before = state, self.longest, self.counted
-        self.stretches = set()
+        self.met = []
         found, pending = parts(state.pending, text)
         comments = Comments(state.line, state.open)
         everything, code, outside = state.everything, state.code, state.outside
@@ -142,8 +140,9 @@ class Follower:
             streak, fresh = 0, min(sent + 1, shape.run)
             if len(recent) >= shape.half:
                 half = shape.fingerprint(recent[-shape.half :], self.guards.secret)
-                if group.holds(half):
-                    self.stretches |= {one for one in self._marked if one.shape == shape and one.holds(half)}
+                if self._marks:
+                    self.met += [half] if half in group.runs else ()
+                elif group.holds(half):
                     streak = before + 1
                     fresh = 0 if self._sent(shape, recent, half) else fresh
                     self.longest = max(self.longest, _length(shape, streak, fresh))

@@ -93,6 +93,12 @@ class GuardIndex:
         place = bisect_left(self.half.data, half)
         return place < len(self.half) and int(self.half[place]) == half
 
+    def among(self, halves: Sorted) -> list[int]:
+        """Those of ``halves``, in order and each once, that are runs of N/2 lexemes of the rows."""
+        few, many = (halves, self.half) if len(halves) < len(self.half) else (self.half, halves)
+        places = np.searchsorted(many, few).clip(max=len(many) - 1)
+        return [int(half) for half in few[many[places] == few]]
+
     @property
     def facts(self) -> dict[str, Any]:
         """What records and evidence say of it."""

@@ -6,7 +6,9 @@ On the demo model, under a module whose detector never fires: what keeps the mod
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import itertools
+import pstats
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -20,7 +22,7 @@ from server.engine.pinned import LoadedModule, PinnedSet
 from server.engine.request import Flight, GenerationRequest, Sampling
 from tests.support.sentencepiece import sentencepiece
 from tests.support.slow_matcher import longest_run
-from unbind_core.applying.passes import END
+from unbind_core.applying.passes import END, Forced
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.index import Action, Secret, build_index
@@ -218,3 +220,24 @@ def test_an_answer_that_says_rows_on_and_on_has_the_gate_open_for_good(engine: E
         forcing.take(token, position)
     assert len(forcing.spans) == MOST + 1 and forcing.spans[-1].end == END
     assert all(one.end <= other.start for one, other in itertools.pairwise(forcing.spans))
+
+
+def test_a_prompt_costs_hardly_more_where_many_guards_have_modules(engine: EmbeddedEngine) -> None:
+    """All of it is read on the engine's thread, which others wait for: calls are counted for what it takes."""
+    prompt = ids(engine, "\n".join(ROWS[:6]))
+    known = {"a": ROWS, **{f"g{i}": [" ".join(f"v{i}x{j}" for j in range(RUN))] for i in range(100)}}
+    book = GuardBook.of(SECRET, [build_index(rows, name=name, secret=SECRET, run=RUN) for name, rows in known.items()])
+
+    def read(names: Sequence[str]) -> tuple[int, tuple[Forced, ...]]:
+        entries = tuple(LoadedModule(name, replace(shut(), name=name), "0" * 64) for name in names)
+        request = GenerationRequest(prompt, modules=PinnedSet(entries), guards=book.select(names))
+        forcing = Forcing.of(request, engine.tokenizer)
+        assert forcing is not None
+        with cProfile.Profile() as profile:
+            spans = forcing.spans
+        return pstats.Stats(profile).total_calls, spans  # type: ignore[attr-defined]
+
+    read(["a"])  # characters that appear are remembered
+    (one, alone), (all_, beside) = read(["a"]), read(list(known))
+    assert alone == beside and alone
+    assert all_ - one <= 30 * len(known) < one
