@@ -96,9 +96,11 @@ class Forcing:
         halves, spans = np.array(sorted(pieces), np.uint64), list[Forced]()
         for index, (name, count) in self._gates.items() if pieces else ():
             for position in sorted({last for half in index.among(halves) for last in pieces[half]}):
-                if position >= self._ends.get(name, 0):
-                    self._ends[name] = position + count
+                if position > self._ends.get(name, -1):
                     spans.append(Forced(name, position, position + count))
+                else:
+                    spans[-1] = spans[-1]._replace(end=position + count)
+                self._ends[name] = position + count
         self._spans = tuple(sorted(spans, key=lambda span: (span.start, span.name)))
 
     def _look(self, text: str, position: int, for_good: bool = False) -> None:

@@ -147,17 +147,42 @@ def test_a_prompt_that_holds_a_stretch_opens_the_gate_within_it(engine: Embedded
     forcing = Forcing.of(GenerationRequest(prompt, modules=module, guards=guards), engine.tokenizer)
     assert forcing is not None
     first, *_ = forcing.spans
-    assert first.name == module.entries[0].key and first.end - first.start == max(LEAST, shut().hold or 0)
+    assert first.name == module.entries[0].key
     assert (first.start + 1) % PIECE == 0 or first.start == len(prompt) - 1
 
     def holds(end: int) -> bool:
         return longest_run(str(engine.tokenizer.decode(prompt[:end])), [row]) >= RUN // 2
 
     assert holds(first.start + 1) and not holds(first.start + 1 - PIECE)
+    within = GenerationRequest(prompt[: first.start + 1], modules=module, guards=guards)
+    alone = Forcing.of(within, engine.tokenizer)
+    assert alone is not None
+    assert alone.spans == (first._replace(end=first.start + max(LEAST, shut().hold or 0)),)
     # and the report tells it
     request = GenerationRequest(prompt[: first.start + 1], Sampling(max_tokens=4), module, report=True)
     open_, shut_ = ask(engine, [replace(request, guards=guards), request])
     assert (open_.activations[NAME], shut_.activations[NAME]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("hold", [40, 64])
+def test_a_gate_is_held_as_long_behind_each_stretch_of_a_prompt(engine: EmbeddedEngine, hold: int) -> None:
+    """Wherever the prompt ends: a client that chose its length had an answer whose gate shut with the first token."""
+    entry = LoadedModule("demo-a@1", replace(shut(), hold=hold), "0" * 64)
+    request = GenerationRequest((), modules=PinnedSet((entry,)), guards=guards_of())
+    row = ids(engine, "import os\n" * 4 + max(ROWS, key=len))[:300]
+    found = [Forcing.of(replace(request, prompt=row[:length]), engine.tokenizer) for length in range(100, 300, 7)]
+    for length, forcing in zip(range(100, 300, 7), found, strict=True):
+        assert forcing is not None
+        (span,) = forcing.spans
+        assert length + hold - PIECE <= span.end < length + hold
+
+
+def test_a_prompt_that_goes_on_takes_over_what_was_computed_of_it(engine: EmbeddedEngine) -> None:
+    """Though gates are held open for longer there."""
+    prompt = ids(engine, "import re\n\n\n" + max(ROWS, key=len))[:300]
+    request = GenerationRequest(prompt[:200], Sampling(max_tokens=4), pinned(engine), guards=guards_of())
+    ask(engine, [request])
+    assert ask(engine, [replace(request, prompt=prompt)])[0].cached_tokens >= 200
 
 
 def test_answers_do_not_depend_on_chunks_or_on_what_a_slot_holds(engine: EmbeddedEngine) -> None:
