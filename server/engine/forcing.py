@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from server.engine.pieces import pieces_of
 from server.engine.request import GenerationRequest
-from server.engine.text import TextStream
+from server.engine.text import REPLACEMENT, TextStream
 from unbind_core.applying.passes import END, Forced
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.follower import Follower
@@ -115,15 +115,21 @@ def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator
     """The text of a prompt in pieces, each with the position of its last token."""
     pieces = pieces_of(tokenizer)
     utf8 = getincrementaldecoder("utf-8")("replace")
+
+    def decoded(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
+
+    before: list[int] = []  # whole characters, as the tokenizer may need them to place a space
+    left: list[int] = []  # what is unread
     for start in range(0, len(prompt), PIECE):
         some = prompt[start : start + PIECE]
         if pieces.byte_level:
             text = utf8.decode(b"".join(map(pieces.spell, some)))
-        else:  # what stands before may be needed to place a space
-            before = list(prompt[max(0, start - 4) : start])
-            said, whole = (
-                str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) if ids else ""
-                for ids in (before, [*before, *some])
-            )
-            text = whole[len(said) :]
+        else:
+            left += (token for token in some if token not in pieces.special)
+            ends = range(len(left), max(len(left) - 4, 0), -1)  # no character has more than 4 bytes
+            found = (end for end in ends if not decoded([*before, *left[:end]]).endswith(REPLACEMENT))
+            whole = next(found, len(left) if len(left) >= 4 else 0)
+            text = decoded([*before, *left[:whole]])[len(decoded(before)) :]
+            before, left = left[:whole] or before, left[whole:]
         yield start + len(some) - 1, text

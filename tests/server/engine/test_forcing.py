@@ -236,6 +236,25 @@ def test_text_is_read_whatever_the_tokenizer_does_with_blanks() -> None:
     assert answer.forced and answer.forced[0].start < len(prompt)
 
 
+@pytest.mark.parametrize("way", ["normalizer", "pre-tokenizer"])
+def test_characters_of_several_tokens_are_read_wherever_a_piece_ends(way: str) -> None:
+    """A piece that ended within one lost it and what came next: rows with comments in Chinese were not known."""
+    tokenizer = sentencepiece(way)
+    text = "def f ( é , b ) : return g ( naïve , '结果' , '😀😀' ) # 返回两个数的和\n" * 4
+    index = build_index([text], name="a", secret=SECRET, run=50)
+    entry = LoadedModule("a@1", replace(shut(), name="a"), "0" * 64)
+    request = GenerationRequest((), modules=PinnedSet((entry,)), guards=GuardBook.of(SECRET, [index]).select(["a"]))
+    for lead in range(PIECE):
+        prompt = tuple(tokenizer("x " * lead + text, add_special_tokens=False)["input_ids"])
+        said = [str(tokenizer.decode(prompt[:end])) for end in range(PIECE, len(prompt), PIECE)]
+        first = next(number for number, start in enumerate(said, 1) if longest_run(start, [text]) >= 25)
+        forcing = Forcing.of(replace(request, prompt=prompt), tokenizer)
+        assert forcing is not None and len(forcing.spans) == 1
+        assert (
+            abs(forcing.spans[0].start - (first * PIECE - 1)) <= PIECE
+        )  # what is not whole is read with the next piece
+
+
 def test_an_answer_that_says_rows_on_and_on_has_the_gate_open_for_good(engine: EmbeddedEngine) -> None:
     """So that it is not asked for anew without end where that costs its prompt."""
     request = GenerationRequest(ids(engine, "x"), modules=pinned(engine), guards=guards_of())
