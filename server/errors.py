@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import PydanticCustomError
 from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
@@ -161,6 +162,8 @@ def translate(error: Exception) -> ApiError:
             return unreachable(error)
         case HTTPException(__cause__=(ValueError() | RecursionError()) as cause):
             return ApiError(400, _unread(cause), code="invalid_json")
+        case ClientDisconnect():  # nobody reads it
+            return ApiError(400, "the client left before the body had come")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
@@ -285,6 +288,7 @@ def install(app: FastAPI) -> None:
         EngineStopped,
         RequestValidationError,
         HTTPException,
+        ClientDisconnect,
         OSError,
         Exception,
     ):

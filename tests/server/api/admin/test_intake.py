@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
+import socket
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,6 +18,8 @@ from hypothesis import strategies as st
 from server.api.admin import intake
 from server.api.admin.archives import MAX_FILES
 from server.api.admin.intake import from_json, from_upload, pieces
+from tests.server.api.test_limits import wait_until
+from tests.support.live import ADMIN_KEY, TIMEOUT, live
 from unbind_core.errors import UnbindError
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i}\n"} for i in range(4)]
@@ -146,3 +151,21 @@ def test_rows_of_a_json_body_are_named_by_their_place() -> None:
     assert len(from_upload(jsonl(ROWS[:1] * 9), [], []).rows) == 1
     with pytest.raises(UnbindError, match=r"rows\.4: field 'text'"):
         from_json([*ROWS, {"text": 5}])
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
+def test_an_upload_that_breaks_off_is_no_error_of_the_server(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    with live(checkpoint, tmp_path) as server, caplog.at_level(logging.INFO):
+        head = (
+            f"POST /admin/v1/takedowns HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
+            f"Content-Type: {kind}\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as client:
+            client.sendall(head.encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 100")  # it waits for the body
+            client.sendall(b"--b\r\n")
+        wait_until(lambda: "POST /admin/v1/takedowns 4" in caplog.text or "POST /admin/v1/takedowns 5" in caplog.text)
+        assert "POST /admin/v1/takedowns 499" in caplog.text
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
