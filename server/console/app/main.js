@@ -11,8 +11,13 @@ const BEAT = 3000, BEAT_AWAY = 1000 // milliseconds
 
 // `#/modules/mod_1` is the page `modules` with the path ["mod_1"]; no page at all is the first.
 function route() {
-  const [name, ...path] = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent)
+  const [name, ...path] = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decoded)
   return { page: name ? pages.find(page => page.route === name) : pages[0], path }
+}
+
+// An address may be cut off or typed: what is no escape stays as it is, and is the name of nothing.
+function decoded(part) {
+  try { return decodeURIComponent(part) } catch { return part }
 }
 
 function useRoute() {

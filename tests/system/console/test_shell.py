@@ -95,6 +95,13 @@ def test_the_menu_and_the_theme_work_by_keyboard(browser: Browser, asking: Live)
         expect(page).to_have_title("Modules - Unbind")
 
 
+def test_an_address_that_is_no_address_leaves_the_page_standing(browser: Browser, asking: Live) -> None:
+    with opened(browser, asking.url + "/#/takedowns/%", ADMIN_KEY) as page:
+        expect(page.get_by_role("alert").filter(has_text="no takedown '%'")).to_be_visible()
+        page.goto(asking.url + "/#/%E0%A4%A")
+        expect(page.get_by_role("heading", name="There is no such page")).to_be_visible()
+
+
 def test_the_focus_comes_with_a_page_and_not_after_it(browser: Browser, asking: Live) -> None:
     """Whoever types as soon as a page stands must not lose the focus to it: no frame is painted between the link and the look."""
     led = """async hash => {
