@@ -54,6 +54,22 @@ function useBeat() {
   }, [])
 }
 
+// Where the control that had the focus is gone, as a button is after what it did, the focus goes to the page: else it would be with nobody.
+function useLeftFocus() {
+  useEffect(() => {
+    let last = null
+    const note = event => { last = event.target }
+    const watch = new MutationObserver(() => {
+      if (last === null || last.isConnected) return
+      last = null
+      if (document.activeElement === document.body) document.getElementById("main").focus({ preventScroll: true })
+    })
+    addEventListener("focusin", note)
+    watch.observe(document.getElementById("main"), { childList: true, subtree: true })
+    return () => { removeEventListener("focusin", note); watch.disconnect() }
+  }, [])
+}
+
 function Head({ now }) {
   const { state } = useSession()
   const name = state?.caller.name
@@ -83,6 +99,7 @@ function Shell() {
   const { page, path } = useRoute()
   const where = login ? "login" : state ? page : null
   useBeat()
+  useLeftFocus()
   useFocus(where, !login) // the login has a field of its own for that
   useEffect(() => { document.title = login ? "Sign in - Unbind" : `${page?.title ?? "Not found"} - Unbind` }, [where])
   let shown

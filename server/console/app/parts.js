@@ -34,14 +34,15 @@ export const Table = ({ label, columns, stacked, children }) => html`<div class=
 // A cell of a stacked table, which has its column's name with it.
 export const Cell = ({ of, children, ...rest }) => html`<td role="cell" data-label=${of} ...${rest}>${children}</td>`
 
-// A button that is off while `onClick`, which may be asynchronous, is at work.
+// A button that does nothing while `onClick`, which may be asynchronous, is at work. It keeps the focus: the browser takes it from what is disabled.
 export function Button({ onClick, children, kind = "", disabled, ...rest }) {
   const [busy, set] = useState(false)
   async function pressed() {
+    if (busy) return
     set(true)
     try { await onClick() } finally { set(false) }
   }
-  return html`<button type="button" class=${kind} disabled=${busy || disabled} aria-busy=${busy} onClick=${pressed} ...${rest}>${children}</button>`
+  return html`<button type="button" class=${kind} disabled=${disabled} aria-disabled=${busy} aria-busy=${busy} onClick=${pressed} ...${rest}>${children}</button>`
 }
 
 // A question before something is done: a dialog of the browser's own, so that focus stays within, Escape

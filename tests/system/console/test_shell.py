@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from tests.support.live import Live, live
 from tests.system.conftest import ADMIN_KEY, serving
@@ -100,6 +100,34 @@ def test_an_address_that_is_no_address_leaves_the_page_standing(browser: Browser
         expect(page.get_by_role("alert").filter(has_text="no takedown '%'")).to_be_visible()
         page.goto(asking.url + "/#/%E0%A4%A")
         expect(page.get_by_role("heading", name="There is no such page")).to_be_visible()
+
+
+def test_the_focus_is_never_with_nobody(browser: Browser, asking: Live) -> None:
+    """A button keeps it while it is at work; where it is gone after that, the page has it."""
+    made = asking.admin("/keys", {"name": "going"}).body
+    focused = "document.activeElement.id || document.activeElement.textContent"
+    with opened(browser, asking.url, ADMIN_KEY) as page:
+        go(page, "Audit")
+        expect(page.locator(".note.good")).to_be_visible()
+        asked: list[Route] = []
+        page.route("**/audit/verify", lambda route: asked.append(route))
+        check = page.get_by_role("button", name="Check again")
+        check.focus()
+        page.keyboard.press("Enter")
+        expect(check).to_have_attribute("aria-busy", "true")
+        page.keyboard.press("Enter")
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.evaluate(focused) == "Check again"
+        asked[0].continue_()
+        expect(check).to_have_attribute("aria-busy", "false")
+        assert len(asked) == 1 and page.evaluate(focused) == "Check again"
+        go(page, "Keys and policies")
+        page.get_by_role("button", name="Revoke going").focus()
+        page.keyboard.press("Enter")
+        page.get_by_role("dialog").get_by_role("button", name="Revoke").press("Enter")
+        expect(page.get_by_role("button", name="Revoke going")).to_have_count(0)
+        expect(page.locator("main")).to_be_focused()
+        assert asking.complete(key=made["key"]).status == 401
 
 
 def test_the_focus_comes_with_a_page_and_not_after_it(browser: Browser, asking: Live) -> None:
