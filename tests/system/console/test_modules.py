@@ -76,3 +76,10 @@ def test_without_modules_the_page_says_what_to_do_next_and_tells_errors(
         folder.mkdir()
         (folder / "late.safetensors").write_bytes(b"no module")
         expect(page.locator("main")).to_contain_text("late.safetensors could not be loaded")
+
+
+def test_a_name_of_any_length_stays_within_a_phone(page: Page, server: Live) -> None:
+    adopt(server, "m" * 64, "global")
+    go(page, "Playground")
+    expect(page.locator("#modules")).to_contain_text("m" * 64)
+    assert complaints(page) == []
