@@ -1,5 +1,5 @@
 // What an operator does to a module or guard, and what the API answered to it, the joint answer of a job included.
-import { html, useEffect, useState } from "../vendor/htm-preact.js"
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js"
 import { call, get } from "./api.js"
 import { percent } from "./format.js"
 import { Ask, Button, Field, Note, Problem } from "./parts.js"
@@ -39,9 +39,14 @@ export function Actions({ module, former, done, all }) {
       onYes=${() => act(asking)} onNo=${() => ask(null)}>${ASKED[asking]}</${Ask}>`}</div>`
 }
 
-// What came of the newest action.
+// What came of the newest action: brought into view, as the list below it may be long.
 export function Outcome({ outcome, done, again }) {
-  if (!outcome) return null
+  const place = useRef(null)
+  useEffect(() => { if (outcome) place.current.scrollIntoView({ block: "nearest" }) }, [outcome])
+  return html`<div class="outcome" ref=${place}>${outcome && html`<${Told} outcome=${outcome} done=${done} again=${again} />`}</div>`
+}
+
+function Told({ outcome, done, again }) {
   const { action, module, error, status, body } = outcome
   if (error) return html`<${Problem} error=${error} />`
   if (body.withheld) return html`<${Note} kind="warn">${module.name}: ${body.withheld}</${Note}>`

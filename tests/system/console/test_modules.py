@@ -78,6 +78,15 @@ def test_without_modules_the_page_says_what_to_do_next_and_tells_errors(
         expect(page.locator("main")).to_contain_text("late.safetensors could not be loaded")
 
 
+def test_what_came_of_an_action_is_seen_under_a_long_list_too(page: Page) -> None:
+    page.set_viewport_size({"width": 1280, "height": 260})
+    last = page.get_by_role("button", name="Suspend two, version 1")
+    last.scroll_into_view_if_needed()
+    expect(page.get_by_role("heading", level=1)).not_to_be_in_viewport()
+    press(page, "Suspend two, version 1", sure=True)
+    expect(page.get_by_text("two, version 1, is suspended")).to_be_in_viewport()
+
+
 def test_a_name_of_any_length_stays_within_a_phone(page: Page, server: Live) -> None:
     adopt(server, "m" * 64, "global")
     go(page, "Playground")
