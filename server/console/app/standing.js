@@ -7,11 +7,12 @@ export async function standings() {
   return { modules, problems, ...rules, counts }
 }
 
-async function allModules() {
+// Every one, however many pages of the list that takes; `state`: "all", or "loaded" for those that requests can name.
+export async function allModules(state = "all") {
   const found = []
   let problems = [], after = ""
   for (;;) {
-    const page = await get(`/admin/v1/modules?state=all&limit=1000&after=${encodeURIComponent(after)}`)
+    const page = await get(`/admin/v1/modules?state=${state}&limit=1000&after=${encodeURIComponent(after)}`)
     found.push(...page.data)
     problems = page.problems
     if (!page.has_more) return [found, problems]

@@ -92,3 +92,14 @@ def test_a_name_of_any_length_stays_within_a_phone(page: Page, server: Live) -> 
     go(page, "Playground")
     expect(page.locator("#modules")).to_contain_text("m" * 64)
     assert complaints(page) == []
+
+
+def _by_one(url: str) -> str:
+    return url.replace("limit=1000", "limit=1")
+
+
+def test_what_applies_to_whom_is_said_of_modules_on_later_pages_of_the_list_too(page: Page, server: Live) -> None:
+    adopt(server, "zoned", "global")
+    page.route("**/admin/v1/modules?*", lambda route: route.continue_(url=_by_one(route.request.url)))
+    go(page, "Keys and policies")
+    expect(page.get_by_role("row").filter(has_text="Every request")).to_contain_text("zoned")

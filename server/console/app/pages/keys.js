@@ -4,6 +4,7 @@ import { get, send } from "../api.js"
 import { time } from "../format.js"
 import { Ask, Badge, Cell, Empty, Problem, Table, Title, useData, useFocus } from "../parts.js"
 import { announce, useSession } from "../session.js"
+import { allModules } from "../standing.js"
 import { NewKey } from "./keys/new.js"
 import { NewProfile, RulesForm } from "./keys/rules.js"
 import { inWords, limits } from "./keys/words.js"
@@ -12,12 +13,12 @@ const SECONDS = 3
 
 // All that says what applies to whom.
 export async function everything() {
-  const [policy, profiles, keys, modules] = await Promise.all([
-    get("/admin/v1/policies/global"), get("/admin/v1/profiles"), get("/admin/v1/keys"), get("/admin/v1/modules?limit=1000")])
+  const [policy, profiles, keys, [modules]] = await Promise.all([
+    get("/admin/v1/policies/global"), get("/admin/v1/profiles"), get("/admin/v1/keys"), allModules("loaded")])
   const enforced = {}
-  for (const { name, kind, scope, in_force } of modules.data)
+  for (const { name, kind, scope, in_force } of modules)
     if (in_force === "enforced") (enforced[scope] ??= []).push(kind === "guard" ? `${name} (guard)` : name)
-  return { policy, profiles: profiles.data, keys: keys.data, names: [...new Set(modules.data.map(module => module.name))], enforced }
+  return { policy, profiles: profiles.data, keys: keys.data, names: [...new Set(modules.map(module => module.name))], enforced }
 }
 
 export function Keys({ path }) {
