@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support.live import Live, live
 from tests.system.conftest import ADMIN_KEY
-from tests.system.console.conftest import opened
+from tests.system.console.conftest import go, opened
 
 pytestmark = pytest.mark.slow
 CODE = "def total(values):\n    found = 0\n    for value in values:\n        found = found + value\n    return found\n"
@@ -97,3 +97,14 @@ def test_what_to_do_about_a_failed_job_depends_on_its_reason(browser: Browser, s
             list(reasons),
         )
     assert all(expected in said for expected, said in zip(reasons.values(), told, strict=True)), told
+
+
+def test_a_list_that_is_not_all_of_them_says_so(browser: Browser, server: Live) -> None:
+    rows = [{"text": CODE.replace("total", "listed") * 4}]
+    server.admin("/takedowns", {"name": "listed", "rows": rows, "options": {"scope": "global", "protect": "guard"}})
+    (newest,) = server.admin("/takedowns?limit=1").body["data"]
+    many = [{**newest, "id": f"td_{number}"} for number in range(1000)]
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.route("**/admin/v1/takedowns?*", lambda route: route.fulfill(json={"object": "list", "data": many}))
+        go(page, "Takedowns")
+        expect(page.locator("main")).to_contain_text("The newest 1,000 takedowns. Older ones")

@@ -27,7 +27,8 @@ function List() {
       Choose <a href="#/takedowns/new">New takedown</a> and give the rows. A dry run says first what it will take.</${Empty}>`}
     ${takedowns?.length > 0 && html`<${Table} stacked label="Takedowns" columns=${["Name", "State", "Binds", "Rows", "Claimant", "Received"]}>
       ${takedowns.map(line)}</${Table}>
-      <div class="row"><span class="hint">${counted(takedowns.length, "takedown")}, the newest first.</span>
+      <div class="row"><span class="hint">${takedowns.length < MOST ? `${counted(takedowns.length, "takedown")}, the newest first.`
+          : html`The newest ${counted(MOST, "takedown")}. Older ones are found by the <a href="#/audit">audit trail</a>.`}</span>
         ${takedowns.length === limit && limit < MOST && html`<${Button} onClick=${() => setLimit(MOST)}>Show more</${Button}>`}</div>`}`
 }
 
