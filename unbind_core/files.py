@@ -10,12 +10,15 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
+
+from safetensors import SafetensorError
 
 UNFINISHED = ".partial"
 MAX_BYTES = 2**28  # of a module: a network of 4,096 units on a model as wide as 16,384 has as many
@@ -143,6 +146,10 @@ def _folder_beside(path: Path) -> Iterator[Path]:
         lock, folder = own_folder(path)
         try:
             yield folder
+        except SafetensorError as error:  # it tells what the system said in words alone
+            if (told := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)

@@ -97,6 +97,20 @@ def test_a_full_disk_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
         assert caught.value.filename == str(path) and not names(disk.folder)
 
 
+def test_tensors_that_do_not_fit_the_disk_are_told_of_as_any_other_file(tmp_path: Path) -> None:
+    """The library that writes them says it in words of its own."""
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk.folder / "states.safetensors"
+        disk.fill([os.getpid()])
+        try:
+            with pytest.raises(OSError) as error:
+                write_whole(path, lambda temporary: save_file({"a": torch.zeros(2**20)}, temporary))
+        finally:
+            disk.free([os.getpid()])
+        assert error.value.strerror == disk.full and error.value.filename == str(path)
+        assert not path.exists()
+
+
 def test_whether_a_file_can_be_written_is_asked_without_writing_it(tmp_path: Path) -> None:
     write_text(tmp_path / "kept", "what it says")
     for path in (tmp_path / "kept", tmp_path / "new" / "folder" / "file"):
