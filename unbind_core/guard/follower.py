@@ -14,6 +14,8 @@ from unbind_core.guard.book import Group, GuardSet
 from unbind_core.guard.index import GuardIndex, Shape
 from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings
 
+LEAST_STRETCH = 20  # lexemes; ordinary code has shorter stretches of a protected row all the time
+
 
 class Verdict(NamedTuple):
     """``sure``: the guards that act and whose run the text holds; ``now``: those whose run it holds if it ends here, perhaps in the
@@ -53,7 +55,7 @@ class Follower:
     """One answer under ``guards``. ``prompt`` gives what the client sent, and is asked once, if at all.
 
     ``cuts``: whether the text may be cut anywhere (by a stop string), so that the beginning of a word is a lexeme as well.
-    ``marks``: whether it only tells of stretches of N/2 lexemes of rows, whoever sent them, and of no run.
+    ``marks``: whether it only tells of stretches of N/2 lexemes of rows, and 20 at least, whoever sent them, and of no run.
     """
 
     def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False, marks: bool = False) -> None:
@@ -92,6 +94,8 @@ class Follower:
                 everything = self._next(everything, part, hits)
                 code = everything if same else self._next(code, part, hits) if seen is Seen.LEXEME else code
         self._state = _State(everything, code, outside, pending, comments.line, comments.open)
+        if self._marks:
+            return _NOTHING
         if not (any(everything.streaks) or any(code.streaks)):
             return self._verdict(hits, cuts, False) if hits or cuts else _NOTHING
         if pending and is_word(pending):
@@ -141,12 +145,13 @@ class Follower:
             if len(recent) >= shape.half:
                 half = shape.fingerprint(recent[-shape.half :], self.guards.secret)
                 if self._marks:
-                    self.met += [half] if half in group.runs else ()
+                    streak = before + 1 if half in group.runs else 0
+                    self.met += [half] if streak and streak + shape.half > LEAST_STRETCH else ()
                 elif group.holds(half):
                     streak = before + 1
                     fresh = 0 if self._sent(shape, recent, half) else fresh
                     self.longest = max(self.longest, _length(shape, streak, fresh))
-            if streak > shape.run - shape.half and fresh == shape.run:
+            if not self._marks and streak > shape.run - shape.half and fresh == shape.run:
                 hits += self._holders(group, recent[-shape.run :])
             streaks.append(streak)
             freshes.append(fresh)

@@ -173,7 +173,7 @@ def test_where_a_guard_held_its_modules_gate_open_is_counted_and_reported(checkp
         options = {"protect": "guard", "guard": {"run": 16}, "scope": "global", "replace": True}
         posted = {"name": "held", "rows": [{"text": row}], "options": options}
         assert server.admin("/takedowns", posted).status == 202
-        for prompt, opened in ((row[:60], ["held"]), ("x = 1\n", [])):
+        for prompt, opened in ((row, ["held"]), ("x = 1\n", [])):
             answer = server.complete(prompt=prompt, max_tokens=2, unbind={"report": True}, key=ADMIN_KEY)
             report = answer.body["choices"][0]["unbind"]
             assert report["guards"]["opened"] == opened and [one["name"] for one in report["modules"]] == ["held"]

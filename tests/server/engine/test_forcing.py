@@ -25,6 +25,7 @@ from tests.support.slow_matcher import longest_run
 from unbind_core.applying.passes import END, Forced
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardBook, GuardSet
+from unbind_core.guard.follower import LEAST_STRETCH
 from unbind_core.guard.index import Action, Secret, build_index
 from unbind_core.module import UnbindModule
 from unbind_core.rows import parse_forget
@@ -128,6 +129,19 @@ def test_other_requests_are_what_they_are_without_a_guard(
     ordinary = ids(engine, "import os\n\n\ndef listed(folder):\n    names = []\n")
     one, other = (GenerationRequest(ordinary, GREEDY, modules=pinned(engine), guards=g) for g in (None, guards_of()))
     assert ask(engine, [one])[0].output == ask(engine, [other])[0].output
+
+
+def test_a_guard_of_short_runs_opens_no_gate_behind_what_ordinary_code_holds(engine: EmbeddedEngine) -> None:
+    """A stretch has as many lexemes as are no chance, however few N/2 are."""
+    words = [f"w{number}" for number in range(200)]
+    index = build_index([" ".join(words)], name=NAME, secret=SECRET, run=8)
+    guards = GuardBook.of(SECRET, [index]).select([NAME])
+    assert guards is not None
+    for count, opens in ((LEAST_STRETCH - 1, False), (LEAST_STRETCH, True)):
+        apart = " other ".join(" ".join(words[at : at + count]) for at in range(0, 200 - count, count))
+        request = GenerationRequest(ids(engine, apart + " other"), modules=pinned(engine), guards=guards)
+        forcing = Forcing.of(request, engine.tokenizer)
+        assert forcing is not None and bool(forcing.spans) == opens
 
 
 @pytest.mark.parametrize("way", ["as it is", "commented out", "on one line", "in JSON"])
