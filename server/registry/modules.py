@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,25 +166,25 @@ class Modules:
             del self.withheld[identifier]
             log.info("the suspension of %s is written", identifier)
 
-    def rollback(self, name: str, expected: str | None, actor: Actor, now: float) -> dict[str, Any]:
-        """Activate the version before the one that is active. Raises as ``act``; NotAllowed where there is none."""
+    def rollback(
+        self,
+        name: str,
+        expected: str | None,
+        actor: Actor,
+        now: float,
+        check: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """Activate the version before the active one, if ``check`` takes it. Raises as that and ``act``; NotAllowed without one."""
         with self._transactions.change() as session:
             row = records.find(session, name, self._model)
             check_revision(module_view(row), expected)
-            former = session.scalar(
-                select(ModuleRow)
-                .where(
-                    ModuleRow.name == row.name,
-                    ModuleRow.kind == row.kind,
-                    ModuleRow.fingerprint == row.fingerprint,
-                    ModuleRow.version < row.version,
-                    ModuleRow.state == ModuleState.SUPERSEDED,
-                )
-                .order_by(ModuleRow.version.desc())
-                .limit(1)
-            )
+            mine = (ModuleRow.name == row.name) & (ModuleRow.kind == row.kind)
+            mine &= (ModuleRow.fingerprint == row.fingerprint) & (ModuleRow.version < row.version)
+            superseded = select(ModuleRow).where(mine, ModuleRow.state == ModuleState.SUPERSEDED)
+            former = session.scalar(superseded.order_by(ModuleRow.version.desc()).limit(1))
             if former is None:
                 raise NotAllowed(f"{row.kind} '{row.name}' has no superseded version before version {row.version}")
+            check(module_view(former))
             records.move(session, former, Action.ACTIVATE, actor, now, rolled_back_from=row.id)
             return module_view(former)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Response
@@ -100,9 +101,9 @@ async def activate(
 async def rollback(reference: str, served: Served, actor: Acting, if_match: IfMatch = None) -> JSONResponse:
     """Activate the version before this one, which is superseded."""
     with refusals():
-        for former in await asyncio.to_thread(_former, served, reference):
-            check_key(served, former)
-        changed = await asyncio.to_thread(served.registry.modules.rollback, reference, if_match, actor, time.time())
+        changed = await asyncio.to_thread(
+            served.registry.modules.rollback, reference, if_match, actor, time.time(), partial(check_key, served)
+        )
         return await _changed(served, changed)
 
 
@@ -156,18 +157,6 @@ async def _change(
             # A module that does harm goes even where no change can be written, as on a full disk.
             changed = await asyncio.to_thread(modules.withhold, reference, if_match, actor, time.time())
         return await _changed(served, changed)
-
-
-def _former(served: BaseService, reference: str) -> list[dict[str, Any]]:
-    """The version that a rollback activates; none where there is none."""
-    record = served.registry.modules.get(reference)
-    return [
-        version
-        for version in served.registry.modules.versions(record["name"])
-        if all(version[same] == record[same] for same in ("kind", "fingerprint"))
-        and version["version"] < record["version"]
-        and version["state"] == ModuleState.SUPERSEDED
-    ][-1:]
 
 
 def _waiting(served: BaseService, reference: str) -> str:
