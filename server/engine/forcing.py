@@ -1,4 +1,5 @@
-"""Where a takedown's guard holds its module's gate open: behind a stretch of N/2 lexemes of a protected row, whoever wrote it.
+"""Where a takedown's guard moves its module's gate: behind a stretch of a protected row, whoever wrote it, it is open, and
+behind a shorter one in the prompt it opens more easily.
 
 A detector may miss a row that is met from its middle, between comments, or among very many; what a guard finds it finds always.
 One ``Forcing`` for each request that both apply to; it reads prompt and answer as one text and holds no tensors.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,13 +20,23 @@ from server.engine.text import REPLACEMENT, TextStream
 from unbind_core.applying.passes import END, Forced
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.follower import Follower
-from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.index import GuardIndex, Stretch
 from unbind_core.guard.lexemes import most_lexemes
 
 PIECE = 16  # tokens of a prompt that are read at a time; a gate opens at the last of them
 UNREAD = 4  # lexemes of an answer that are left until there are so many: looking at each costs more
 LEAST = 32  # positions that a gate is held open for
 MOST = 8  # times in an answer that one is; then it stays open, as under vLLM the prompt is computed anew each time
+
+
+class _Gate(NamedTuple):
+    """A module's: its name in the bank, for how many ``positions`` it is moved, and whether it closes at another score than the one
+    that opens it.
+    """
+
+    name: str
+    positions: int
+    eases: bool
 
 
 class Forcing:
@@ -34,7 +46,7 @@ class Forcing:
         self,
         request: GenerationRequest,
         guards: GuardSet,
-        gates: Mapping[GuardIndex, tuple[str, int]],
+        gates: Mapping[GuardIndex, _Gate],
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         """``gates``: see :meth:`of`."""
@@ -43,7 +55,7 @@ class Forcing:
         self._prompt: Iterable[tuple[int, str]] = _read(request.prompt, tokenizer)
         self._unread, self._lexemes = "", 0
         self._spans: tuple[Forced, ...] = ()
-        self._ends: dict[str, int] = {}
+        self._ends: dict[str, int] = {}  # up to where each gate is held open
         self._times = 0  # in the answer
 
     @classmethod
@@ -55,11 +67,12 @@ class Forcing:
             return None
         strengths = request.modules.strengths
         acting = {entry.module.name: entry for entry in request.modules.entries if strengths[entry.key] > 0}
-        gates = {  # the name in the bank, and for how many positions: as many as the gate looks back where it closes
-            index: (entry.key, max(LEAST, entry.module.hold or entry.module.window))
-            for index in sorted(request.guards.acting, key=lambda index: index.name)
-            if (entry := acting.get(index.name)) is not None
-        }
+        gates = {}
+        for index in sorted(request.guards.acting, key=lambda index: index.name):
+            if (entry := acting.get(index.name)) is not None:
+                module = entry.module  # as many positions as the gate looks back where it closes
+                count = max(LEAST, module.hold or module.window)
+                gates[index] = _Gate(entry.key, count, module.tau_close not in (None, module.tau))
         return cls(request, request.guards, gates, tokenizer) if gates else None
 
     @property
@@ -72,7 +85,7 @@ class Forcing:
     @property
     def names(self) -> frozenset[str]:
         """The guards, which are named as their modules, that have held a gate open."""
-        return frozenset(index.name for index, (key, _) in self._gates.items() if key in self._ends)
+        return frozenset(index.name for index, gate in self._gates.items() if gate.name in self._ends)
 
     def take(self, token: int, position: int) -> None:
         """Go on by a token of the answer, which stands at ``position``."""
@@ -87,26 +100,34 @@ class Forcing:
 
     def _read_prompt(self) -> None:
         """What all guards are asked at once: each lexeme of each of them would take a thousand times as long under a thousand."""
-        pieces: dict[int, list[int]] = {}  # of each stretch those in which it ends
+        pieces: dict[Stretch, dict[int, list[int]]] = {}  # by the run that a stretch ends with those in which it does
         for last, text in self._prompt:
             self._follower.take(text)
-            for half in self._follower.met:
-                pieces.setdefault(half, []).append(last)
+            for stretch, run in self._follower.met:
+                pieces.setdefault(stretch, {}).setdefault(run, []).append(last)
         self._prompt = ()
-        halves, spans = np.array(sorted(pieces), np.uint64), list[Forced]()
-        for index, (name, count) in self._gates.items() if pieces else ():
-            for position in sorted({last for half in index.among(halves) for last in pieces[half]}):
-                if position > self._ends.get(name, -1):
-                    spans.append(Forced(name, position, position + count))
-                else:
-                    spans[-1] = spans[-1]._replace(end=position + count)
-                self._ends[name] = position + count
-        self._spans = tuple(sorted(spans, key=lambda span: (span.start, span.name)))
+        spans: list[Forced] = []
+        for stretch, ended in pieces.items():
+            runs = np.array(sorted(ended), np.uint64)
+            for index, (name, count, eases) in self._gates.items():
+                if not (eases or stretch.holds):
+                    continue
+                end = -1
+                for position in sorted({last for run in index.among(stretch, runs) for last in ended[run]}):
+                    if position > end:
+                        spans.append(Forced(name, position, position + count, not stretch.holds))
+                    else:
+                        spans[-1] = spans[-1]._replace(end=position + count)
+                    end = position + count
+                if stretch.holds and end >= 0:
+                    self._ends[name] = end
+        self._spans = tuple(sorted(spans, key=lambda span: (span.start, span.name, span.eased)))
 
     def _look(self, text: str, position: int, for_good: bool = False) -> None:
         self._follower.take(text)
-        for index, (name, count) in self._gates.items() if self._follower.met else ():
-            if position >= self._ends.get(name, 0) and any(map(index.holds, self._follower.met)):
+        met = [one for one in self._follower.met if one[0].holds]
+        for index, (name, count, _) in self._gates.items() if met else ():
+            if position >= self._ends.get(name, 0) and any(index.ends(*one) for one in met):
                 self._ends[name] = END if for_good else position + count
                 self._spans = (*self._spans, Forced(name, position, self._ends[name]))
 

@@ -88,8 +88,10 @@ class FisherGates:
         self.width = len(modules)
         self.blocks: tuple[Block, ...] = ()
 
-    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
-        """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]."""
+    def __call__(self, layer: int, states: Tensor, pass_: Pass, eased: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(a as :func:`activation` gives it, but below 0 where a gate is closed; a >= tau), each [...,M]. These gates close where
+        they do not open, so none is ``eased``.
+        """
         flat = states.reshape(-1, states.shape[-1]).float()
         a = torch.addmm(self._minus_s_ref, flat, self._w)  # the product of functional.linear, without its way there
         if self._at_zero:
@@ -167,8 +169,9 @@ class NetworkGates:
         )
         self.width, self.table_width, self.blocks = networks.width, width, networks.blocks
 
-    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
-        """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]. Without places in the pass the rows of a batch are whole
+    def __call__(self, layer: int, states: Tensor, pass_: Pass, eased: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]. ``eased``, of the same shape: where a gate opens already at the
+        score under which it would close. Without places in the pass the rows of a batch are whole
         sequences. Raises ValueError for flat states without places.
         """
         states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
@@ -197,6 +200,8 @@ class NetworkGates:
         e = self._means(sums, near, self._over, places.positions)
         was_open = before[:, self._read_states] > 0
         opens, closes = e >= 1, e < self.close
+        if eased is not None:
+            opens |= ~closes & eased.view_as(opens)
         if self._holds:
             holding = self._means(sums, far, self._over_hold, places.positions)
             below, closes = closes, closes & (holding < self.close)

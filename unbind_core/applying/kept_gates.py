@@ -68,7 +68,7 @@ class KeptGates:
         own = torch.arange(states, states + self._d, device=device)
         self._states, self._both = slice(states, states + self._d), torch.cat((own, self._columns))
 
-    def __call__(self, layer: int, states: Tensor, pass_: Pass) -> tuple[Tensor, Tensor]:
+    def __call__(self, layer: int, states: Tensor, pass_: Pass, eased: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(e, open), each [B,T,M] or, of flat states [N,d], [N,M]; e is 0 behind closed gates. Raises ValueError for flat states
         without places. Where a gate may be open the device is waited for.
         """
@@ -89,13 +89,14 @@ class KeptGates:
         places.write(layer, self._both, torch.cat((flat.view(torch.int32), self._packed(sums << 1)), -1))
         at_most = self._at_most(layer, places, sums, self._windows, self._window)
         closes = at_most < self._close
+        lowest = 1.0 if eased is None else torch.where(eased.view_as(closes), self._close, 1.0)  # that opens a gate
         if self._holds:
             closes &= self._at_most(layer, places, sums, self._holds, self._hold) < self._close
-        gate = places.held(_there(at_most >= 1, real), _there(closes, real), was_open) & asked
+        gate = places.held(_there(at_most >= lowest, real), _there(closes, real), was_open) & asked
         e = torch.zeros_like(at_most)
         if bool(gate.any()):
             self._ask(layer, places, gate, self._window, e)
-            opens, holding = gate & (e >= 1), e
+            opens, holding = gate & (e >= lowest), e
             if self._holds:
                 holding = e.clone()
                 self._ask(layer, places, gate & (e < self._close), self._hold, holding)

@@ -28,7 +28,7 @@ class Pass:
     at strength 0, does not), bool [B,T] or [N], as often as ``record``; nothing waits for the device. ``requests``: int64 [B] or
     [N], of which request each state is (``ModuleBank.requests``); None where nobody asks in which of them gates open.
     ``forced``: by a module's name in the bank where its gate is open whatever its detector says, bool [B,T] or [N]; of rows that
-    ask for it alone.
+    ask for it alone. ``eased``: likewise where it opens already at the score under which it would close.
     """
 
     rows: Tensor | None = None
@@ -41,6 +41,7 @@ class Pass:
     decoding: Tensor | None = None
     requests: Tensor | None = None
     forced: Mapping[str, Tensor] | None = None
+    eased: Mapping[str, Tensor] | None = None
 
 
 WHOLE = Pass()  # whole sequences from position 0, all of them real
@@ -50,23 +51,26 @@ END = 1 << 40  # a position that no sequence comes to
 
 
 class Forced(NamedTuple):
-    """The gate of the module ``name`` in the bank is open at a sequence's positions from ``start`` up to ``end``."""
+    """The gate of the module ``name`` in the bank is open at a sequence's positions from ``start`` up to ``end``; or, ``eased``, it
+    opens there at the score under which it would close.
+    """
 
     name: str
     start: int
     end: int
+    eased: bool = False
 
 
 def where_forced(
     sequences: Iterable[tuple[int | slice, int, int, Sequence[Forced]]], positions: Tensor
-) -> Mapping[str, Tensor] | None:
-    """``Pass.forced`` of a pass at ``positions`` int64 [B,T] or [N]: of each sequence its part of them, the first of its positions,
-    how many it has, and what is forced in it.
+) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]:
+    """``Pass.forced`` and ``Pass.eased`` of a pass at ``positions`` int64 [B,T] or [N]: of each sequence its part of them, the
+    first of its positions, how many it has, and what is forced in it.
     """
-    found: dict[str, Tensor] = {}
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for part, first, count, spans in sequences:
-        for name, start, end in spans:
+        for name, start, end, eased in spans:
             if start < first + count and end > first:
                 here = (positions[part] >= start) & (positions[part] < end)
-                found.setdefault(name, torch.zeros_like(positions, dtype=torch.bool))[part] |= here
-    return found or None
+                found[eased].setdefault(name, torch.zeros_like(positions, dtype=torch.bool))[part] |= here
+    return found[False] or None, found[True] or None

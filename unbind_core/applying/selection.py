@@ -80,13 +80,14 @@ class Part:
         """``edited`` [...,d] with this part's corrections, which are read off ``states`` FP32 alone; and what its gates did.
         ``in_place``: it may itself be changed.
         """
-        kernels = self._fused if pass_.forced is None else None  # which know of no gate that is open for another reason
+        moved = pass_.forced is not None or pass_.eased is not None
+        kernels = None if moved else self._fused  # which know of no gate that opens for another reason
         if kernels is not None and (done := kernels(edited, layer, states, pass_, in_place)) is not None:
             return done
-        scores, gate = self._gates(layer, states, pass_)
+        scores, gate = self._gates(layer, states, pass_, self._where(pass_.eased, states))
         a = scores
-        if pass_.forced is not None:
-            a, gate = self._forced(a, gate, pass_.forced)
+        if (forced := self._where(pass_.forced, states)) is not None:  # each as one that has just reached its threshold
+            a, gate = torch.where(forced & ~gate, self._gates.units.to(a.dtype), a), gate | forced
         amount = torch.where(gate, a, self._zero) if self._proportional else gate.to(a.dtype)
         if self._strength is not None:
             amount = amount.mul_(of_rows(self._strength, states, pass_.rows))
@@ -97,13 +98,15 @@ class Part:
         count = self._count(scores, gate, states, pass_)
         return self._corrections.add_to(edited, states, amount), count
 
-    def _forced(self, a: Tensor, gate: Tensor, forced: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Activations and gates [...,m] with those open that are ``forced``, each as one that has just reached its threshold."""
-        here = torch.zeros_like(gate)
-        for name in forced.keys() & set(self._names):
-            here[..., self._names.index(name)] = forced[name]
-        here &= ~gate
-        return torch.where(here, self._gates.units.to(a.dtype), a), gate | here
+    def _where(self, named: Mapping[str, Tensor] | None, states: Tensor) -> Tensor | None:
+        """bool [...,m] from bool [...] by name; None where none of them is of a module here."""
+        own = () if named is None else named.keys() & set(self._names)
+        if named is None or not own:
+            return None
+        here = torch.zeros(*states.shape[:-1], len(self._names), dtype=torch.bool, device=states.device)
+        for name in own:
+            here[..., self._names.index(name)] = named[name]
+        return here
 
     def _count(self, scores: Tensor, gate: Tensor, states: Tensor, pass_: Pass) -> Count:
         counts = pass_.real if pass_.counts is None else pass_.counts

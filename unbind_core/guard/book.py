@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from unbind_core.guard.fingerprints import Fingerprints, Sorted
-from unbind_core.guard.index import GuardIndex, Secret, Shape
+from unbind_core.guard.index import EASING, RENAMED, GuardIndex, Secret, Shape, Stretch
 
+Key = TypeVar("Key")
 _REMEMBERED = 256  # selections: nearly all requests have one of a few
 
 
@@ -40,15 +42,29 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
+class Marks:
+    """A kind of ``stretch`` by which gates are moved; ``runs``: those of all guards that are loaded."""
+
+    stretch: Stretch
+    runs: Fingerprints
+
+    @property
+    def shape(self) -> Shape:
+        """That of the runs."""
+        return self.stretch.shape
+
+
+@dataclass(frozen=True, eq=False)
 class GuardSet:
     """What holds for one request. ``measured``: guards that only count, whatever their action. ``groups``: all of them by what
-    they look for; those that act come first.
+    they look for; those that act come first. ``stretches``: what moves gates, of those that act.
     """
 
     secret: Secret
     applied: tuple[GuardIndex, ...]
     measured: tuple[GuardIndex, ...]
     groups: tuple[Group, ...]
+    stretches: tuple[Marks, ...]
 
     @cached_property
     def acting(self) -> frozenset[GuardIndex]:
@@ -69,25 +85,24 @@ class GuardSet:
 class GuardBook:
     """What is loaded, by name; never changes. The runs of all guards of a shape are one table, whatever their number."""
 
-    def __init__(self, secret: Secret, indexes: Mapping[str, GuardIndex], halves: Mapping[Shape, Fingerprints]) -> None:
-        self.secret, self.indexes, self._halves = secret, indexes, halves
+    def __init__(
+        self,
+        secret: Secret,
+        indexes: Mapping[str, GuardIndex],
+        halves: Mapping[Shape, Fingerprints],
+        marks: Mapping[Stretch, Fingerprints],
+    ) -> None:
+        self.secret, self.indexes, self._halves, self._marks = secret, indexes, halves, marks
         self._selected: dict[tuple[frozenset[str], frozenset[str]], GuardSet] = {}
 
     @classmethod
     def of(cls, secret: Secret, indexes: Iterable[GuardIndex] = (), before: GuardBook | None = None) -> GuardBook:
         """The book of these guards; what ``before`` has merged already is not merged again."""
         named = {index.name: index for index in indexes}
-        halves: dict[Shape, Fingerprints] = {}
-        for shape in dict.fromkeys(index.shape for index in named.values()):
-            there = {index.digest: index for index in named.values() if index.shape == shape}
-            known = {index.digest for index in before.indexes.values() if index.shape == shape} if before else set()
-            if before is not None and known and known <= there.keys():
-                added = [index.half for digest, index in there.items() if digest not in known]
-                merged = before._halves[shape]
-                halves[shape] = _merged([merged.values, *added]) if added else merged
-            else:
-                halves[shape] = _merged([index.half for index in there.values()])
-        return cls(secret, named, halves)
+        now, were = tuple(named.values()), tuple(before.indexes.values()) if before else ()
+        halves = _tables(lambda index: {index.shape: index.half}, now, were, before._halves if before else {})
+        marks = _tables(_marks, now, were, before._marks if before else {})
+        return cls(secret, named, halves, marks)
 
     @property
     def names(self) -> frozenset[str]:
@@ -103,7 +118,11 @@ class GuardBook:
             if len(self._selected) >= _REMEMBERED:
                 self._selected.clear()
             act, count = (tuple(self.indexes[name] for name in sorted(part)) for part in names)
-            self._selected[names] = GuardSet(self.secret, act, count, tuple(self._groups(act, count)))
+            groups = tuple(self._groups(act, count))
+            acting = [index for group in groups if group.acts for index in group.guards]
+            kinds = dict.fromkeys(stretch for index in acting for stretch in index.stretches)
+            stretches = tuple(Marks(one, self._marks.get(one) or self._halves[one.shape]) for one in kinds)
+            self._selected[names] = GuardSet(self.secret, act, count, groups, stretches)
         return self._selected[names]
 
     def _groups(self, applied: Sequence[GuardIndex], measured: Sequence[GuardIndex]) -> Iterator[Group]:
@@ -119,8 +138,34 @@ class GuardBook:
     @property
     def nbytes(self) -> int:
         """Bytes that the fingerprints take in memory."""
-        own = sum(index.whole.nbytes + index.half.nbytes for index in self.indexes.values())
-        return own + sum(merged.nbytes for merged in self._halves.values())
+        guards = self.indexes.values()
+        own = sum(index.whole.nbytes + index.half.nbytes for index in guards)
+        marks = sum(runs.nbytes for index in guards for runs in index.marks.values())
+        return own + marks + sum(table.nbytes for table in (*self._halves.values(), *self._marks.values()))
+
+
+def _marks(index: GuardIndex) -> Mapping[Stretch, Sorted]:
+    return {stretch: runs for stretch, runs in index.stretches.items() if stretch in (EASING, RENAMED)}
+
+
+def _tables(
+    runs_of: Callable[[GuardIndex], Mapping[Key, Sorted]],
+    now: Iterable[GuardIndex],
+    were: Iterable[GuardIndex],
+    before: Mapping[Key, Fingerprints],
+) -> dict[Key, Fingerprints]:
+    """By key the runs of all guards ``now`` in one table. What ``before`` has of those that ``were`` is not merged again."""
+    own, old = ({index.digest: runs_of(index) for index in some} for some in (now, were))
+    found: dict[Key, Fingerprints] = {}
+    for key in dict.fromkeys(key for runs in own.values() for key in runs):
+        there = {digest: runs[key] for digest, runs in own.items() if key in runs}
+        known = {digest for digest, runs in old.items() if key in runs}
+        if known and known <= there.keys():
+            added = [runs for digest, runs in there.items() if digest not in known]
+            found[key] = _merged([before[key].values, *added]) if added else before[key]
+        else:
+            found[key] = _merged(list(there.values()))
+    return found
 
 
 def _merged(parts: list[Sorted]) -> Fingerprints:

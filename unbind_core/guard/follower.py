@@ -11,10 +11,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from unbind_core.guard.book import Group, GuardSet
-from unbind_core.guard.index import GuardIndex, Shape
+from unbind_core.guard.index import GuardIndex, Shape, Stretch
 from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings
-
-LEAST_STRETCH = 20  # lexemes; ordinary code has shorter stretches of a protected row all the time
 
 
 class Verdict(NamedTuple):
@@ -55,16 +53,17 @@ class Follower:
     """One answer under ``guards``. ``prompt`` gives what the client sent, and is asked once, if at all.
 
     ``cuts``: whether the text may be cut anywhere (by a stop string), so that the beginning of a word is a lexeme as well.
-    ``marks``: whether it only tells of stretches of N/2 lexemes of rows, and 20 at least, whoever sent them, and of no run.
+    ``marks``: whether it only tells of stretches that move gates, whoever sent them, and of no run.
     """
 
     def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False, marks: bool = False) -> None:
         self.guards = guards
-        self.met: list[int] = []  # stretches that ended in the newest ``take``, of any guard that is loaded
+        self.met: list[tuple[Stretch, int]] = []  # with their last runs: of any guard, ended in the newest ``take``
         self.longest = 0  # lexemes of the longest run so far; 0 while it is under N/2
         self.counted: frozenset[str] = frozenset()  # guards that only count and whose run the answer has held
         self._prompt, self._cuts, self._marks = prompt, cuts, marks
-        self._shapes = tuple(group.shape for group in guards.groups)
+        found = guards.stretches if marks else guards.groups
+        self._shapes = tuple(group.shape for group in found)
         self._keep = max(shape.run for shape in self._shapes) - 1
         nothing = _Trace((), (0,) * len(self._shapes), tuple(shape.run for shape in self._shapes))
         self._state = _State(nothing, nothing, nothing)
@@ -137,6 +136,8 @@ class Follower:
 
     def _next(self, trace: _Trace, lexeme: str, hits: list[GuardIndex]) -> _Trace:
         """The trace after one more lexeme; guards whose run it completes go to ``hits``."""
+        if self._marks:
+            return self._marked(trace, lexeme)
         recent = (*trace.recent, lexeme)
         streaks, freshes = [], []
         for group, before, sent in self._lengths(trace):
@@ -144,18 +145,28 @@ class Follower:
             streak, fresh = 0, min(sent + 1, shape.run)
             if len(recent) >= shape.half:
                 half = shape.fingerprint(recent[-shape.half :], self.guards.secret)
-                if self._marks:
-                    streak = before + 1 if half in group.runs else 0
-                    self.met += [half] if streak and streak + shape.half > LEAST_STRETCH else ()
-                elif group.holds(half):
+                if group.holds(half):
                     streak = before + 1
                     fresh = 0 if self._sent(shape, recent, half) else fresh
                     self.longest = max(self.longest, _length(shape, streak, fresh))
-            if not self._marks and streak > shape.run - shape.half and fresh == shape.run:
+            if streak > shape.run - shape.half and fresh == shape.run:
                 hits += self._holders(group, recent[-shape.run :])
             streaks.append(streak)
             freshes.append(fresh)
         return _Trace(recent[-self._keep :], tuple(streaks), tuple(freshes))
+
+    def _marked(self, trace: _Trace, lexeme: str) -> _Trace:
+        recent = (*trace.recent, lexeme)
+        streaks = []
+        for kind, before in zip(self.guards.stretches, trace.streaks, strict=True):
+            half, streak = kind.shape.half, 0
+            if len(recent) >= half:
+                run = kind.shape.fingerprint(recent[-half:], self.guards.secret)
+                if run in kind.runs:
+                    streak = before + 1
+                    self.met += [(kind.stretch, run)] if streak + half > kind.stretch.least else ()
+            streaks.append(streak)
+        return _Trace(recent[-self._keep :], tuple(streaks), trace.fresh)
 
     def _beginnings(self, trace: _Trace, word: str, *, whole: bool = False) -> list[GuardIndex]:
         """Guards whose run is complete if the answer is cut within ``word``, or ends with the ``whole`` of it."""

@@ -10,8 +10,9 @@ import hashlib
 import json
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -69,10 +70,30 @@ class Shape:
         return secret.fingerprint(folded(lexemes) if self.fold else lexemes)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """What moves the gate of a takedown's module: ``least`` lexemes of a row in one piece, found by runs of ``shape.half``.
+    ``holds``: the gate is open behind it; else it opens where it would else have closed.
+    """
+
+    shape: Shape
+    least: int
+    holds: bool = True
+
+
+LEAST_HELD = 20  # lexemes; ordinary code has shorter stretches of a protected row all the time
+EASING = Stretch(
+    Shape(24), 12, holds=False
+)  # few ordinary rows hold one, and on nearly none of those a detector half fires
+RENAMED = Stretch(Shape(2 * LEAST_HELD, fold=True), LEAST_HELD)
+_MARKS = {EASING: "easing", RENAMED: "renamed"}  # tensors of the file; older versions pass over them
+
+
 @dataclass(frozen=True, eq=False)
 class GuardIndex:
     """One takedown's guard. ``rows`` are those that hold a run, ``too_short`` those that cannot; ``lexemes`` counts both readings
-    of the former where they differ. ``digest``: SHA-256 of its bytes.
+    of the former where they differ. ``digest``: SHA-256 of its bytes. ``marks``: the runs of ``EASING``, and of ``RENAMED`` where
+    names are folded; files made before these were have none.
     """
 
     name: str
@@ -87,15 +108,29 @@ class GuardIndex:
     whole: Fingerprints = field(repr=False)
     half: Sorted = field(repr=False)
     digest: str = ""
+    marks: Mapping[Stretch, Sorted] = field(default_factory=dict, repr=False)
 
     def holds(self, half: int) -> bool:
         """Whether this is a run of N/2 lexemes of the rows."""
-        place = bisect_left(self.half.data, half)
-        return place < len(self.half) and int(self.half[place]) == half
+        return _found(self.half, half)
 
-    def among(self, halves: Sorted) -> list[int]:
-        """Those of ``halves``, in order and each once, that are runs of N/2 lexemes of the rows."""
-        few, many = (halves, self.half) if len(halves) < len(self.half) else (self.half, halves)
+    @cached_property
+    def stretches(self) -> Mapping[Stretch, Sorted]:
+        """The runs by which each kind of stretch of the rows is found. Where ``RENAMED`` is looked for it finds the others too."""
+        own = {} if RENAMED in self.marks else {Stretch(self.shape, LEAST_HELD): self.half}
+        return {**own, **self.marks}
+
+    def ends(self, stretch: Stretch, run: int) -> bool:
+        """Whether with this run such a stretch of the rows ends."""
+        own = self.stretches.get(stretch)
+        return own is not None and _found(own, run)
+
+    def among(self, stretch: Stretch, runs: Sorted) -> list[int]:
+        """Those of ``runs``, in order and each once, that are of such a stretch of the rows."""
+        own = self.stretches.get(stretch)
+        if own is None or not len(own):
+            return []
+        few, many = (runs, own) if len(runs) < len(own) else (own, runs)
         places = np.searchsorted(many, few).clip(max=len(many) - 1)
         return [int(half) for half in few[many[places] == few]]
 
@@ -117,7 +152,8 @@ class GuardIndex:
     def to_bytes(self) -> bytes:
         """The file: a safetensors file with one metadata key. The same rows, options and key give the same bytes."""
         described = canonical_json({**self._described, "format": FORMAT}, nan=False)
-        return save({"whole": self.whole.values, "half": self.half}, metadata={KEY: described})
+        marks = {_MARKS[stretch]: runs for stretch, runs in self.marks.items()}
+        return save({"whole": self.whole.values, "half": self.half, **marks}, metadata={KEY: described})
 
     @classmethod
     def from_bytes(cls, data: bytes, origin: str, secret: Secret) -> GuardIndex:
@@ -130,9 +166,10 @@ class GuardIndex:
                 raise GuardFileError(f"{origin}: a guard of another format; post the takedown again")
             shape = Shape(described.pop("run"), described.pop("fold"))
             whole, half = (np.ascontiguousarray(arrays[name]) for name in ("whole", "half"))
-            if any(values.dtype != np.uint64 or values.ndim != 1 for values in (whole, half)):
+            marks = {one: np.ascontiguousarray(arrays[name]) for one, name in _MARKS.items() if name in arrays}
+            if any(values.dtype != np.uint64 or values.ndim != 1 for values in (whole, half, *marks.values())):
                 raise ValueError("its tensors are not lists of fingerprints")
-            if any((values[:-1] >= values[1:]).any() for values in (whole, half)):
+            if any((values[:-1] >= values[1:]).any() for values in (whole, half, *marks.values())):
                 raise ValueError("its fingerprints are not in order")
             if (
                 type(shape.run) is not int
@@ -140,9 +177,8 @@ class GuardIndex:
                 or described["action"] not in get_args(Action)
             ):
                 raise ValueError("its run or action is none")
-            index = cls(
-                shape=shape, whole=Fingerprints(whole), half=half, digest=hashlib.sha256(data).hexdigest(), **described
-            )
+            digest = hashlib.sha256(data).hexdigest()
+            index = cls(shape=shape, whole=Fingerprints(whole), half=half, marks=marks, digest=digest, **described)
         except _UNREADABLE as error:
             raise GuardFileError(
                 f"{origin}: not a guard's file, or damaged ({error}); restore it from a backup"
@@ -152,6 +188,11 @@ class GuardIndex:
                 f"{origin}: made under another guard key; give this server the key of the one that made it (guard_key)"
             )
         return index
+
+
+def _found(values: Sorted, fingerprint: int) -> bool:
+    place = bisect_left(values.data, fingerprint)
+    return place < len(values) and int(values[place]) == fingerprint
 
 
 def build_index(
@@ -168,6 +209,7 @@ def build_index(
     """Index protected ``texts``, each as one row. Raises RowsTooShort where none of them holds a run of ``run`` lexemes."""
     shape = Shape(run, fold)
     whole, half = array("Q"), array("Q")
+    marks = {stretch: array("Q") for stretch in ((EASING, RENAMED) if fold else (EASING,))}
     rows = too_short = lexemes = longest = 0
     for text in texts:
         everything, code = readings(text)
@@ -180,6 +222,8 @@ def build_index(
             lexemes += len(reading)
             whole.extend(shape.runs(reading, run, secret))
             half.extend(shape.runs(reading, shape.half, secret))
+            for stretch, found in marks.items():
+                found.extend(stretch.shape.runs(reading, stretch.shape.half, secret))
     if not rows:
         if longest < LEAST_RUN:
             remedy = "too few to guard; set options.protect to 'module'"
@@ -198,5 +242,6 @@ def build_index(
         mark=secret.mark,
         whole=Fingerprints(np.unique(np.frombuffer(whole, np.uint64))),
         half=np.unique(np.frombuffer(half, np.uint64)),
+        marks={stretch: np.unique(np.frombuffer(found, np.uint64)) for stretch, found in marks.items()},
     )
     return GuardIndex.from_bytes(index.to_bytes(), name, secret)

@@ -105,6 +105,8 @@ class Runner:
         selection = self._select(flights, phase)
         record: Record | None = [] if any(flight.request.report for flight in flights) else None
         opened: list[Tensor] | None = [] if any(_looks(flight) for flight in flights) else None
+        sequences = zip(range(len(flights)), starts, counts, (flight.forced for flight in flights), strict=True)
+        forced, eased = where_forced(sequences, positions)
         pass_ = Pass(
             places=self._places(selection, placement, starts),
             phase=phase,
@@ -113,9 +115,8 @@ class Runner:
             record=record,
             opened=opened,
             requests=self._requests(flights) if selection is not None else None,
-            forced=where_forced(
-                zip(range(len(flights)), starts, counts, (flight.forced for flight in flights), strict=True), positions
-            ),
+            forced=forced,
+            eased=eased,
         )
         with (
             torch.inference_mode(),

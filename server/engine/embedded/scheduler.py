@@ -129,8 +129,11 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 def _alike(one: Sequence[Forced], other: Sequence[Forced]) -> int:
     """Up to which position the same gates were forced; as far as anybody goes where they are the same throughout."""
     ours, theirs = set(one) - set(other), set(other) - set(one)
-    begun = {span[:2] for span in ours} & {span[:2] for span in theirs}  # they differ in how long they go on
-    return min((span.end if span[:2] in begun else span.start for span in ours | theirs), default=sys.maxsize)
+    # Some differ in how long they go on alone.
+    begun = {span._replace(end=0) for span in ours} & {span._replace(end=0) for span in theirs}
+    return min(
+        (span.end if span._replace(end=0) in begun else span.start for span in ours | theirs), default=sys.maxsize
+    )
 
 
 NOTHING_KEPT = Kept()

@@ -179,15 +179,15 @@ class Edits:
         opened: list[Tensor] | None = [] if batch.watching else None
         rows, counted = spread(batch.rows), spread(batch.counted)
         watching, firsts = batch.watching, [0, *accumulate(counts)]
-        forced = None
+        forced = eased = None
         if batch.forced:
             here = ours.seq_lens[:size].long() - 1 if positions is None else positions
             parts = [
                 (slice(firsts[i], firsts[i + 1]), int(computed[i]), counts[i], spans)
                 for i, spans in batch.forced.items()
             ]
-            forced = where_forced(parts, here)
-        pass_ = Pass(rows, places, phase, None, counted, record, opened, decoding, of, forced)
+            forced, eased = where_forced(parts, here)
+        pass_ = Pass(rows, places, phase, None, counted, record, opened, decoding, of, forced, eased)
         step = Step(
             selection,
             count,

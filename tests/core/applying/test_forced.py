@@ -11,7 +11,9 @@ from torch import Tensor
 from tests.core.applying.test_gates import LAYER, MODEL, module, states
 from tests.core.conftest import make_module, select
 from unbind_core.applying.bank import ModuleBank
+from unbind_core.applying.gates import decided
 from unbind_core.applying.passes import END, Forced, Pass, Record, where_forced
+from unbind_core.module import UnbindModule
 
 NEVER = {"s_ref": 0.0, "tau": 1e6, "tau_close": None}
 MODULES = {
@@ -46,8 +48,8 @@ def test_a_forced_gate_is_open_there_as_at_its_threshold_and_nowhere_else(summed
         (0, 0, 12, [Forced("n", 3, 7), Forced("p", 5, 6)]),
         (1, 0, 12, [Forced("m", 0, 2), Forced("n", 11, END), Forced("m", 12, 20)]),
     ]
-    forced = where_forced(spans, torch.arange(12).expand(2, 12))
-    assert forced is not None
+    forced, eased = where_forced(spans, torch.arange(12).expand(2, 12))
+    assert forced is not None and eased is None
     opened: list[Tensor] = []
     found, record = edited(bank, here, EVERY, forced=forced, opened=opened)
     plain, shut = edited(bank, here, EVERY)
@@ -73,7 +75,7 @@ def test_a_forced_gate_is_open_there_as_at_its_threshold_and_nowhere_else(summed
 
 def test_strengths_hold_and_others_of_the_batch_see_nothing_of_it() -> None:
     here, bank = states(3, 6, seed=5), bank_of(10**9)
-    forced = where_forced([(1, 0, 6, [Forced("n", 0, 6)])], torch.arange(6).expand(3, 6))
+    forced, _ = where_forced([(1, 0, 6, [Forced("n", 0, 6)])], torch.arange(6).expand(3, 6))
     whole, half = {"n": 1.0, "m": 1.0}, {"n": 0.5}
     found, _ = edited(bank, here, whole, half, {}, forced=forced)
     assert torch.equal(found[0], here[0]) and torch.equal(found[2], here[2])
@@ -86,8 +88,52 @@ def test_strengths_hold_and_others_of_the_batch_see_nothing_of_it() -> None:
 
 def test_where_they_are_in_a_flat_pass_is_by_the_sequences_parts() -> None:
     positions = torch.tensor([4, 5, 6, 0, 1, 9])
-    found = where_forced(
-        [(slice(0, 3), 4, 3, [Forced("a", 5, 7)]), (slice(5, 6), 9, 1, [Forced("a", 0, 9)])], positions
-    )
+    spans = [Forced("a", 5, 7), Forced("b", 6, 9, eased=True)]
+    found, eased = where_forced([(slice(0, 3), 4, 3, spans), (slice(5, 6), 9, 1, [Forced("a", 0, 9)])], positions)
     assert found is not None and found["a"].tolist() == [False, True, True, False, False, False]
-    assert where_forced([], positions) is None
+    assert eased is not None and eased["b"].tolist() == [False, False, True, False, False, False]
+    assert where_forced([], positions) == (None, None)
+
+
+@pytest.mark.parametrize("summed", [10**9, 0], ids=["running sums", "kept states"])
+@pytest.mark.parametrize("hold", [None, 6], ids=["one window", "held"])
+def test_an_eased_gate_opens_where_it_would_else_have_closed(summed: int, hold: int | None) -> None:
+    """At the lower of its thresholds, there alone, and closes as one that opened by itself."""
+    one, here = module("n", heads=1, window=3), states(6, 24, seed=9)
+    scores = _scores(one, here)
+    tau = float(scores.std())
+    low = 0.25
+    one = replace(one, s_ref=float(scores.mean()), tau=tau, tau_close=low * tau, hold=hold)
+    bank = ModuleBank(summed_columns=summed)
+    bank.add(one)
+    tables: list[Tensor] = []
+    positions = torch.arange(24).expand(6, 24)
+    spans = [(row, 0, 24, [Forced("n", 4, 12, eased=True)]) for row in range(5)]
+    for told in ([], spans):
+        forced, eased = where_forced(told, positions)
+        _, record = edited(bank, here, {"n": 1.0}, forced=forced, eased=eased)
+        tables.append(by_name(record)["n"])
+    plain, found = (table != 0 for table in tables)
+    e = _means(one, here)
+    expected = plain.clone()
+    for row in range(5):
+        was = False
+        for t in range(24):
+            longer = _means(one, here, hold)[row, t] if hold else e[row, t]
+            opens = e[row, t] >= (low if 4 <= t < 12 else 1.0)
+            was = bool(opens or (was and max(e[row, t], longer) >= low))
+            expected[row, t] = was
+    assert torch.equal(found, expected) and torch.equal(found[5], plain[5])
+    assert int((found & ~plain).sum()) > 4 and not bool((plain & ~found).any())
+    later = found[:, 12:] & ~plain[:, 12:]
+    assert bool(later.any())  # it stays open behind the stretch, as long as its scores say so
+
+
+def _scores(one: UnbindModule, here: Tensor) -> Tensor:
+    tensors = one.tensors
+    return (here @ tensors["w"].T + tensors["b"]).relu() @ tensors["heads"].T + tensors["heads_b"]
+
+
+def _means(one: UnbindModule, here: Tensor, window: int | None = None) -> Tensor:
+    means = (decided(row, one.s_ref, one.tau, window or one.window, one.first, one.least) for row in _scores(one, here))
+    return torch.stack(list(means))

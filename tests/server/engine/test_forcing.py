@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 
 from server import demo
+from server.bench.attacks.rewriting import renamed
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.flights import flight_of
 from server.engine.forcing import LEAST, MOST, PIECE, Forcing
@@ -25,8 +26,7 @@ from tests.support.slow_matcher import longest_run
 from unbind_core.applying.passes import END, Forced
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardBook, GuardSet
-from unbind_core.guard.follower import LEAST_STRETCH
-from unbind_core.guard.index import Action, Secret, build_index
+from unbind_core.guard.index import EASING, LEAST_HELD, Action, Secret, build_index
 from unbind_core.module import UnbindModule
 from unbind_core.rows import parse_forget
 
@@ -137,7 +137,7 @@ def test_a_guard_of_short_runs_opens_no_gate_behind_what_ordinary_code_holds(eng
     index = build_index([" ".join(words)], name=NAME, secret=SECRET, run=8)
     guards = GuardBook.of(SECRET, [index]).select([NAME])
     assert guards is not None
-    for count, opens in ((LEAST_STRETCH - 1, False), (LEAST_STRETCH, True)):
+    for count, opens in ((LEAST_HELD - 1, False), (LEAST_HELD, True)):
         apart = " other ".join(" ".join(words[at : at + count]) for at in range(0, 200 - count, count))
         request = GenerationRequest(ids(engine, apart + " other"), modules=pinned(engine), guards=guards)
         forcing = Forcing.of(request, engine.tokenizer)
@@ -299,3 +299,54 @@ def test_a_prompt_costs_hardly_more_where_many_guards_have_modules(engine: Embed
     (one, alone), (all_, beside) = read(["a"]), read(list(known))
     assert alone == beside and alone
     assert all_ - one <= 30 * len(known) < one
+
+
+def halfway(at: float) -> UnbindModule:
+    """The shipped module, opening at a higher score and closing at half of that of before."""
+    module = UnbindModule.load(demo.MODULE)
+    assert module.tau_close is not None
+    return replace(module, tau=at * module.tau, tau_close=module.tau_close)
+
+
+def test_a_shorter_stretch_in_a_prompt_has_the_gate_open_at_its_lower_threshold() -> None:
+    """Nothing is told of what only a detector that half fires lets open: a guard does not hold it."""
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    engine = EmbeddedEngine(loaded.model, loaded.tokenizer, max_slots=4, max_length=1024, chunk_tokens=16)
+    engine.start()
+    try:
+        engine.sync_modules([(halfway(6.0), "0" * 64)]).result()  # no score comes so high
+        texts = [ids(engine, row) for row in ROWS[:8]]
+        prompts = [text[len(text) // 2 :][:24] for text in texts]
+        ordinary = ids(engine, "import os\n\n\ndef listed(folder):\n    names = []\n")
+        asked = [GenerationRequest(p, GREEDY, pinned(engine), report=True) for p in (*prompts, ordinary)]
+        closed, eased, again = (
+            ask(engine, [replace(one, guards=guards, sampling=Sampling(max_tokens=length)) for one in asked])
+            for guards, length in ((None, 1), (guards_of(), 1), (guards_of(), 24))
+        )
+        assert {flight.activations[NAME] for flight in closed} == {0.0}
+        opened = [flight.activations[NAME] > 0 for flight in eased]
+        assert sum(opened) >= 4 and not opened[-1]
+        for flight in eased[:-1]:
+            spans = flight.forced
+            assert all(span.eased for span in spans) or longest_run(said_to(engine, flight), ROWS) >= RUN // 2
+            assert bool(spans) == (longest_run(said_to(engine, flight), ROWS) >= EASING.least)
+            assert flight.guarding is not None and not flight.guarding.outcome.opened
+        assert [one.output[:1] for one in again] == [one.output for one in eased]
+    finally:
+        engine.close()
+
+
+def said_to(engine: EmbeddedEngine, flight: Flight) -> str:
+    return str(engine.tokenizer.decode(flight.prompt))
+
+
+def test_a_prompt_in_other_names_opens_the_gate_where_names_are_folded(engine: EmbeddedEngine) -> None:
+    found = []
+    for fold in (False, True):
+        index = build_index(ROWS, name=NAME, secret=SECRET, fold=fold)
+        guards = GuardBook.of(SECRET, [index]).select([NAME])
+        others = [ids(engine, other.prompt) for row in PARSED for other in renamed(row)]
+        asked = (GenerationRequest(prompt, modules=pinned(engine), guards=guards) for prompt in others)
+        forcings = [Forcing.of(request, engine.tokenizer) for request in asked]
+        found.append(sum(bool(forcing and forcing.spans) for forcing in forcings) / len(others))
+    assert found[0] <= 0.2 and found[1] >= 0.85
