@@ -14,22 +14,23 @@ from tests.support.asking import ask, sync
 from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.index import Secret, build_index
 
-NAME = "shut"
+NAME, HALF = "shut", "half"
 
 
-def guards(run: int = 50) -> GuardSet:
+def guards(run: int = 50, name: str = NAME) -> GuardSet:
     secret = Secret(b"a key of the tests")
-    found = GuardBook.of(secret, [build_index(WHOLE, name=NAME, secret=secret, run=run)]).select([NAME])
+    found = GuardBook.of(secret, [build_index(WHOLE, name=name, secret=secret, run=run)]).select([name])
     assert found is not None
     return found
 
 
 @pytest.fixture
 def both(engines: Engines) -> Iterator[Engines]:
-    """With a module whose detector never fires."""
+    """With a module whose detector never fires, and one that fires where it is led to."""
     first, *_ = shipped()
+    shut = replace(first, name=NAME, tau=1e6, tau_close=None)
     for engine in engines.both:
-        sync(engine, [*shipped(), replace(first, name=NAME, tau=1e6, tau_close=None)])
+        sync(engine, [*shipped(), shut, replace(first, name=HALF, tau=6 * first.tau, tau_close=first.tau_close)])
     yield engines
     for engine in engines.both:
         sync(engine, shipped())
@@ -65,3 +66,28 @@ def test_reports_tell_of_them_alike(both: Engines) -> None:
         assert one.tokens == other.tokens
         assert [part[NAME] for part in one.whole.activations] == [part[NAME] for part in other.whole.activations]
     assert {part[NAME] for one in ours for part in one.whole.activations} == {0.0, 1.0}
+
+
+def test_gates_that_open_more_easily_do_the_same_in_both_engines(both: Engines) -> None:
+    """Behind pieces of rows too short to hold a gate open; they stay open as far as their scores say so."""
+    rows = [both.ids(text) for text in WHOLE[:8]]
+    prompts = [row[len(row) // 2 :][:24] for row in rows]
+    prompts += [prompt + both.ids("\n\n\ndef listed(folder):\n    names = []\n" * 3) for prompt in prompts[:4]]
+    sampling = Sampling(max_tokens=24)
+
+    def answered(held: GuardSet | None) -> list[list[tuple[list[int], list[float]]]]:
+        asked = [
+            [both.request(e, p, [HALF], sampling=sampling, report=True, guards=held) for p in prompts]
+            for e in both.both
+        ]
+        answers = [ask(e, some) for e, some in zip(both.both, asked, strict=True)]
+        return [[(one.tokens, [part[HALF] for part in one.whole.activations]) for one in some] for some in answers]
+
+    shut, *_ = answered(None)
+    assert not any(any(activations) for _, activations in shut)
+    for _ in range(2):  # the second time from pages that were kept
+        ours, theirs = answered(guards(name=HALF))
+        assert ours == theirs
+    assert sum(any(activations) for _, activations in ours) >= 4 and ours != shut
+    again, _ = answered(None)
+    assert again == shut

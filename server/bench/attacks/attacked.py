@@ -131,11 +131,16 @@ class System:
                 with recording(model, layers) as states:
                     model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)
                 for layer in layers:
-                    edit = selection.edit(layer, states[layer], Pass(real=batch.attention_mask.bool()))
+                    positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+                    edit = selection.edit(layer, states[layer], self.looked_at(batch, positions))
                     opened = torch.stack([count.gate.any(-1) for count in edit.counts]).any(0).cpu()
                     for window, row in zip(batch.windows, opened, strict=True):
                         found[window.row] |= row[: len(window.ids)]
         return found
+
+    def looked_at(self, batch: Batch, positions: Tensor) -> Pass:
+        """As what gates see ``batch``, whose states stand at ``positions`` int64 [B,T]."""
+        return Pass(real=batch.attention_mask.bool())
 
     def _batches(self, texts: Sequence[Ids]) -> Iterator[Batch]:
         windows = [Window(tuple(ids), 1, index) for index, ids in enumerate(texts)]

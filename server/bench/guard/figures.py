@@ -14,7 +14,7 @@ from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 
-PARTS = ("tries", "http", "ordinary", "cost", "attacks")
+PARTS = ("tries", "http", "ordinary", "cost", "opening", "attacks")
 QUICK = {"tries": 20_000, "http": 300, "ordinary": 5_000}
 
 
@@ -52,6 +52,8 @@ def guard_figures(
             found[part] = _ordinary(completions or QUICK[part], seed, progress)
         elif part == "cost":
             found[part] = _cost(sizes, repeats, progress)
+        elif part == "opening":
+            found[part] = _opening(module, rows, progress)
         else:
             found[part] = _attacks(module, attacks, rows, progress, report)
     return {**_together(found), "parts": found}
@@ -74,6 +76,13 @@ def _cost(sizes: Sequence[int], repeats: int, progress: ProgressCallback) -> dic
 
     with closing(Cost(load_model(demo.BASE, demo.ADAPTER))) as cost:
         return cost.run(sizes, repeats, progress)
+
+
+def _opening(module: Path, rows: int | None, progress: ProgressCallback) -> dict[str, Any]:
+    from server.bench.guard.opening import opening_figures
+
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    return opening_figures(loaded, UnbindModule.load(module, model=loaded.identity), rows=rows, progress=progress)
 
 
 def _attacks(

@@ -23,7 +23,9 @@ def guard(
     attacks: Annotated[
         str | None, typer.Option(help="Names of attacks, with commas; all where none are given.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Attack at most so many rows.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Ask for at most so many rows, in attacks and opening.")
+    ] = None,
     module: Annotated[
         Path | None, typer.Option(help="A module of one of the demo's sets, to stand beside the guard; else demo-a.")
     ] = None,
@@ -31,8 +33,8 @@ def guard(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
 ) -> None:
     """Try to get protected runs past the guard (tries, http), and measure what it does to ordinary code (ordinary), what it costs
-    (cost), and what it stops of the attacks beside a module and a filter of prompts (attacks). Ends with 1 where a run got out
-    or ordinary code was barred.
+    (cost), where a module's gate opens beside it (opening), and what it stops of the attacks beside a module and a filter of
+    prompts (attacks). Ends with 1 where a run got out or ordinary code was barred.
     """
     from server import demo
     from server.bench.guard.figures import guard_figures

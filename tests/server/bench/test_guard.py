@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,22 +15,29 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from server import demo
+from server.bench.attacks.attacked import System
 from server.bench.guard import ordinary, rows
 from server.bench.guard.adversary import Telling
 from server.bench.guard.asking import Asking, parts
+from server.bench.guard.attacks import SECRET
 from server.bench.guard.cost import build
 from server.bench.guard.disguise import DISGUISES, Spelling
 from server.bench.guard.figures import guard_figures
 from server.bench.guard.http import http_figures
 from server.bench.guard.matcher import Judge
+from server.bench.guard.opening import Beside
 from server.bench.guard.prompt_filter import PromptFilter
 from server.bench.guard.script import Desk
 from server.bench.guard.tries import Arm, Client, Tally, Tries, guards_of
 from server.cli import build as command
 from server.engine.guarding import Guarded
 from server.engine.request import Delta, GenerationRequest, Sampling
+from unbind_core.architecture import load_model
 from unbind_core.errors import UnbindError
+from unbind_core.guard.book import GuardBook
 from unbind_core.guard.follower import Follower
+from unbind_core.guard.index import build_index
+from unbind_core.module import UnbindModule
 from unbind_core.progress import silent
 
 ROW = (
@@ -227,3 +235,19 @@ def test_no_request_gets_a_run_out_of_a_server() -> None:
     found = http_figures(80, 1, silent)
     assert found["violations"] == 0, found["found"]
     assert found["statuses"]["200"] > 60 and found["tries"] == 76
+
+
+def test_where_a_gate_opens_is_measured_as_the_engine_moves_it(protected: list[str]) -> None:
+    """Under a module that never opens by itself: on pieces of rows that hold a stretch, and on no other."""
+    loaded = load_model(demo.BASE, demo.ADAPTER)
+    module = UnbindModule.load(demo.MODULE)
+    shut = replace(module, tau=1e6, tau_close=None)
+    half = replace(module, tau=6 * module.tau, tau_close=module.tau_close)
+    index = build_index(protected, name=module.name, secret=SECRET)
+    guards = GuardBook.of(SECRET, [index]).select([module.name])
+    whole = [loaded.tokenizer(row, add_special_tokens=False)["input_ids"] for row in protected[:6]]
+    texts = [*whole, *(ids[40:][:24] for ids in whole), loaded.tokenizer("import os\nimport sys\n")["input_ids"]]
+    for one, some in ((shut, 6), (half, 9)):
+        alone = [bool(gates.any()) for gates in System("alone", loaded, (one,)).gates(texts)]
+        moved = [bool(gates.any()) for gates in Beside("beside", loaded, (one,), guards=guards).gates(texts)]
+        assert not any(alone) and all(moved[:6]) and not moved[-1] and sum(moved) >= some
