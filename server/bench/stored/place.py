@@ -86,7 +86,8 @@ def _guards(settings: Settings, folder: Path, count: int) -> Iterator[NewModule]
     for number in range(count):
         name = f"guard{number:05}"
         whole = Fingerprints(drawn(len(real.whole.values)))
-        data = replace(real, name=name, whole=whole, half=drawn(len(real.half))).to_bytes()
+        marks = {stretch: drawn(len(runs)) for stretch, runs in real.marks.items()}
+        data = replace(real, name=name, whole=whole, half=drawn(len(real.half)), marks=marks).to_bytes()
         digest, file = _put(folder, data)
         facts = real.facts | {"name": name, "digest": digest}
         yield NewModule(name, digest, "", file, Origin.TAKEDOWN, scope="global", kind=Kind.GUARD, facts=facts)
