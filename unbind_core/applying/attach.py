@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
 from unbind_core.applying.hooks import Intervention
+from unbind_core.applying.masks import real_positions
 from unbind_core.applying.passes import Pass
 from unbind_core.architecture import unwrap
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
@@ -59,34 +60,6 @@ def _packed(arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bool:
     if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
         return False
     return bool((positions.diff() != 1).any())
-
-
-def _real_positions(mask: Any, batch: int, length: int, past: Any) -> Tensor | None:
-    """bool [B, past and new positions] from a two-dimensional attention mask; None where there is none.
-
-    With a cache of fixed size ``generate`` passes the finished mask [B or 1,1,length,size] instead, by layer type where the
-    model mixes them: what the newest position sees of it is real. Raises UnsupportedArchitecture where that is cut by a window.
-    """
-    if (
-        mask is not None
-        and getattr(past, "is_compileable", False)
-        and not (isinstance(mask, Tensor) and mask.dim() == 2)
-    ):
-        whole = mask.get("full_attention") if isinstance(mask, Mapping) else mask
-        if whole is None and mask.get("sliding_attention") is None:
-            return None
-        if not isinstance(whole, Tensor) or whole.dim() != 4:
-            raise UnsupportedArchitecture(
-                f"{type(past).__name__}: its mask does not tell which positions are padding; generate without "
-                "cache_implementation"
-            )
-        seen = whole[:, 0, -1, : int(past.get_seq_length()) + length].expand(batch, -1)
-        return seen if seen.dtype == torch.bool else seen == 0
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
-        return None
-    if getattr(past, "is_compileable", False):  # Bloom's mask is as long as such a cache
-        return mask[:, : int(past.get_seq_length()) + length].bool()
-    return mask.bool()
 
 
 class _Sequences:
@@ -186,13 +159,13 @@ def attach(
 
     ``modules``: None for every module of the bank on every row; names; name -> strength; or a list with one such
     mapping per batch row (an empty one leaves its row alone). They are pinned on entry. A generation that expands each
-    row into beams or several sequences keeps each row's modules. Padding that a two-dimensional ``attention_mask``
-    marks is not counted. Several threads may run passes inside one block, which is left when all have ended. Raises
+    row into beams or several sequences keeps each row's modules. Padding that the ``attention_mask`` marks is not
+    counted. Several threads may run passes inside one block, which is left when all have ended. Raises
     UnknownModule, UnsupportedArchitecture, ModelMismatch where the model has another width or number of layers than that of
     the modules, and UnbindError where rows and batch do not go together, where the model carries an intervention already or is
     a copy that was made in a block, where a gate with a memory meets a cache that was filled outside the block, or where it
     trains with gradient checkpointing. A layer that runs outside a pass of the model raises UnbindError, as does, where gates
-    have a memory, a pass with several texts packed in one row.
+    have a memory, a pass with several texts packed in one row or a mask that hides anything else than padding.
     """
     asked = _as_rows(bank, modules)
     selection = bank.select(asked)
@@ -242,7 +215,7 @@ def attach(
                 )
             past = arguments.get("past_key_values")
             decoding = length == 1 and past is not None and past.get_seq_length() > 0
-            real = _real_positions(arguments.get("attention_mask"), batch, length, past)
+            real = real_positions(arguments.get("attention_mask"), batch, length, past, needed=selection.remembers)
             new = None if decoding or real is None else real[:, -length:]
             memory, places = None, None
             if selection.remembers:
