@@ -9,7 +9,9 @@ from fastapi import Query
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from server.api.admin.routes import Served, admin_router, refusals
+from server.errors import ApiError
 from server.evidence.bundle import evidence
+from server.registry.private.store import Unreadable
 
 router = admin_router()
 
@@ -20,7 +22,13 @@ async def show_evidence(
 ) -> Response:
     """The signed document; with ``format=html`` the page in it alone, which carries no signature."""
     with refusals():
-        document = await asyncio.to_thread(evidence, served.registry, served.settings, takedown_id, served.described)
+        try:
+            document = await asyncio.to_thread(
+                evidence, served.registry, served.settings, takedown_id, served.described
+            )
+        except Unreadable as error:
+            lost = "Where that cannot be, purge the takedown: then there is evidence without the report and samples"
+            raise ApiError(409, f"{error}. {lost}", code="private_file_unreadable") from None
     if form == "html":
         policy = "default-src 'none'; style-src 'unsafe-inline'"
         return HTMLResponse(document["html"], headers={"Content-Security-Policy": policy})
