@@ -100,6 +100,10 @@ def test_an_address_that_is_no_address_leaves_the_page_standing(browser: Browser
         expect(page.get_by_role("alert").filter(has_text="no takedown '%'")).to_be_visible()
         page.goto(asking.url + "/#/%E0%A4%A")
         expect(page.get_by_role("heading", name="There is no such page")).to_be_visible()
+        page.goto(asking.url + "/#/keys/rules/x")
+        expect(page.get_by_role("heading", level=1)).to_have_text("What holds for x")
+        page.goto(asking.url + "/#/keys/rules")
+        expect(page.get_by_role("heading", level=1)).to_contain_text("Keys and policies")
 
 
 def test_the_focus_is_never_with_nobody(browser: Browser, asking: Live) -> None:

@@ -28,7 +28,7 @@ export function Keys({ path }) {
   if (!data) return html`<${Title} title="Keys and policies" /><${Problem} error=${error} />`
   if (what === "new") return html`<${NewKey} known=${data} again=${again} />`
   if (what === "profile") return html`<${NewProfile} />`
-  if (what === "rules") return html`<${RulesForm} scope=${name} known=${data} again=${again} key=${name} />`
+  if (what === "rules" && name) return html`<${RulesForm} scope=${name} known=${data} again=${again} key=${name} />`
   return html`<${Title} title="Keys and policies" lead="Who may ask this server, and which modules apply to what they ask.">
       <a class="button main" href="#/keys/new">New key</a><a class="button" href="#/keys/profile">New profile</a></${Title}>
     <${Problem} error=${error} />

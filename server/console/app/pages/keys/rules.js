@@ -20,7 +20,9 @@ function rulesOf(form) {
 
 function titleOf(scope, known) {
   const [kind, id] = scope.split(":")
-  return kind === "global" ? "every request" : kind === "profile" ? `the profile ${id}` : `the key ${known.keys.find(key => key.id === id)?.name ?? id}`
+  if (kind === "profile" && id) return `the profile ${id}`
+  if (kind === "key" && id) return `the key ${known.keys.find(key => key.id === id)?.name ?? id}`
+  return scope === "global" ? "every request" : scope // an address that somebody typed
 }
 
 export function RulesForm({ scope, known, again }) {
