@@ -85,8 +85,8 @@ class Setting:
                 raise UnbindError(f"setting: '{key}' is missing in {path}")
             if key == "dtype" and values.get(key, "float32") not in DTYPES:
                 raise UnbindError(f"setting: 'dtype' in {path} is {values[key]!r}; choose from {', '.join(DTYPES)}")
-            if key in values and not _fits(values[key], key, kind):
-                raise UnbindError(f"setting: '{key}' in {path} is {values[key]!r}; give {_wanted(key, kind)}")
+            if key in values:
+                require(key, values[key], kind, f"setting: '{key}' in {path}")
             if key in values and kind in ("Path", "Path | None"):
                 values[key] = home / values[key]
             elif key in values and kind.startswith("tuple"):
@@ -106,6 +106,12 @@ class Setting:
                 del found[key]
         found["modules"] = {key: contents(value) for key, value in self.modules.items()}
         return found
+
+
+def require(key: str, value: Any, kind: str, which: str) -> None:
+    """Raise UnbindError, which begins with ``which``, where a value is not what the field ``key`` of a setting takes."""
+    if not _fits(value, key, kind):
+        raise UnbindError(f"{which} is {value!r}; give {_wanted(key, kind)}")
 
 
 def _fits(value: Any, key: str, kind: str) -> bool:

@@ -204,3 +204,21 @@ def test_an_own_recipe_says_only_what_differs(tmp_path: Path) -> None:
     path.write_text('like = "nothing"\n')
     with pytest.raises(UnbindError, match="'nothing' is neither a file nor one of"):
         Recipe.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('[adaptation]\nepochs = "2"', r"'adaptation.epochs' is '2'; give a whole number"),
+        ("[adaptation]\nlearning_rate = nan", r"'adaptation.learning_rate' is nan; give a number"),
+        ("[sizes]\nforget = -1", r"'sizes.forget' is -1; give a whole number"),
+        ("[measured]\nupdates = [0]", r"'measured.updates' is \[0\]; give a list of whole numbers above 0"),
+        ("[measured]\nretain_row = 4", r"'measured.retain_row' is unknown; choose from .*retain_rows"),
+        ('seed = "x"', r"'seed' is 'x'; give a whole number"),
+    ],
+)
+def test_a_recipe_is_refused_before_anything_is_made_of_it(said: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f'like = "qwen-csn"\n{said}\n')
+    with pytest.raises(UnbindError, match=f"recipe: {told}"):
+        Recipe.load(str(path))

@@ -5,6 +5,7 @@ Its rows are functions of packages, which it locks, or those of manifests that t
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +14,7 @@ from typing import Any
 
 from unbind_core.errors import UnbindError
 from unbind_core.fields import DTYPES
+from unbind_lab.setting import Setting, require
 
 HOME = Path(__file__).parent.parent / "recipes"
 ROOT = HOME.parent.parent  # what a recipe's paths are relative to
@@ -119,12 +121,12 @@ class Recipe:
             return cls(
                 path.stem,
                 values["language"],
-                values.get("seed", 0),
+                _fitting("seed", "int", values.get("seed", 0)),
                 base,
                 _read(Sizes, values, "sizes"),
                 _read(Adaptation, values, "adaptation"),
                 packages,
-                values.get("measured", {}),
+                _measured(values.get("measured", {})),
                 values.get("manifests", {}),
             )
         except tomllib.TOMLDecodeError as error:
@@ -185,7 +187,36 @@ def _read(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
     for key in given:
         if key not in known:
             raise UnbindError(f"recipe: '{table}.{key}' is unknown; choose from {', '.join(known)}")
+    for one in fields(kind):
+        if one.name in given:
+            _fitting(f"{table}.{one.name}", str(one.type), given[one.name])
     try:
         return kind(**given)
     except TypeError as error:
         raise UnbindError(f"recipe: {table}: {error}") from None
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number, 0 or above"),
+    "float": ((int, float), "a number, 0 or above"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "a text"),
+}
+
+
+def _fitting(key: str, kind: str, value: Any) -> Any:
+    """The value. Raises UnbindError where it is of another kind than the field's."""
+    types, wanted = _KINDS[kind]
+    if type(value) not in types or (not isinstance(value, str) and not 0 <= value < math.inf):
+        raise UnbindError(f"recipe: '{key}' is {value!r}; give {wanted}")
+    return value
+
+
+def _measured(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What goes into the setting, which would refuse it when all is built."""
+    known = {one.name: str(one.type) for one in fields(Setting)}
+    for key, value in given.items():
+        if key not in known:
+            raise UnbindError(f"recipe: 'measured.{key}' is unknown; choose from {', '.join(sorted(known))}")
+        require(key, value, known[key], f"recipe: 'measured.{key}'")
+    return given
