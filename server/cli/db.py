@@ -1,26 +1,32 @@
-"""``unbind db``: the registry's database, brought to this version, backed up, looked over."""
+"""``unbind db``: the registry's database, brought to this version, backed up, looked over, and its store swept."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
 from sqlalchemy import Engine
 
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.audit import OPERATOR
+from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.flags import flag, with_settings
 from server.registry import database
 from server.registry.objects import DamagedObject, ObjectStore
+from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry
+from server.registry.retention import spare_files, sweep_files
 from server.registry.tables import ModuleState, Origin
 from server.registry.trail import unguarded
 from server.settings import Settings
+from unbind_core import UnbindError
 
 _JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
 _OUT = flag("out", Path | None, typer.Option(None, "--out", help="file to write; in data_dir/backups where not given"))
+_DELETE = flag("delete", bool, typer.Option(False, "--delete", help="delete them; else they are only listed"))
 
 
 @with_settings([_JSON])
@@ -86,6 +92,33 @@ def _unreadable(registry: Registry, store: ObjectStore) -> Iterator[str]:
             yield f"{record['kind']} '{record['name']}' ({record['id']}, {record['state']}), {record['file']}: {said}"
 
 
+@with_settings([_DELETE, _JSON])
+def sweep(settings: Settings, delete: bool, as_json: bool) -> None:
+    """List, or delete, the files of the module store that nothing needs: those of versions retired over a day ago, and those over a
+    day old that no record names.
+    """
+    store = ObjectStore(settings.published_store)
+    with clear_errors(), _open(settings) as engine:
+        if database.status(engine) != "current":
+            raise UnbindError("the schema is behind: run `unbind db upgrade`")
+        registry = Registry(engine, settings.audit_head_file)
+        try:
+            found = spare_files(registry, store)
+        except NotAllowed as error:
+            raise UnbindError(str(error)) from None
+        if delete:
+            found = sweep_files(registry, store, found, OPERATOR)
+    total = sum(file.bytes for file in found)
+    if as_json:
+        write_json({"deleted": delete, "bytes": total, "files": [asdict(file) for file in found]})
+        return
+    if found:
+        lines = ([file.file, str(file.bytes), " ".join(file.records) or "no record"] for file in found)
+        show_lines(("file", "bytes", "retired"), lines)
+    what = "deleted" if delete else "can go; --delete deletes them"
+    screen.print(f"files: {len(found)}, bytes: {total:,}; {what}" if found else "nothing can go", highlight=False)
+
+
 @contextmanager
 def _open(settings: Settings, *, existing: bool = True) -> Iterator[Engine]:
     """The engine of the settings' database, given back at the end."""
@@ -100,8 +133,9 @@ def _open(settings: Settings, *, existing: bool = True) -> Iterator[Engine]:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    group = typer.Typer(help="The registry's database: upgrade, backup, check.", no_args_is_help=True)
+    group = typer.Typer(help="The registry's database: upgrade, backup, check, sweep.", no_args_is_help=True)
     group.command("upgrade")(upgrade)
     group.command("backup")(backup)
     group.command("check")(check)
+    group.command("sweep")(sweep)
     app.add_typer(group, name="db")

@@ -1,7 +1,8 @@
 """Module files by content: ``objects/<sha256>.safetensors`` in a folder or at any fsspec URL, written whole or not at all.
 
 Workers put, servers get. What is read is checked against its name, so nothing half-written is ever loaded. A server looks by the
-clock whether the store is still there, and waits a moment alone for what a store elsewhere is slow to give.
+clock whether the store is still there, and waits a moment alone for what a store elsewhere is slow to give. What may be deleted
+is for ``retention.py`` to say.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import threading
 import time
 import uuid
@@ -26,6 +28,7 @@ PATIENCE_SECONDS = 0.5
 CONNECT_SECONDS = 5.0  # for the first object, which has the store's own package imported
 _ASKED_AT_ONCE = 8
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_KEY = re.compile(r"objects/[0-9a-f]{64}\.safetensors")
 T = TypeVar("T")
 _KEPT = 200  # bytes of a name, so that with time and ending it is still one that file systems take
 
@@ -60,7 +63,13 @@ class ObjectStore:
                 temporary.write_bytes(data)
                 temporary.chmod(0o644)  # the account that serves need not be the one that fits
 
-            if not path.is_file() or path.read_bytes() != data:
+            try:
+                known = path.is_file() and path.read_bytes() == data
+                if known:
+                    os.utime(path)  # it is as young as one that is new: its record is still to come
+            except OSError:  # deleted meanwhile, or another account's
+                known = False
+            if not known:
                 write_whole(path, write)
             remove_unfinished(path.parent)
         else:
@@ -101,6 +110,37 @@ class ObjectStore:
         with self._asking:
             self._asked.pop(digest, None)
         return future.result()
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every file by its key; what has another name than a file that was put here is left out. Raises OSError."""
+        if self.folder is not None:
+            found = {}
+            for path in (self.folder / "objects").glob("*.safetensors"):
+                with suppress(FileNotFoundError):  # deleted since it was listed
+                    found[f"objects/{path.name}"] = path.stat().st_size
+        else:
+            try:
+                listed = self._remote("find", "objects", None, False, True)
+            except FileNotFoundError:
+                return {}
+            found = {f"objects/{path.rpartition('/')[2]}": int(about["size"]) for path, about in listed.items()}
+        return {key: found[key] for key in sorted(found) if _KEY.fullmatch(key)}
+
+    def put_at(self, key: str) -> float:
+        """When a file was put here last. Raises OSError; StoreUnreachable, also where the store does not say."""
+        if self.folder is not None:
+            return (self.folder / key).stat().st_mtime
+        if self._files is not None:
+            self._files[0].invalidate_cache()
+        return float(self._remote("modified", key).timestamp())
+
+    def delete(self, key: str) -> None:
+        """A file, for good; nothing where it is not there. Raises OSError, StoreUnreachable."""
+        with suppress(FileNotFoundError):
+            if self.folder is not None:
+                (self.folder / key).unlink()
+            else:
+                self._remote("rm_file", key)
 
     def look(self) -> None:
         """See that the store is there. Raises OSError, StoreUnreachable."""

@@ -1,14 +1,23 @@
-"""Deletes forget rows: on request, and of themselves once they are older than the settings allow. The digest stays."""
+"""Deletes forget rows: on request, and of themselves once they are older than the settings allow. The digest stays. And, on request
+alone, files of the store that nothing needs any more.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from server.registry.audit import Actor
+from sqlalchemy import select
+
+from server.registry.audit import Actor, append
+from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
+from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry
+from server.registry.tables import ModuleRow, ModuleState
 from server.settings import Settings
 
 log = logging.getLogger("unbind.service")
@@ -89,3 +98,67 @@ def purge(registry: Registry, settings: Settings, takedown_id: str, actor: Actor
     kept = TakedownFiles(settings)
     kept.has_forget("")  # a store that does not answer is to hold up no change of others: the purge is one transaction
     return registry.takedowns.purge(takedown_id, kept.purge, actor, time.time())
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A file of the store that nothing needs: its key, its size in bytes, and the records that name it, all retired."""
+
+    file: str
+    bytes: int
+    records: list[str]
+
+
+def spare_files(registry: Registry, store: ObjectStore) -> list[Spare]:
+    """The files that no record names but those of versions that were retired over a day ago, and that were put into the store over
+    a day ago: a file is put there before its record, and what a clock that was ahead retired comes back once it is right.
+
+    Raises NotAllowed where no record names any file: the registry is another's. OSError, StoreUnreachable.
+    """
+    before = time.time() - DAY
+    sizes = store.sizes()
+    naming: dict[str, list[dict[str, Any]]] = {}
+    for record in registry.modules.versions():
+        naming.setdefault(str(record["file"]), []).append(record)
+    if sizes and not any(key in naming for key in sizes):
+        raise NotAllowed(
+            f"the registry names none of the {len(sizes)} files in {store.where}: it is another's, or a copy from before they were "
+            "made; see database_url, data_dir and module_store"
+        )
+    return [
+        Spare(key, size, [record["id"] for record in naming.get(key, [])])
+        for key, size in sizes.items()
+        if not any(_needed(record["state"], record["changed_at"], before) for record in naming.get(key, []))
+        and _old(store, key, before)
+    ]
+
+
+def sweep_files(registry: Registry, store: ObjectStore, files: Sequence[Spare], actor: Actor) -> list[Spare]:
+    """Delete those of these files that nothing needs still; which these were. Raises OSError, StoreUnreachable."""
+    return [file for file in files if _drop(registry, store, file.file, time.time() - DAY, (actor, file))]
+
+
+def _drop(registry: Registry, store: ObjectStore, key: str, before: float, told: tuple[Actor, Spare] | None) -> bool:
+    """Where it is ``told`` of in the trail, the file must have been put there over a day ago."""
+    with registry.transactions.change() as session:  # no record comes meanwhile
+        rows = session.scalars(select(ModuleRow).where(ModuleRow.file == key)).all()
+        if any(_needed(row.state, row.changed_at, before) for row in rows):
+            return False
+        if told is not None and not _old(store, key, before):
+            return False
+        store.delete(key)
+        if told is not None:
+            actor, file = told
+            append(session, time.time(), actor, "store.sweep", key, {"bytes": file.bytes, "records": file.records})
+        return True
+
+
+def _needed(state: str, changed_at: float, before: float) -> bool:
+    return state != ModuleState.RETIRED or changed_at >= before
+
+
+def _old(store: ObjectStore, key: str, before: float) -> bool:
+    try:
+        return store.put_at(key) < before
+    except FileNotFoundError:  # another sweep was quicker
+        return False

@@ -15,7 +15,7 @@ import torch
 from server.planning.planned import planned
 from server.registry.files import load_forget
 from server.registry.objects import DamagedObject, ObjectStore
-from server.registry.tables import Origin
+from server.registry.tables import ModuleState, Origin
 from server.settings import Settings
 from server.worker.plan import MAKING, PATIENCE_SECONDS, Task
 from unbind_core.architecture import LoadedModel, load_model, outline
@@ -124,6 +124,11 @@ class Context:
             except DamagedObject as error:
                 raise DataError(f"module '{record['name']}': {error}, then retry the job") from None
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and record["state"] == ModuleState.RETIRED:
+                    raise DataError(
+                        f"module '{record['name']}' version {record['version']} is retired, and its file is not in the store any "
+                        "more; make a new version instead"
+                    ) from None
                 reason = f"module '{record['name']}' could not be read from the module store ({error})"
                 if time.monotonic() > patient_until:
                     raise DataError(

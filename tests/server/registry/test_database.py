@@ -258,6 +258,7 @@ def test_a_copy_that_has_no_room_is_refused_and_leaves_nothing_behind(tmp_path: 
         "key revoke key_1",
         "db check",
         "db backup",
+        "db sweep --delete",
     ],
 )
 def test_what_reads_or_copies_a_registry_makes_none(tmp_path: Path, wanted: str, there: str) -> None:

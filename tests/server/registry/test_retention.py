@@ -1,29 +1,41 @@
-"""Forget rows are kept exactly as long as a takedown has them: under races, refusals, deaths and age."""
+"""Forget rows are kept exactly as long as a takedown has them: under races, refusals, deaths and age. Files of the store go once
+nothing can need them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
+from typer.testing import CliRunner
 
 from server.api.admin.bodies import TakedownFields
 from server.api.admin.intake import from_json
 from server.api.admin.takedowns import Asked, _submit
+from server.cli import build
 from server.guarding import guard_secret
-from server.registry import retention
+from server.registry import records, retention
 from server.registry.audit import Actor
 from server.registry.files import job_dir
+from server.registry.lifecycle import Action
 from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
-from server.registry.refusals import NameTaken
+from server.registry.records import NewModule
+from server.registry.refusals import NameTaken, NotAllowed
 from server.registry.registry import Registry
 from server.registry.retention import DAY, Retention
+from server.registry.tables import Kind, Origin
 from server.settings import Settings
 
 ADMIN = Actor("admin", "test")
@@ -182,3 +194,104 @@ def test_a_server_looks_for_rows_without_a_takedown_once_an_hour(shop: Shop, mon
     kept._next = time.monotonic()
     kept.go_on()
     assert len(looks) == 2
+
+
+class Shelf:
+    """A store, in a folder or elsewhere, and records of files in it."""
+
+    def __init__(self, registry: Registry, where: str) -> None:
+        self.registry, self.store = registry, ObjectStore(where)
+
+    def put(self, data: bytes, days: float) -> str:
+        """A file that was put there so long ago; its key."""
+        key = self.store.put(data)
+        if self.store.folder is not None:
+            os.utime(self.store.folder / key, (time.time() - days * DAY,) * 2)
+        else:
+            files = fsspec.filesystem("memory").store
+            (path,) = [path for path in files if path.endswith(f"{self.store.where.partition('://')[2]}/{key}")]
+            files[path].modified = datetime.fromtimestamp(time.time() - days * DAY, UTC)
+        return key
+
+    def version(self, name: str, key: str, *, retired: float | None = None, kind: Kind = Kind.GUARD) -> str:
+        """The id of a record of this file: the newest version, which is active, or was retired so many days ago."""
+        digest = key.rpartition("/")[2].partition(".")[0]
+        new = NewModule(name, digest, "", key, Origin.TAKEDOWN, kind=kind)
+        with self.registry.transactions.change() as session:
+            made = records.add(session, new, "auto", ADMIN, time.time()).id
+        if retired is not None:
+            self.registry.modules.act(made, Action.RETIRE, "*", ADMIN, time.time() - retired * DAY)
+        return made
+
+
+@pytest.fixture(params=["folder", "elsewhere"])
+def shelf(request: pytest.FixtureRequest, registry: Registry, tmp_path: Path) -> Shelf:
+    folder = request.param == "folder"
+    return Shelf(registry, str(tmp_path / "store") if folder else f"memory://unbind-{uuid.uuid4().hex}")
+
+
+def test_only_files_that_nothing_can_need_again_are_deleted(shelf: Shelf) -> None:
+    registry, store = shelf.registry, shelf.store
+    first, second = shelf.put(b"first", 9), shelf.put(b"second", 9)
+    superseded, active = shelf.version("a", first), shelf.version("a", second)
+    both = shelf.put(b"the same rows, posted again", 9)
+    shelf.version("b", both, retired=5)
+    shelf.version("b", both)
+    gone = shelf.put(b"retired", 9)
+    retired = shelf.version("c", gone, retired=2)
+    for name, days in (("today", 0.5), ("by a clock that is ahead", -400)):
+        shelf.version(name, shelf.put(name.encode(), 9), retired=days)
+    left, young = shelf.put(b"of a post that died", 2), shelf.put(b"whose record is still to come", 0.5)
+    before = store.sizes()
+
+    found = retention.spare_files(registry, store)
+    assert {file.file: (file.bytes, file.records) for file in found} == {gone: (7, [retired]), left: (19, [])}
+    assert store.sizes() == before
+    assert retention.sweep_files(registry, store, found, ADMIN) == found
+    assert store.sizes().keys() == before.keys() - {gone, left} and young in store.sizes()
+    assert retention.spare_files(registry, store) == [] and retention.sweep_files(registry, store, found, ADMIN) == []
+
+    told = [row["subject"] for row in registry.audit(limit=1000) if row["action"] == "store.sweep"]
+    assert sorted(told) == sorted([gone, left]) and registry.audit_problems() == []
+    assert registry.modules.rollback("guard:a", "*", ADMIN, time.time())["id"] == superseded
+    store.get(first, registry.modules.get(superseded)["digest"])
+    assert registry.modules.get(active)["state"] == "superseded"
+
+
+def test_what_is_needed_by_the_time_it_would_go_stays(shelf: Shelf) -> None:
+    again, posted = shelf.put(b"put again", 9), shelf.put(b"recorded", 9)
+    shelf.version("other", shelf.put(b"other", 9))
+    found = retention.spare_files(shelf.registry, shelf.store)
+    assert {file.file for file in found} == {again, posted}
+    shelf.store.put(b"put again")  # as of a post of the same rows, whose record is still to come
+    shelf.version("new", posted)
+    assert retention.sweep_files(shelf.registry, shelf.store, found, ADMIN) == []
+    assert {again, posted} <= shelf.store.sizes().keys()
+
+
+def test_the_store_of_another_registry_is_left_alone(shelf: Shelf) -> None:
+    assert retention.spare_files(shelf.registry, shelf.store) == []
+    key = shelf.put(b"another's", 9)
+    with pytest.raises(NotAllowed, match=r"names none of the 1 files in .*see database_url"):
+        retention.spare_files(shelf.registry, shelf.store)
+    assert key in shelf.store.sizes()
+
+
+def test_the_command_lists_and_deletes_only_where_it_is_told_to(
+    registry: Registry, database_url: str, tmp_path: Path
+) -> None:
+    shelf = Shelf(registry, str(tmp_path / "data" / "modules"))
+    shelf.version("a", shelf.put(b"active", 9))
+    retired = shelf.version("b", gone := shelf.put(b"retired", 9), retired=3)
+
+    def sweep(*words: str) -> str:
+        where = ["--data-dir", str(tmp_path / "data"), "--database-url", database_url]
+        done = CliRunner().invoke(build(), ["db", "sweep", *words, *where])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    listed = {"bytes": 7, "files": [{"file": gone, "bytes": 7, "records": [retired]}]}
+    assert json.loads(sweep("--json")) == {"deleted": False, **listed}
+    assert gone in sweep() and "--delete" in sweep() and gone in shelf.store.sizes()
+    assert json.loads(sweep("--json", "--delete")) == {"deleted": True, **listed}
+    assert len(shelf.store.sizes()) == 1 and sweep("--delete") == "nothing can go\n"

@@ -79,7 +79,7 @@ def stage_context(settings: Settings, told: list[Progress], patience: float) -> 
 def kept(settings: Settings, make_module: MakeModule) -> tuple[dict[str, Any], Path]:
     module = make_module("other")
     key = ObjectStore(settings.published_store).put(module.to_bytes())
-    record = {"name": "other", "origin": Origin.TAKEDOWN, "file": key, "digest": module.digest}
+    record = {"name": "other", "origin": Origin.TAKEDOWN, "file": key, "digest": module.digest, "state": "active"}
     return record, Path(settings.published_store) / key
 
 
@@ -105,6 +105,8 @@ def test_a_stage_that_waited_in_vain_names_module_reason_and_remedy(
         DataError, match=r"module 'other' could not be read .*No such file.*; bring the store back, or retire"
     ):
         context.stored(record)
+    with pytest.raises(DataError, match=r"'other' version 1 is retired, and its file is not in the store any more"):
+        context.stored({**record, "version": 1, "state": "retired"})
     file.write_bytes(b"not what it says")
     with pytest.raises(DataError, match=r"module 'other': .*damaged.*restore it from a backup, then retry the job"):
         context.stored(record)

@@ -10,9 +10,10 @@ const ACTIONS = {
   "rules.put": "wrote rules", "rules.delete": "deleted rules", "job.cancel": "asked a job to stop", "job.retry": "had a job tried again", "job.succeeded": "ended a job, done",
   "job.failed": "ended a job, failed", "job.cancelled": "ended a job, cancelled", "job.verify": "asked to measure again", "job.adopt": "asked to bring a module to this model",
   "job.activate": "asked to measure and activate", "module.add": "recorded a module", "guard.add": "recorded a guard", "audit.accept_head": "accepted a restored end of the trail",
+  "store.sweep": "deleted a file that nothing needed",
 }
 const CHANGES = { activate: "activated", shadow: "put into shadow", suspend: "suspended", retire: "retired", superseded: "superseded", due: "began to activate" }
-const KINDS = { "": "All", takedown: "Takedowns", job: "Jobs", module: "Modules", guard: "Guards", key: "Keys", rules: "Rules", audit: "The trail itself" }
+const KINDS = { "": "All", takedown: "Takedowns", job: "Jobs", module: "Modules", guard: "Guards", key: "Keys", rules: "Rules", store: "Store", audit: "The trail itself" }
 const NOTHING = { action: "", actor: "", subject: "" }
 
 function inWords(action) {
