@@ -138,6 +138,11 @@ def sweep_files(registry: Registry, store: ObjectStore, files: Sequence[Spare], 
     return [file for file in files if _drop(registry, store, file.file, time.time() - DAY, (actor, file))]
 
 
+def drop_file(registry: Registry, store: ObjectStore, key: str) -> None:
+    """Delete a file that was put into the store for a record that was not written, unless another record needs it."""
+    _drop(registry, store, key, time.time() - DAY, None)
+
+
 def _drop(registry: Registry, store: ObjectStore, key: str, before: float, told: tuple[Actor, Spare] | None) -> bool:
     """Where it is ``told`` of in the trail, the file must have been put there over a day ago."""
     with registry.transactions.change() as session:  # no record comes meanwhile

@@ -129,7 +129,9 @@ def _guard(served: BaseService, asked: Asked) -> GuardIndex | None:
 def _submit(
     served: BaseService, asked: Asked, plan: Mapping[str, Any] | None, actor: Actor, key: str | None
 ) -> tuple[dict[str, Any], bool]:
-    """Guard and rows into their files, then the records of both in one transaction; what is refused leaves no rows."""
+    """Guard and rows into their files, then the records of both in one transaction; what is refused, or finds no room, leaves
+    neither.
+    """
     takedowns, files, fields, options = (
         served.registry.takedowns,
         TakedownFiles(served.settings),
@@ -149,13 +151,11 @@ def _submit(
     same = takedowns.known(fields.name, fingerprint, fields.options.replace, key, request_digest, time.time())
     if same is not None:
         return same, False
-    index = _guard(served, asked)
+    index, guard = _guard(served, asked), None
     try:
-        guard = kept_guard(index, options, served.objects, fields.notice.reference) if index is not None else None
+        if index is not None:
+            guard = kept_guard(index, options, served.objects, fields.notice.reference)
         files.save_forget(rows)  # here, as a slow store is to hold up no change of others
-    except StoreUnreachable as error:
-        raise ApiError(503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"}) from None
-    try:
         return takedowns.submit(
             name=fields.name,
             row_count=len(rows),
@@ -173,9 +173,17 @@ def _submit(
             module=fields.options.protect != "guard",
             keep=keep,  # looked at again, as a purge or another post's refusal may have taken them away since
         )
-    except Refusal:
-        with suppress(OSError, *AWAY):  # else retention does so later
-            takedowns.drop_unrecorded([digest], files.purge)
+    except (Refusal, OSError, *AWAY) as error:
+        away = isinstance(error, StoreUnreachable)
+        with suppress(OSError, *AWAY):  # else `unbind db sweep` does so later, and retention
+            if guard is not None:
+                retention.drop_file(served.registry, served.objects, guard.file)
+            if not away:
+                takedowns.drop_unrecorded([digest], files.purge)
+        if away:
+            raise ApiError(
+                503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"}
+            ) from None
         raise
 
 

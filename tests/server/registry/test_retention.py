@@ -4,6 +4,7 @@ nothing can need them.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -58,7 +59,9 @@ class Shop:
     def post(self, name: str, rows: str = "shared", **options: Any) -> str:
         """The takedown's id."""
         fields = TakedownFields(name=name, options={"protect": "module", **options})
-        intake = from_json([{"prompt": f"def {rows}_{number}():", "continuation": " pass"} for number in range(3)])
+        intake = from_json(
+            [{"prompt": f"def {rows}_{number}():", "continuation": " return a + b"} for number in range(3)]
+        )
         job, _ = _submit(self.served, Asked(fields, options, intake), None, ADMIN, None)
         return str(job["takedown_id"])
 
@@ -295,3 +298,21 @@ def test_the_command_lists_and_deletes_only_where_it_is_told_to(
     assert gone in sweep() and "--delete" in sweep() and gone in shelf.store.sizes()
     assert json.loads(sweep("--json", "--delete")) == {"deleted": True, **listed}
     assert len(shelf.store.sizes()) == 1 and sweep("--delete") == "nothing can go\n"
+
+
+def test_a_post_that_finds_no_room_leaves_neither_guard_nor_rows(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    takedowns, store = shop.registry.takedowns, shop.served.objects
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    guard: Any = {"protect": "guard", "guard": {"run": 8}}
+    with monkeypatch.context() as patched:
+        patched.setattr(takedowns, "submit", before(takedowns.submit, full))
+        with pytest.raises(OSError, match="No space left"):
+            shop.post("m", **guard)
+    assert store.sizes() == {} and shop.files.kept_forget() == set()
+    kept = shop.registry.takedowns.get(shop.post("m", **guard))["guard"]["file"]
+    with pytest.raises(NameTaken):
+        shop.post("m", **guard)
+    assert list(store.sizes()) == [kept]
