@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import select, tuple_
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
@@ -136,10 +136,17 @@ class Takedowns:
                 "guard": next((view for view in views if view["kind"] == Kind.GUARD), None),
             }
 
-    def newest(self, limit: int = 100, unreached: Unreached = lambda _: "") -> list[dict[str, Any]]:
-        """The newest takedowns first, with what each binds now and where its newest job is."""
+    def newest(self, limit: int = 100, unreached: Unreached = lambda _: "", after: str = "") -> list[dict[str, Any]]:
+        """The newest takedowns first, or those behind the one with the id ``after``, with what each binds now and where its newest
+        job is. Raises NotThere.
+        """
+        age = tuple_(Takedown.created_at, Takedown.id)  # of those that came at one moment each has its place
+        query = select(Takedown).order_by(Takedown.created_at.desc(), Takedown.id.desc()).limit(limit)
         with self._transactions.look() as session:
-            found = session.scalars(select(Takedown).order_by(Takedown.created_at.desc()).limit(limit)).all()
+            if after:
+                last = _find(session, after)
+                query = query.where(age < tuple_(last.created_at, last.id))
+            found = session.scalars(query).all()
             ids = [takedown.id for takedown in found]
             jobs, views = defaultdict[str, list[Job]](list), defaultdict[str, list[dict[str, Any]]](list)
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):

@@ -196,6 +196,9 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
     assert (made["guard"]["action"], made["guard"]["run"], made["guard"]["state"]) == ("stop", 8, "active")
     assert run("takedown", "status", made["job_id"])["state"] == "queued"
     assert made["job_id"] in [job["id"] for job in run("takedown", "status")]
+    assert run("takedown", "list")[0]["id"] == made["takedown_id"]
+    told = CliRunner().invoke(build(), ["takedown", "list", "--url", server.url, "--key", ADMIN_KEY]).stdout
+    assert f"{made['takedown_id']}  by-hand  " in told and made["job_id"] in told
     assert "is making module" in run("takedown", "submit", str(file), "--name", "by-hand", code=1)
     assert run("takedown", "cancel", made["job_id"])["state"] == "cancelled"
     assert run("takedown", "retry", made["job_id"])["state"] == "queued"

@@ -34,7 +34,7 @@ from server.registry.audit import Actor
 from server.registry.lifecycle import InForce, bound
 from server.registry.objects import StoreUnreachable
 from server.registry.private.files import TakedownFiles
-from server.registry.refusals import AWAY, Refusal
+from server.registry.refusals import AWAY, NotThere, Refusal
 from unbind_core.errors import DataError, InsufficientRows, RowsTooShort
 from unbind_core.guard.index import GuardIndex
 from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
@@ -188,10 +188,18 @@ def _submit(
 
 
 @router.get("/takedowns")
-def list_takedowns(served: Served, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
+def list_takedowns(
+    served: Served,
+    after: Annotated[str, Query(max_length=100, description="id of the takedown that the list goes on behind")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
     """The newest first, without their rows."""
     with refusals():
-        return {"object": "list", "data": served.registry.takedowns.newest(limit, partial(unreached, served))}
+        try:
+            found = served.registry.takedowns.newest(limit + 1, partial(unreached, served), after)
+        except NotThere:
+            raise invalid("after: no takedown has this id; begin anew", "after", "invalid_value") from None
+    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 
 @router.get("/takedowns/{takedown_id}")

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
 from server.cli.client import LOCAL, Client, Key, Url
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
 from server.cli.takedown.submit import AsJson, submit
-from server.registry.lifecycle import standing
+from server.registry.lifecycle import InForce, standing
 
 NEWEST = 20
 JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
+
+
+def list_takedowns(url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+    """All takedowns, the newest first: whom each binds now, and where its newest job is."""
+    with clear_errors():
+        client, found, after, more = Client(url, key), [], "", True
+        while more:
+            answer = client.call(f"/takedowns?limit=1000&after={after}")
+            found += answer["data"]
+            more = answer["has_more"]
+            after = found[-1]["id"] if more else ""
+    if as_json:
+        write_json(found)
+        return
+    lines = []
+    for takedown in found:
+        at = datetime.fromtimestamp(takedown["created_at"], UTC).strftime("%Y-%m-%d %H:%M:%S")
+        scope = f" ({takedown['scope']})" if takedown["in_force"] == InForce.ENFORCED else ""
+        job = takedown["job"]
+        lines.append([takedown["id"], takedown["name"], at, f"{takedown['in_force']}{scope}", job["id"], job["state"]])
+    show_lines(("takedown", "name", "received", "in force", "job", "state"), lines)
 
 
 def show(
@@ -102,6 +124,7 @@ def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> N
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="Takedowns on a running server.", no_args_is_help=True)
+    group.command("list")(list_takedowns)
     for command in (submit, show, status, watch, cancel, retry, purge):
         group.command(command.__name__)(command)
     app.add_typer(group, name="takedown")

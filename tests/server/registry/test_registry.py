@@ -282,6 +282,17 @@ def test_the_longer_a_stage_lasts_the_longer_the_past_jobs_that_tell_of_it() -> 
     assert remaining_seconds(near, [], "", 0.0) == 26.0
 
 
+def test_takedowns_of_one_moment_each_have_their_place_in_pages(registry: Registry) -> None:
+    for number in range(5):
+        submit(registry, f"m{number}", now=float(number == 4))
+    every = [takedown["id"] for takedown in registry.takedowns.newest()]
+    pages: list[str] = []
+    while page := registry.takedowns.newest(2, after=pages[-1] if pages else ""):
+        pages += [takedown["id"] for takedown in page]
+    assert pages == every and len(set(pages)) == 5
+    assert registry.takedowns.get(pages[0])["name"] == "m4"
+
+
 def test_purging_deletes_rows_that_no_other_takedown_has(registry: Registry) -> None:
     submit(registry, "a", forget_digest="same"), submit(registry, "b", forget_digest="same")
     first, second = (takedown["id"] for takedown in registry.takedowns.newest())

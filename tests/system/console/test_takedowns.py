@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support.live import Live, live
 from tests.system.conftest import ADMIN_KEY
@@ -99,12 +99,31 @@ def test_what_to_do_about_a_failed_job_depends_on_its_reason(browser: Browser, s
     assert all(expected in said for expected, said in zip(reasons.values(), told, strict=True)), told
 
 
-def test_a_list_that_is_not_all_of_them_says_so(browser: Browser, server: Live) -> None:
+def test_a_list_of_many_is_turned_page_by_page(browser: Browser, server: Live) -> None:
     rows = [{"text": CODE.replace("total", "listed") * 4}]
     server.admin("/takedowns", {"name": "listed", "rows": rows, "options": {"scope": "global", "protect": "guard"}})
     (newest,) = server.admin("/takedowns?limit=1").body["data"]
-    many = [{**newest, "id": f"td_{number}"} for number in range(1000)]
+    many = [{**newest, "id": f"td_{number}", "name": f"number {number}"} for number in range(150)]
+
+    def answer(route: Route) -> None:
+        after = route.request.url.partition("after=")[2]
+        first = int(after.removeprefix("td_")) + 1 if after else 0
+        shown = many[first : first + 100]
+        route.fulfill(json={"object": "list", "data": shown, "has_more": first + len(shown) < len(many)})
+
     with opened(browser, server.url, ADMIN_KEY) as page:
-        page.route("**/admin/v1/takedowns?*", lambda route: route.fulfill(json={"object": "list", "data": many}))
+        page.route("**/admin/v1/takedowns?*", answer)
         go(page, "Takedowns")
-        expect(page.locator("main")).to_contain_text("The newest 1,000 takedowns. Older ones")
+        rows, newer, older = (
+            page.locator("tbody tr"),
+            page.get_by_role("button", name="Newer"),
+            page.get_by_role("button", name="Older"),
+        )
+        expect(rows).to_have_count(100)
+        expect(newer).to_be_disabled()
+        older.click()
+        expect(rows).to_have_count(50)
+        expect(rows.last).to_contain_text("number 149")
+        expect(older).to_be_disabled()
+        newer.click()
+        expect(rows.first).to_contain_text("number 0")

@@ -7,7 +7,7 @@ import { New } from "./takedowns/new.js"
 import { Shown } from "./takedowns/shown.js"
 import { standing } from "./takedowns/words.js"
 
-const MOST = 1000
+const PAGE = 100
 
 export function Takedowns({ path }) {
   const [which] = path
@@ -17,8 +17,9 @@ export function Takedowns({ path }) {
 }
 
 function List() {
-  const [limit, setLimit] = useState(100)
-  const { data, error } = useData(() => get(`/admin/v1/takedowns?limit=${limit}`), 2, [limit])
+  const [pages, turn] = useState([""]) // the ids that the pages turned so far begin behind
+  const after = pages.at(-1)
+  const { data, error } = useData(() => get(`/admin/v1/takedowns?limit=${PAGE}&after=${after}`), 2, [after])
   const takedowns = data?.data
   return html`<${Title} title="Takedowns" lead="What was asked to be forgotten, how far that is, and which requests it binds now.">
       <a class="button main" href="#/takedowns/new">New takedown</a></${Title}>
@@ -27,9 +28,9 @@ function List() {
       Choose <a href="#/takedowns/new">New takedown</a> and give the rows. A dry run says first what it will take.</${Empty}>`}
     ${takedowns?.length > 0 && html`<${Table} stacked label="Takedowns" columns=${["Name", "State", "Binds", "Rows", "Claimant", "Received"]}>
       ${takedowns.map(line)}</${Table}>
-      <div class="row"><span class="hint">${takedowns.length < MOST ? `${counted(takedowns.length, "takedown")}, the newest first.`
-          : html`The newest ${counted(MOST, "takedown")}. Older ones are found by the <a href="#/audit">audit trail</a>.`}</span>
-        ${takedowns.length === limit && limit < MOST && html`<${Button} onClick=${() => setLimit(MOST)}>Show more</${Button}>`}</div>`}`
+      ${(after || data.has_more) && html`<div class="row"><${Button} disabled=${!after} onClick=${() => turn(pages.slice(0, -1))}>Newer</${Button}>
+        <${Button} disabled=${!data.has_more} onClick=${() => turn([...pages, takedowns.at(-1).id])}>Older</${Button}></div>`}
+      <p class="hint">${counted(takedowns.length, after ? "older takedown" : "takedown")}, the newest first.</p>`}`
 }
 
 function line(takedown) {

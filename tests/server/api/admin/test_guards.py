@@ -82,6 +82,23 @@ def test_the_list_of_takedowns_says_what_each_binds_and_where_its_job_is(running
     ]
 
 
+def test_the_list_of_takedowns_is_read_to_its_end_page_by_page(running: Live) -> None:
+    for number in range(3):
+        assert post(running, f"page-{number}", **ALONE).status == 202
+    every = [entry["id"] for entry in running.admin("/takedowns?limit=1000").body["data"]]
+    pages: list[str] = []
+    more, after = True, ""
+    while more:
+        page = running.admin(f"/takedowns?limit=2&after={after}").body
+        pages += [entry["id"] for entry in page["data"]]
+        more, after = page["has_more"], pages[-1]
+        if len(pages) == 2:
+            assert post(running, "page-of-meanwhile", **ALONE).status == 202  # moves nobody's place
+    assert pages == every and running.admin(f"/takedowns?after={pages[-1]}").body["data"] == []
+    refused = running.admin("/takedowns?after=td_none")
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
+
+
 def test_a_guard_alone_needs_no_worker(running: Live) -> None:
     answer = post(running, "alone", **ALONE)
     assert (answer.body["state"], answer.body["positions"], answer.body["in_force"]) == ("succeeded", None, "available")
