@@ -83,6 +83,7 @@ class Patience:
         """
         patient_until = time.monotonic() + PATIENCE_SECONDS
         while True:
+            self._beat()  # what fails at once, as on a full disk, leaves no other sign of life
             try:
                 return self._meanwhile(claim, work)
             except FileNotFoundError:

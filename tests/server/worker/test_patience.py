@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from server.registry.audit import Actor
 from server.registry.objects import ObjectStore
 from server.registry.registry import open_registry
 from server.registry.tables import JobKind, Origin
@@ -19,6 +21,7 @@ from server.worker.context import Context
 from server.worker.patience import Patience, Stopping
 from server.worker.plan import Task
 from tests.server.conftest import MakeModule
+from tests.support.disks import small_disk
 from unbind_core.errors import DataError
 from unbind_core.progress import Progress
 
@@ -68,6 +71,40 @@ def test_a_worker_that_is_asked_to_leave_waits_for_no_database(settings: Setting
 
     with pytest.raises(Stopping):
         Patience(settings, registry, stop, lambda: None).insist(never)
+    registry.close()
+
+
+def test_a_worker_whose_store_has_no_room_gives_signs_of_life(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.worker.patience.REPORT_SECONDS", 0.02)
+    registry = open_registry(settings)
+    asked: dict[str, Any] = {
+        "forget_digest": "d",
+        "notice": {},
+        "options": {},
+        "request_digest": "r",
+        "fingerprint": "f",
+    }
+    registry.takedowns.submit(
+        name="m", row_count=1, idempotency_key=None, actor=Actor("admin"), now=time.time(), **asked
+    )
+    claim = registry.jobs.claim("worker", time.time(), 600.0, 3)
+    assert claim is not None
+    with small_disk(tmp_path / "disk") as disk:
+        beats: list[None] = []
+
+        def beat() -> None:
+            beats.append(None)
+            if len(beats) == 3:
+                disk.free([os.getpid()])
+
+        placed = settings.model_copy(update={"module_store": str(disk.folder / "store")})
+        patience = Patience(placed, registry, threading.Event(), beat)
+        monkeypatch.setattr("server.worker.patience.PATIENCE_SECONDS", 5.0)
+        disk.fill([os.getpid()])
+        key = patience.put(b"module", claim)
+        assert len(beats) >= 3 and (disk.folder / "store" / key).read_bytes() == b"module"
     registry.close()
 
 
