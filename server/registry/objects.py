@@ -120,7 +120,7 @@ class ObjectStore:
                     found[f"objects/{path.name}"] = path.stat().st_size
         else:
             try:
-                listed = self._remote("find", "objects", None, False, True)
+                listed = self._remote("find", "objects", detail=True)
             except FileNotFoundError:
                 return {}
             found = {f"objects/{path.rpartition('/')[2]}": int(about["size"]) for path, about in listed.items()}
@@ -169,7 +169,7 @@ class ObjectStore:
         else:
             (self.folder / MARK).touch(mode=0o644)
 
-    def _remote(self, operation: str, key: str, *arguments: Any) -> Any:
+    def _remote(self, operation: str, key: str, *arguments: Any, **named: Any) -> Any:
         try:
             if self._files is None:
                 from fsspec.core import url_to_fs
@@ -178,7 +178,7 @@ class ObjectStore:
             files, root = self._files
             if operation == "pipe_file" and "/" in key:
                 files.makedirs(f"{root}/{key.rpartition('/')[0]}", exist_ok=True)
-            return getattr(files, operation)(f"{root}/{key}", *arguments)
+            return getattr(files, operation)(f"{root}/{key}", *arguments, **named)
         except FileNotFoundError:
             raise
         except Exception as error:  # each kind of store raises its own

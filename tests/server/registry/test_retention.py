@@ -19,6 +19,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
 from server.api.admin.bodies import TakedownFields
@@ -270,6 +271,25 @@ def test_what_is_needed_by_the_time_it_would_go_stays(shelf: Shelf) -> None:
     shelf.version("new", posted)
     assert retention.sweep_files(shelf.registry, shelf.store, found, ADMIN) == []
     assert {again, posted} <= shelf.store.sizes().keys()
+
+
+class Otherwise(MemoryFileSystem):
+    """Takes what it is asked in another order, as Google's does."""
+
+    protocol = "otherwise"
+
+    def find(self, path: str, withdirs: bool = False, detail: bool = False, prefix: str = "", **named: Any) -> Any:
+        assert not prefix
+        return super().find(path, withdirs=withdirs, detail=detail, **named)
+
+
+def test_stores_of_every_kind_list_their_files() -> None:
+    fsspec.register_implementation("otherwise", Otherwise, clobber=True)
+    store = ObjectStore(f"otherwise://{uuid.uuid4().hex}")
+    assert store.sizes() == {}
+    key = store.put(b"module")
+    store.look()
+    assert store.sizes() == {key: 6}
 
 
 def test_the_store_of_another_registry_is_left_alone(shelf: Shelf) -> None:
