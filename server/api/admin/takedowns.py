@@ -151,11 +151,12 @@ def _submit(
     same = takedowns.known(fields.name, fingerprint, fields.options.replace, key, request_digest, time.time())
     if same is not None:
         return same, False
-    index, guard = _guard(served, asked), None
+    index, guard, saved = _guard(served, asked), None, False
     try:
-        if index is not None:
-            guard = kept_guard(index, options, served.objects, fields.notice.reference)
         files.save_forget(rows)  # here, as a slow store is to hold up no change of others
+        saved = True
+        if index is not None:  # last: of a guard that is posted twice at once none is to lose the other's file
+            guard = kept_guard(index, options, served.objects, fields.notice.reference)
         return takedowns.submit(
             name=fields.name,
             row_count=len(rows),
@@ -178,7 +179,7 @@ def _submit(
         with suppress(OSError, *AWAY):  # else `unbind db sweep` does so later, and retention
             if guard is not None:
                 retention.drop_file(served.registry, served.objects, guard.file)
-            if not away:
+            if saved or not away:
                 takedowns.drop_unrecorded([digest], files.purge)
         if away:
             raise ApiError(
