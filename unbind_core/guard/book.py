@@ -121,7 +121,8 @@ class GuardBook:
             groups = tuple(self._groups(act, count))
             acting = [index for group in groups if group.acts for index in group.guards]
             kinds = dict.fromkeys(stretch for index in acting for stretch in index.stretches)
-            stretches = tuple(Marks(one, self._marks.get(one) or self._halves[one.shape]) for one in kinds)
+            tables = {kind: self._halves[kind.shape] for kind in kinds if kind not in self._marks} | dict(self._marks)
+            stretches = tuple(Marks(kind, tables[kind]) for kind in kinds)
             self._selected[names] = GuardSet(self.secret, act, count, groups, stretches)
         return self._selected[names]
 

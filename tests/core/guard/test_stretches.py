@@ -84,6 +84,11 @@ def test_files_without_marks_hold_gates_open_by_half_a_run_alone(fold: bool, run
     assert again.stretches.keys() == made.stretches.keys() and again.digest == made.digest
 
 
+@pytest.mark.parametrize("fold", [False, True])
+def test_rows_too_short_for_a_stretch_have_none(fold: bool) -> None:
+    assert not met(" ".join(WORDS[:11]), index(" ".join(WORDS[:11]), run=8, fold=fold))
+
+
 def test_a_book_that_grows_is_one_made_at_once() -> None:
     every = [
         index(CODE),
