@@ -201,7 +201,7 @@ class NetworkGates:
         was_open = before[:, self._read_states] > 0
         opens, closes = e >= 1, e < self.close
         if eased is not None:
-            opens |= ~closes & eased.view_as(opens)
+            opens |= (e >= self.close) & eased.view_as(opens)
         if self._holds:
             holding = self._means(sums, far, self._over_hold, places.positions)
             below, closes = closes, closes & (holding < self.close)
