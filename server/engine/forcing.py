@@ -109,18 +109,16 @@ class Forcing:
         spans: list[Forced] = []
         for stretch, ended in pieces.items():
             runs = np.array(sorted(ended), np.uint64)
+            known: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # many guards may share what is met
             for index, (name, count, eases) in self._gates.items():
                 if not (eases or stretch.holds):
                     continue
-                end = -1
-                for position in sorted({last for run in index.among(stretch, runs) for last in ended[run]}):
-                    if position > end:
-                        spans.append(Forced(name, position, position + count, not stretch.holds))
-                    else:
-                        spans[-1] = spans[-1]._replace(end=position + count)
-                    end = position + count
-                if stretch.holds and end >= 0:
-                    self._ends[name] = end
+                found = tuple(index.among(stretch, runs))
+                if (count, *found) not in known:
+                    known[count, *found] = _joined({last for run in found for last in ended[run]}, count)
+                spans += (Forced(name, *span, not stretch.holds) for span in known[count, *found])
+                if stretch.holds and found:
+                    self._ends[name] = known[count, *found][-1][1]
         self._spans = tuple(sorted(spans, key=lambda span: (span.start, span.name, span.eased)))
 
     def _look(self, text: str, position: int, for_good: bool = False) -> None:
@@ -130,6 +128,15 @@ class Forcing:
             if position >= self._ends.get(name, 0) and any(index.ends(*one) for one in met):
                 self._ends[name] = END if for_good else position + count
                 self._spans = (*self._spans, Forced(name, position, self._ends[name]))
+
+
+def _joined(positions: Iterable[int], count: int) -> list[tuple[int, int]]:
+    """From each of ``positions`` on ``count`` of them, as spans that do not meet."""
+    spans: list[tuple[int, int]] = []
+    for position in sorted(positions):
+        start = spans.pop()[0] if spans and position <= spans[-1][1] else position
+        spans.append((start, position + count))
+    return spans
 
 
 def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,10 +68,24 @@ def where_forced(
     """``Pass.forced`` and ``Pass.eased`` of a pass at ``positions`` int64 [B,T] or [N]: of each sequence its part of them, the
     first of its positions, how many it has, and what is forced in it.
     """
-    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    found: tuple[dict[str, list[tuple[int, int]]], dict[str, list[tuple[int, int]]]] = ({}, {})
     for part, first, count, spans in sequences:
+        begin, last = part.start if isinstance(part, slice) else part * positions.shape[-1], first + count
         for name, start, end, eased in spans:
-            if start < first + count and end > first:
-                here = (positions[part] >= start) & (positions[part] < end)
-                found[eased].setdefault(name, torch.zeros_like(positions, dtype=torch.bool))[part] |= here
-    return found[False] or None, found[True] or None
+            if start < last and end > first:
+                span = begin + max(start - first, 0), begin + min(end, last) - first
+                found[eased].setdefault(name, []).append(span)
+    return _within(found[False], positions), _within(found[True], positions)
+
+
+def _within(found: Mapping[str, Sequence[tuple[int, int]]], positions: Tensor) -> Mapping[str, Tensor] | None:
+    """By name, where in a pass its spans are; all at once, as they may be thousands, of a thousand names."""
+    if not found:
+        return None
+    rows = np.repeat(np.arange(len(found)), [len(spans) for spans in found.values()])
+    begins, ends = np.array([span for spans in found.values() for span in spans]).T
+    steps = np.zeros((len(found), positions.numel() + 1), np.int16)
+    np.add.at(steps, (rows, begins), 1)
+    np.add.at(steps, (rows, ends), -1)
+    within = torch.from_numpy(steps.cumsum(1, dtype=np.int16)[:, :-1] > 0).to(positions.device, non_blocking=True)
+    return dict(zip(found, within.view(-1, *positions.shape).unbind(), strict=True))

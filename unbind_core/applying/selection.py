@@ -55,6 +55,7 @@ class Part:
         told apart, where anybody looks at scores. ``kernels``: those of ``cuda/``, for decode steps.
         """
         self._names = tuple(names)
+        self._places = {name: i for i, name in enumerate(names)}
         self._gates, self.blocks = gates, gates.blocks
         self._proportional = isinstance(gates, FisherGates)
         self._zero = kappa.new_zeros(())
@@ -100,12 +101,12 @@ class Part:
 
     def _where(self, named: Mapping[str, Tensor] | None, states: Tensor) -> Tensor | None:
         """bool [...,m] from bool [...] by name; None where none of them is of a module here."""
-        own = () if named is None else named.keys() & set(self._names)
+        own = () if named is None else named.keys() & self._places.keys()
         if named is None or not own:
             return None
         here = torch.zeros(*states.shape[:-1], len(self._names), dtype=torch.bool, device=states.device)
         for name in own:
-            here[..., self._names.index(name)] = named[name]
+            here[..., self._places[name]] = named[name]
         return here
 
     def _count(self, scores: Tensor, gate: Tensor, states: Tensor, pass_: Pass) -> Count:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.applying.test_gates import LAYER, MODEL, module, states
 from tests.core.conftest import make_module, select
@@ -93,6 +95,39 @@ def test_where_they_are_in_a_flat_pass_is_by_the_sequences_parts() -> None:
     assert found is not None and found["a"].tolist() == [False, True, True, False, False, False]
     assert eased is not None and eased["b"].tolist() == [False, False, True, False, False, False]
     assert where_forced([], positions) == (None, None)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what is asked of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_gates_of_a_thousand_modules_are_forced_by_as_many_operations_as_that_of_one() -> None:
+    """Where all protect what many texts begin with, each span of each would be one."""
+    counts, positions = [], torch.arange(512).expand(2, 512)
+    for number in (1, 1000):
+        spans = [
+            Forced(f"m{i}", start, start + 33 + i % 5, bool(i % 2))
+            for start in range(0, 600, 40)
+            for i in range(number)
+        ]
+        with _Operations() as operations:
+            found = where_forced([(1, 0, 512, spans)], positions)
+        counts.append(operations.count)
+        for eased, named in enumerate(found):
+            for name, where in (named or {}).items():
+                begins = torch.tensor([one.start for one in spans if one.name == name])[:, None]
+                length = 33 + int(name[1:]) % 5
+                assert int(name[1:]) % 2 == eased and not where[0].any()
+                expected = (positions[1] >= begins) & (positions[1] < begins + length)
+                assert torch.equal(where[1], expected.any(0))
+        assert sum(len(named or ()) for named in found) == number
+    assert counts[1] <= 2 * counts[0]
 
 
 @pytest.mark.parametrize("summed", [10**9, 0], ids=["running sums", "kept states"])

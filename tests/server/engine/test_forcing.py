@@ -301,6 +301,32 @@ def test_a_prompt_costs_hardly_more_where_many_guards_have_modules(engine: Embed
     assert all_ - one <= 30 * len(known) < one
 
 
+def test_a_prompt_costs_hardly_more_where_what_it_repeats_is_of_many_guards(engine: EmbeddedEngine) -> None:
+    """As a licence is that stands in rows of all of them."""
+    shared = " ".join(f"w{number}" for number in range(30))
+    names = [f"g{i}" for i in range(100)]
+    rows = {name: [f"{shared} " + " ".join(f"{name}v{j}" for j in range(RUN))] for name in names}
+    book = GuardBook.of(SECRET, [build_index(rows[name], name=name, secret=SECRET) for name in names])
+    eased = replace(shut(), tau_close=1e5)
+    entries = tuple(LoadedModule(name, replace(eased, name=name), "0" * 64) for name in names)
+    prompt = ids(engine, f"{shared} other " * 30)
+
+    def read(count: int) -> tuple[int, tuple[Forced, ...]]:
+        guards = book.select(names[:count])
+        request = GenerationRequest(prompt, modules=PinnedSet(entries[:count]), guards=guards)
+        forcing = Forcing.of(request, engine.tokenizer)
+        assert forcing is not None
+        with cProfile.Profile() as profile:
+            spans = forcing.spans
+        return pstats.Stats(profile).total_calls, spans  # type: ignore[attr-defined]
+
+    read(1)
+    (one, alone), (all_, beside) = read(1), read(100)
+    assert {span.eased for span in alone} == {True, False} and len(prompt) > 20 * PIECE
+    assert sorted(beside) == sorted(span._replace(name=name) for span in alone for name in names)
+    assert all_ - one <= 60 * len(names)
+
+
 def halfway(at: float) -> UnbindModule:
     """The shipped module, opening at a higher score and closing at half of that of before."""
     module = UnbindModule.load(demo.MODULE)
