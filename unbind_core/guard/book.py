@@ -174,4 +174,4 @@ def _merged(parts: list[Sorted]) -> Fingerprints:
         return Fingerprints(parts[0])
     values = np.concatenate(parts)
     values.sort(kind="stable")  # which takes what is in order as it is
-    return Fingerprints(values[np.append(True, values[1:] != values[:-1])])
+    return Fingerprints(values[np.append(True, values[1:] != values[:-1])[: len(values)]])

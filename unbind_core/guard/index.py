@@ -92,7 +92,7 @@ _MARKS = {EASING: "easing", RENAMED: "renamed"}  # tensors of the file; older ve
 class GuardIndex:
     """One takedown's guard. ``rows`` are those that hold a run, ``too_short`` those that cannot; ``lexemes`` counts both readings
     of the former where they differ. ``digest``: SHA-256 of its bytes. ``marks``: the runs of ``EASING``, and of ``RENAMED`` where
-    names are folded; files made before these were have none.
+    names are folded, where a row has as many lexemes; files made before these were have none.
     """
 
     name: str
@@ -127,7 +127,7 @@ class GuardIndex:
     def among(self, stretch: Stretch, runs: Sorted) -> list[int]:
         """Those of ``runs``, in order and each once, that are of such a stretch of the rows."""
         own = self.stretches.get(stretch)
-        if own is None or not len(own):
+        if own is None:
             return []
         few, many = (runs, own) if len(runs) < len(own) else (own, runs)
         places = np.searchsorted(many, few).clip(max=len(many) - 1)
@@ -165,7 +165,9 @@ class GuardIndex:
                 raise GuardFileError(f"{origin}: a guard of another format; post the takedown again")
             shape = Shape(described.pop("run"), described.pop("fold"))
             whole, half = (np.ascontiguousarray(arrays[name]) for name in ("whole", "half"))
-            marks = {one: np.ascontiguousarray(arrays[name]) for one, name in _MARKS.items() if name in arrays}
+            marks = {
+                one: np.ascontiguousarray(arrays[name]) for one, name in _MARKS.items() if len(arrays.get(name, ()))
+            }
             if any(values.dtype != np.uint64 or values.ndim != 1 for values in (whole, half, *marks.values())):
                 raise ValueError("its tensors are not lists of fingerprints")
             if any((values[:-1] >= values[1:]).any() for values in (whole, half, *marks.values())):
@@ -241,6 +243,6 @@ def build_index(
         mark=secret.mark,
         whole=Fingerprints(np.unique(np.frombuffer(whole, np.uint64))),
         half=np.unique(np.frombuffer(half, np.uint64)),
-        marks={stretch: np.unique(np.frombuffer(found, np.uint64)) for stretch, found in marks.items()},
+        marks={stretch: np.unique(np.frombuffer(found, np.uint64)) for stretch, found in marks.items() if found},
     )
     return GuardIndex.from_bytes(index.to_bytes(), name, secret)

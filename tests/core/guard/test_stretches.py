@@ -86,7 +86,11 @@ def test_files_without_marks_hold_gates_open_by_half_a_run_alone(fold: bool, run
 
 @pytest.mark.parametrize("fold", [False, True])
 def test_rows_too_short_for_a_stretch_have_none(fold: bool) -> None:
-    assert not met(" ".join(WORDS[:11]), index(" ".join(WORDS[:11]), run=8, fold=fold))
+    short = [index(" ".join(WORDS[at : at + 11]), name=name, run=8, fold=fold) for at, name in ((0, "a"), (50, "b"))]
+    assert not any(one.marks for one in short)
+    assert not met(" ".join(WORDS[:11]), *short)
+    every = met(CODE, *short, index(CODE, name="c"), asked=["a", "b", "c"])
+    assert every == {("c", False), ("c", True)}
 
 
 def test_a_book_that_grows_is_one_made_at_once() -> None:
