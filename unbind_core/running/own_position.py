@@ -16,7 +16,10 @@ from unbind_core.errors import UnsupportedArchitecture
 
 ATTENTION = "unbind_own_position"
 _BLOCK = 256  # query rows at a time: attention memory is O(block x T), not O(T x T)
-REMEDY = "fit on a model with softmax attention, or use capture_per_target(), which needs one backward pass a target"
+REMEDY = (
+    "no module can be fitted on this model; one whose attention transformers can replace has modules, as Qwen, Llama, Mistral and "
+    "StarCoder2 do, and any has guards (options.protect 'guard')"
+)
 
 
 class _OwnPositionAttention(torch.autograd.Function):
@@ -139,5 +142,5 @@ def require_own_position(model: nn.Module, layers: int) -> None:
     if len(_attention_calls) != layers:
         raise UnsupportedArchitecture(
             f"{type(unwrap(model)).__name__} ran {layers} decoder layers, of which {len(_attention_calls)} "
-            f"use softmax attention, so exact one-pass capture does not apply; {REMEDY}"
+            f"have an attention that transformers can replace, so gradients of all positions in one pass cannot be had; {REMEDY}"
         )

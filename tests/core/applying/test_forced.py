@@ -132,13 +132,15 @@ def test_gates_of_a_thousand_modules_are_forced_by_as_many_operations_as_that_of
 
 @pytest.mark.parametrize("summed", [10**9, 0], ids=["running sums", "kept states"])
 @pytest.mark.parametrize("hold", [None, 6], ids=["one window", "held"])
-def test_an_eased_gate_opens_where_it_would_else_have_closed(summed: int, hold: int | None) -> None:
+@pytest.mark.parametrize(("low", "first"), [(0.25, 0), (0.0, 3), (0.0, 20)])
+def test_an_eased_gate_opens_where_it_would_else_have_closed(
+    summed: int, hold: int | None, low: float, first: int
+) -> None:
     """At the lower of its thresholds, there alone, and closes as one that opened by itself."""
     one, here = module("n", heads=1, window=3), states(6, 24, seed=9)
     scores = _scores(one, here)
     tau = float(scores.std())
-    low = 0.25
-    one = replace(one, s_ref=float(scores.mean()), tau=tau, tau_close=low * tau, hold=hold)
+    one = replace(one, s_ref=float(scores.mean()), tau=tau, tau_close=low * tau, hold=hold, first=first)
     bank = ModuleBank(summed_columns=summed)
     bank.add(one)
     tables: list[Tensor] = []
@@ -146,9 +148,8 @@ def test_an_eased_gate_opens_where_it_would_else_have_closed(summed: int, hold: 
     spans = [(row, 0, 24, [Forced("n", 4, 12, eased=True)]) for row in range(5)]
     for told in ([], spans):
         forced, eased = where_forced(told, positions)
-        _, record = edited(bank, here, {"n": 1.0}, forced=forced, eased=eased)
-        tables.append(by_name(record)["n"])
-    plain, found = (table != 0 for table in tables)
+        edited(bank, here, {"n": 1.0}, forced=forced, eased=eased, opened=tables)
+    plain, found = tables
     e = _means(one, here)
     expected = plain.clone()
     for row in range(5):
