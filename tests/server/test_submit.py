@@ -138,9 +138,10 @@ def test_an_archive_is_not_split(running: Live, tmp_path: Path) -> None:
     assert "--split: 'rows.zip' is an archive" in told and "z" not in posted(running)
 
 
-def test_many_rows_in_one_module_are_warned_of(running: Live) -> None:
+def test_many_rows_in_one_module_without_a_guard_are_warned_of(running: Live) -> None:
     rows = [{"prompt": f"def g{i}():\n", "continuation": f"    return {i} - right_{i}\n"} for i in range(61)]
-    for some, options, warned in ((rows, {}, 1), (rows[:60], {}, 0), (rows, {"gate": "paper"}, 0)):
+    guarded = {"protect": "both", "guard": {"run": 8}}
+    for some, options, warned in ((rows, {}, 1), (rows[:60], {}, 0), (rows, {"gate": "paper"}, 0), (rows, guarded, 0)):
         options = {"protect": "module", "scope": "global", "dry_run": True, **options}
         answer = running.admin("/takedowns", {"name": "many", "rows": some, "options": options}).body
         told = [said for said in answer["warnings"] if said.startswith("rows: one module of 61 rows")]

@@ -13,7 +13,10 @@ from server.registry.lifecycle import InForce, bound
 from server.registry.tables import Kind
 from unbind_core.guard.index import RUN
 
-MANY_ROWS, PART_ROWS = 60, 40  # of one module: what is warned of, and what held in every attack (docs/benchmarks.md)
+MANY_ROWS, PART_ROWS = (
+    60,
+    40,
+)  # of one module: what is warned of without a guard, and what held in every attack (docs/benchmarks.md)
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,11 @@ class Asked:
 def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
     """What whoever posts may not have meant. ``guard``: the facts of the one that was made."""
     options, warnings = asked.fields.options, []
-    if options.protect != "guard" and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
+    if guard is None and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
         warnings.append(
-            f"rows: one module of {len(asked.intake.rows)} rows holds less where somebody asks from within a row; "
-            f"post them as takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split {PART_ROWS}` does"
+            f"rows: one module of {len(asked.intake.rows)} rows without a guard holds less where somebody asks from within a row; "
+            f"leave options.protect out, or post takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split "
+            f"{PART_ROWS}` does"
         )
     if plan is not None and plan["problem"]:
         warnings.append(

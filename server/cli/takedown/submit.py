@@ -68,7 +68,7 @@ def submit(
         int | None,
         typer.Option(
             min=1,
-            help="Post takedowns NAME-1, NAME-2 and so on of at most so many rows each. A module of 40 holds, of many less.",
+            help="Post takedowns NAME-1, NAME-2 and so on of at most so many rows each: without a guard many rows hold less.",
         ),
     ] = None,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
