@@ -332,7 +332,7 @@ def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeyp
             screen = io.TextIOWrapper(raw, write_through=True)
             monkeypatch.setattr(sys, "stdin", screen)
             monkeypatch.setattr(sys, "stdout", screen)
-            build()(
+            code = build()(
                 [
                     "takedown",
                     "submit",
@@ -348,6 +348,7 @@ def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeyp
                 ],
                 standalone_mode=False,
             )
+            assert not code  # else what is waited for never comes
             told = ""
             while "every request under the profile 'team'" not in told:  # it comes in parts
                 told += os.read(ours, 100_000).decode()
