@@ -135,26 +135,24 @@ def spare_files(registry: Registry, store: ObjectStore) -> list[Spare]:
 
 def sweep_files(registry: Registry, store: ObjectStore, files: Sequence[Spare], actor: Actor) -> list[Spare]:
     """Delete those of these files that nothing needs still; which these were. Raises OSError, StoreUnreachable."""
-    return [file for file in files if _drop(registry, store, file.file, time.time() - DAY, (actor, file))]
+    return [file for file in files if _sweep(registry, store, file, actor)]
 
 
 def drop_file(registry: Registry, store: ObjectStore, key: str) -> None:
-    """Delete a file that was put into the store for a record that was not written, unless another record needs it."""
-    _drop(registry, store, key, time.time() - DAY, None)
-
-
-def _drop(registry: Registry, store: ObjectStore, key: str, before: float, told: tuple[Actor, Spare] | None) -> bool:
-    """Where it is ``told`` of in the trail, the file must have been put there over a day ago."""
+    """Delete a file that was put into the store for a record that was not written, unless another record names it."""
     with registry.transactions.change() as session:  # no record comes meanwhile
-        rows = session.scalars(select(ModuleRow).where(ModuleRow.file == key)).all()
-        if any(_needed(row.state, row.changed_at, before) for row in rows):
+        if session.scalar(select(ModuleRow.id).where(ModuleRow.file == key).limit(1)) is None:
+            store.delete(key)
+
+
+def _sweep(registry: Registry, store: ObjectStore, file: Spare, actor: Actor) -> bool:
+    now = time.time()
+    with registry.transactions.change() as session:  # no record comes meanwhile
+        rows = session.scalars(select(ModuleRow).where(ModuleRow.file == file.file)).all()
+        if any(_needed(row.state, row.changed_at, now - DAY) for row in rows) or not _old(store, file.file, now - DAY):
             return False
-        if told is not None and not _old(store, key, before):
-            return False
-        store.delete(key)
-        if told is not None:
-            actor, file = told
-            append(session, time.time(), actor, "store.sweep", key, {"bytes": file.bytes, "records": file.records})
+        store.delete(file.file)
+        append(session, now, actor, "store.sweep", file.file, {"bytes": file.bytes, "records": file.records})
         return True
 
 

@@ -65,8 +65,8 @@ class Forced(NamedTuple):
 def where_forced(
     sequences: Iterable[tuple[int | slice, int, int, Sequence[Forced]]], positions: Tensor
 ) -> tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]:
-    """``Pass.forced`` and ``Pass.eased`` of a pass at ``positions`` int64 [B,T] or [N]: of each sequence its part of them, the
-    first of its positions, how many it has, and what is forced in it.
+    """``Pass.forced`` and ``Pass.eased`` of a pass at ``positions`` int64 [B,T] or [N]: of each sequence its part of them (which
+    row, or which slice), the first of its positions, how many follow each other from there, and what is forced in it.
     """
     found: tuple[dict[str, list[tuple[int, int]]], dict[str, list[tuple[int, int]]]] = ({}, {})
     for part, first, count, spans in sequences:

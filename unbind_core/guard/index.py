@@ -82,7 +82,7 @@ class Stretch:
 
 
 LEAST_HELD = 20  # lexemes; ordinary code has shorter stretches of a protected row all the time
-# Some ordinary rows hold one, and on few of those a detector half fires.
+# Some ordinary rows hold one, and on most of those no detector half fires.
 EASING = Stretch(Shape(24), 12, holds=False)
 RENAMED = Stretch(Shape(2 * LEAST_HELD, fold=True), LEAST_HELD)
 _MARKS = {EASING: "easing", RENAMED: "renamed"}  # tensors of the file; older versions pass over them

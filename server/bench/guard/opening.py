@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from server.bench.attacks.attacked import Material, System
@@ -73,12 +73,8 @@ def opening_figures(
             "opens_within": opens_within(system, material),
             "opens_mid_row": opens_mid_row(system, material),
             "opens_in_text": opens_in_text(system, material),
-            "ordinary_rows": _share([bool(gate.any()) for gate in gates]),
-            "ordinary_positions": _share([bool(open_) for gate in gates for open_ in gate]),
+            "ordinary_rows": torch.stack([gate.any() for gate in gates]).float().mean().item(),
+            "ordinary_positions": torch.cat(gates).float().mean().item(),
         }
         progress(Progress("opening", done, len(COLUMNS)))
     return {"rows": len(material.rows), "module": module.name, "by_column": found}
-
-
-def _share(found: Sequence[bool]) -> float:
-    return sum(found) / len(found)

@@ -336,3 +336,7 @@ def test_a_post_that_finds_no_room_leaves_neither_guard_nor_rows(shop: Shop, mon
     with pytest.raises(NameTaken):
         shop.post("m", **guard)
     assert list(store.sizes()) == [kept]
+    takedown = shop.registry.modules.versions("m")[0]
+    shop.registry.modules.act(takedown["id"], Action.RETIRE, "*", ADMIN, time.time() - 9 * DAY)
+    retention.drop_file(shop.registry, store, kept)  # as after a post of the same guard that failed
+    assert list(store.sizes()) == [kept]
