@@ -37,11 +37,7 @@ def list_modules(
 ) -> None:
     """The modules and guards that a request can name, and the files that were refused."""
     with clear_errors():
-        client, path = Client(url, key), f"/modules?limit=1000&state={'all' if every else 'loaded'}"
-        answer = client.call(path)
-        while answer.pop("has_more", False):
-            more = client.call(f"{path}&after={answer['data'][-1]['id']}")
-            answer = more | {"data": answer["data"] + more["data"]}
+        answer = Client(url, key).whole(f"/modules?limit=1000&state={'all' if every else 'loaded'}")
     if as_json:
         write_json(answer)
         return

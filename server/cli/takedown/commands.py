@@ -20,12 +20,7 @@ JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
 def list_takedowns(url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
     """All takedowns, the newest first: whom each binds now, and where its newest job is."""
     with clear_errors():
-        client, found, after, more = Client(url, key), [], "", True
-        while more:
-            answer = client.call(f"/takedowns?limit=1000&after={after}")
-            found += answer["data"]
-            more = answer["has_more"]
-            after = found[-1]["id"] if more else ""
+        found = Client(url, key).whole("/takedowns?limit=1000")["data"]
     if as_json:
         write_json(found)
         return

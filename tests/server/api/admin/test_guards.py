@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from server.cli.client import Client
 from server.guards import GuardStore
 from tests.support.live import ADMIN_KEY, Answer, Live, live
 
@@ -95,6 +96,8 @@ def test_the_list_of_takedowns_is_read_to_its_end_page_by_page(running: Live) ->
         if len(pages) == 2:
             assert post(running, "page-of-meanwhile", **ALONE).status == 202  # moves nobody's place
     assert pages == every and running.admin(f"/takedowns?after={pages[-1]}").body["data"] == []
+    whole = Client(running.url, ADMIN_KEY).whole("/takedowns?limit=2")["data"]  # as the command line reads it
+    assert [entry["id"] for entry in whole][-len(every) :] == every
     refused = running.admin("/takedowns?after=td_none")
     assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
 
