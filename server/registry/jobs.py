@@ -18,7 +18,7 @@ from server.registry.estimate import expected_seconds, near_job, near_seconds, p
 from server.registry.lifecycle import Action
 from server.registry.records import NewModule, add, apply, live_version, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere, RowsPurged
-from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job
+from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job, newest
 from server.registry.transactions import Transactions
 
 UNBELIEVED_SECONDS = 86_400.0  # ahead of now: a lease that runs on for longer says only that a clock was wrong
@@ -61,10 +61,10 @@ class Jobs:
         with self._transactions.look() as session:
             return dict(_find(session, job_id).stages)
 
-    def newest(self, now: float, limit: int = 100) -> list[dict[str, Any]]:
-        """The newest jobs first."""
+    def newest(self, now: float, limit: int = 100, after: str = "") -> list[dict[str, Any]]:
+        """The newest jobs first, or those behind the one with the id ``after``. Raises NotThere."""
         with self._transactions.look() as session:
-            jobs = session.scalars(select(Job).order_by(Job.created_at.desc()).limit(limit)).all()
+            jobs = session.scalars(newest(Job, limit, _find(session, after) if after else None)).all()
             return [job_view(job, now, near_job(session, job) if job.state == JobState.RUNNING else {}) for job in jobs]
 
     def expected(self, rows: int) -> dict[str, float]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import uuid
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import JSON, ForeignKey, Index, text
+from sqlalchemy import JSON, ForeignKey, Index, Select, select, text, tuple_
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -215,3 +215,14 @@ Index("modules_version", *_THING, ModuleRow.version, unique=True)
 Index("modules_live", *_THING, unique=True, sqlite_where=_LIVE, postgresql_where=_LIVE)
 # A module's file tells when it was made; the same rows, posted again, make the same guard.
 Index("modules_digest", ModuleRow.digest, unique=True, sqlite_where=_FITTED, postgresql_where=_FITTED)
+
+
+Listed = TypeVar("Listed", Job, Takedown)
+
+
+def newest(table: type[Listed], limit: int, behind: Listed | None = None) -> Select[Listed]:
+    """The newest records first, or what follows the one ``behind`` which the list goes on."""
+    query = select(table).order_by(table.created_at.desc(), table.id.desc()).limit(limit)
+    if behind is not None:  # of those that came at one moment each has its place
+        query = query.where(tuple_(table.created_at, table.id) < tuple_(behind.created_at, behind.id))
+    return query

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
@@ -16,7 +16,7 @@ from server.registry.jobs import end_job, job_view, made
 from server.registry.lifecycle import InForce, bound, here, reached
 from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
-from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job
+from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job, newest
 from server.registry.transactions import Transactions
 
 PENDING = (JobState.QUEUED, JobState.RUNNING)
@@ -140,13 +140,8 @@ class Takedowns:
         """The newest takedowns first, or those behind the one with the id ``after``, with what each binds now and where its newest
         job is. Raises NotThere.
         """
-        age = tuple_(Takedown.created_at, Takedown.id)  # of those that came at one moment each has its place
-        query = select(Takedown).order_by(Takedown.created_at.desc(), Takedown.id.desc()).limit(limit)
         with self._transactions.look() as session:
-            if after:
-                last = _find(session, after)
-                query = query.where(age < tuple_(last.created_at, last.id))
-            found = session.scalars(query).all()
+            found = session.scalars(newest(Takedown, limit, _find(session, after) if after else None)).all()
             ids = [takedown.id for takedown in found]
             jobs, views = defaultdict[str, list[Job]](list), defaultdict[str, list[dict[str, Any]]](list)
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):

@@ -23,12 +23,17 @@ SILENCE_SECONDS = 10.0  # proxies close streams that say nothing
 
 
 @router.get("/jobs")
-async def list_jobs(served: Served, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, Any]:
+async def list_jobs(
+    served: Served,
+    after: Annotated[str, Query(max_length=100, description="id of the job that the list goes on behind")] = "",
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
     """The newest jobs first."""
-    with refusals():
-        jobs = await asyncio.to_thread(served.registry.jobs.newest, time.time(), limit)
+    with refusals("job"):
+        found = await asyncio.to_thread(served.registry.jobs.newest, time.time(), limit + 1, after)
+    jobs, more = found[:limit], len(found) > limit
     await _offer_published(served, jobs)
-    return {"object": "list", "data": jobs}
+    return {"object": "list", "data": jobs, "has_more": more}
 
 
 @router.get("/jobs/{job_id}")

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Header, Request
 
 from server.api.caller import Caller, administrator
 from server.base_service import BaseService, base_service
-from server.errors import ApiError, unreachable
+from server.errors import ApiError, invalid, unreachable
 from server.registry.audit import Actor
 from server.registry.refusals import (
     AWAY,
@@ -73,11 +73,15 @@ IfNoneMatch = Annotated[Literal["*"] | None, Header(description="only where ther
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Answer what the registry refuses, 503 where it cannot be reached, and 507 where it cannot write."""
+def refusals(listed: str = "") -> Iterator[None]:
+    """Answer what the registry refuses, 503 where it cannot be reached, and 507 where it cannot write. ``listed``: what a list is
+    of, which can only miss the record that it is to go on behind.
+    """
     try:
         yield
     except Refusal as error:
+        if listed and isinstance(error, NotThere):
+            raise invalid(f"after: no {listed} has this id; begin anew", "after", "invalid_value") from None
         status, code, param = _ANSWERS[type(error)]
         raise ApiError(status, str(error), param=param, code=code) from None
     except AWAY as error:

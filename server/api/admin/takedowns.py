@@ -34,7 +34,7 @@ from server.registry.audit import Actor
 from server.registry.lifecycle import InForce, bound
 from server.registry.objects import StoreUnreachable
 from server.registry.private.files import TakedownFiles
-from server.registry.refusals import AWAY, NotThere, Refusal
+from server.registry.refusals import AWAY, Refusal
 from unbind_core.errors import DataError, InsufficientRows, RowsTooShort
 from unbind_core.guard.index import GuardIndex
 from unbind_core.rows import MINIMUM_FORGET_ROWS, forget_digest
@@ -195,11 +195,8 @@ def list_takedowns(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> dict[str, Any]:
     """The newest first, without their rows."""
-    with refusals():
-        try:
-            found = served.registry.takedowns.newest(limit + 1, partial(unreached, served), after)
-        except NotThere:
-            raise invalid("after: no takedown has this id; begin anew", "after", "invalid_value") from None
+    with refusals("takedown"):
+        found = served.registry.takedowns.newest(limit + 1, partial(unreached, served), after)
     return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 

@@ -291,6 +291,10 @@ def test_takedowns_of_one_moment_each_have_their_place_in_pages(registry: Regist
         pages += [takedown["id"] for takedown in page]
     assert pages == every and len(set(pages)) == 5
     assert registry.takedowns.get(pages[0])["name"] == "m4"
+    jobs = [job["id"] for job in registry.jobs.newest(9.0)]
+    assert (
+        jobs == [job["id"] for at in ("", *jobs[1::2]) for job in registry.jobs.newest(9.0, 2, at)] and len(jobs) == 5
+    )
 
 
 def test_purging_deletes_rows_that_no_other_takedown_has(registry: Registry) -> None:

@@ -96,10 +96,13 @@ def test_the_list_of_takedowns_is_read_to_its_end_page_by_page(running: Live) ->
         if len(pages) == 2:
             assert post(running, "page-of-meanwhile", **ALONE).status == 202  # moves nobody's place
     assert pages == every and running.admin(f"/takedowns?after={pages[-1]}").body["data"] == []
-    whole = Client(running.url, ADMIN_KEY).whole("/takedowns?limit=2")["data"]  # as the command line reads it
-    assert [entry["id"] for entry in whole][-len(every) :] == every
-    refused = running.admin("/takedowns?after=td_none")
-    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
+    for kind in ("takedowns", "jobs"):
+        newest = running.admin(f"/{kind}?limit=1000").body
+        whole = Client(running.url, ADMIN_KEY).whole(f"/{kind}?limit=2")  # as the command line reads it
+        assert [entry["id"] for entry in whole["data"]] == [entry["id"] for entry in newest["data"]]
+        refused = running.admin(f"/{kind}?after=none")
+        assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
+        assert refused.error["message"] == f"after: no {kind[:-1]} has this id; begin anew"
 
 
 def test_a_guard_alone_needs_no_worker(running: Live) -> None:
