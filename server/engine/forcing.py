@@ -7,8 +7,9 @@ One ``Forcing`` for each request that both apply to; it reads prompt and answer 
 
 from __future__ import annotations
 
+import itertools
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,20 +49,23 @@ class Forcing:
         guards: GuardSet,
         gates: Mapping[GuardIndex, _Gate],
         tokenizer: PreTrainedTokenizerBase,
+        piece: int,
     ) -> None:
-        """``gates``: see :meth:`of`."""
+        """``gates``, ``piece``: see :meth:`of`."""
         self._follower, self._gates = Follower(guards, str, marks=True), gates
         self._text = TextStream(tokenizer, (), shown=request.shown, prompt=request.prompt)
-        self._prompt: Iterable[tuple[int, str]] = _read(request.prompt, tokenizer)
+        self._prompt: Iterable[tuple[int, str]] = _read(request.prompt, tokenizer, piece)
         self._unread, self._lexemes = "", 0
         self._spans: tuple[Forced, ...] = ()
         self._ends: dict[str, int] = {}  # up to where each gate is held open
         self._times = 0  # in the answer
 
     @classmethod
-    def of(cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> Forcing | None:
-        """Of a request; None where no guard that acts stands beside a module that does, and for a canary, which asks whether the
-        detector is at work.
+    def of(
+        cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase, *, piece: int = PIECE
+    ) -> Forcing | None:
+        """Of a request, whose prompt is read ``piece`` tokens at a time; None where no guard that acts stands beside a module that
+        does, and for a canary, which asks whether the detector is at work.
         """
         if request.guards is None or request.internal:
             return None
@@ -73,7 +77,7 @@ class Forcing:
                 module = entry.module  # as many positions as the gate looks back where it closes
                 count = max(LEAST, module.hold or module.window)
                 gates[index] = _Gate(entry.key, count, module.tau_close not in (None, module.tau))
-        return cls(request, request.guards, gates, tokenizer) if gates else None
+        return cls(request, request.guards, gates, tokenizer, piece) if gates else None
 
     @property
     def spans(self) -> tuple[Forced, ...]:
@@ -107,18 +111,20 @@ class Forcing:
                 pieces.setdefault(stretch, {}).setdefault(run, []).append(last)
         self._prompt = ()
         spans: list[Forced] = []
-        for stretch, ended in pieces.items():
-            runs = np.array(sorted(ended), np.uint64)
-            known: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # many guards may share what is met
-            for index, (name, count, eases) in self._gates.items():
-                if not (eases or stretch.holds):
+        for holds in (True, False):
+            met = [(kind, np.array(sorted(ended), np.uint64)) for kind, ended in pieces.items() if kind.holds is holds]
+            known: dict[tuple[Hashable, ...], list[tuple[int, int]]] = {}  # many guards may share what is met
+            for index, (name, count, eases) in self._gates.items() if met else ():
+                if not (eases or holds):
                     continue
-                found = tuple(index.among(stretch, runs))
-                if (count, *found) not in known:
-                    known[count, *found] = _joined({last for run in found for last in ended[run]}, count)
-                spans += (Forced(name, *span, not stretch.holds) for span in known[count, *found])
-                if stretch.holds and found:
-                    self._ends[name] = known[count, *found][-1][1]
+                found = [index.among(kind, runs) for kind, runs in met]
+                key = (count, *map(tuple, found))
+                if key not in known:
+                    ends = (pieces[kind][run] for (kind, _), own in zip(met, found, strict=True) for run in own)
+                    known[key] = _joined(set(itertools.chain.from_iterable(ends)), count)
+                spans += (Forced(name, *span, not holds) for span in known[key])
+                if holds and known[key]:
+                    self._ends[name] = known[key][-1][1]
         self._spans = tuple(sorted(spans, key=lambda span: (span.start, span.name, span.eased)))
 
     def _look(self, text: str, position: int, for_good: bool = False) -> None:
@@ -139,7 +145,7 @@ def _joined(positions: Iterable[int], count: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
+def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase, piece: int) -> Iterator[tuple[int, str]]:
     """The text of a prompt in pieces, each with the position of its last token."""
     pieces = pieces_of(tokenizer)
     utf8 = getincrementaldecoder("utf-8")("replace")
@@ -149,8 +155,8 @@ def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator
 
     before: list[int] = []  # whole characters, as the tokenizer may need them to place a space
     left: list[int] = []  # what is unread
-    for start in range(0, len(prompt), PIECE):
-        some = prompt[start : start + PIECE]
+    for start in range(0, len(prompt), piece):
+        some = prompt[start : start + piece]
         if pieces.byte_level:
             text = utf8.decode(b"".join(map(pieces.spell, some)))
         else:

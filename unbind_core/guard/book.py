@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from unbind_core.guard.fingerprints import Fingerprints, Sorted
-from unbind_core.guard.index import EASING, RENAMED, GuardIndex, Secret, Shape, Stretch
+from unbind_core.guard.index import MARKS, GuardIndex, Secret, Shape, Stretch
 
 Key = TypeVar("Key")
 _REMEMBERED = 256  # selections: nearly all requests have one of a few
@@ -146,7 +146,7 @@ class GuardBook:
 
 
 def _marks(index: GuardIndex) -> Mapping[Stretch, Sorted]:
-    return {stretch: runs for stretch, runs in index.stretches.items() if stretch in (EASING, RENAMED)}
+    return {stretch: runs for stretch, runs in index.stretches.items() if stretch in MARKS}
 
 
 def _tables(

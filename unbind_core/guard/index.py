@@ -73,26 +73,33 @@ class Shape:
 @dataclass(frozen=True)
 class Stretch:
     """What moves the gate of a takedown's module: ``least`` lexemes of a row in one piece, found by runs of ``shape.half``.
-    ``holds``: the gate is open behind it; else it opens where it would else have closed.
+    ``holds``: the gate is open behind it; else it opens where it would else have closed. ``first``: only a row's beginning counts.
     """
 
     shape: Shape
     least: int
     holds: bool = True
+    first: bool = False
+
+    def runs(self, lexemes: Sequence[str], secret: Secret) -> Iterable[int]:
+        """The runs of a row by which it is found."""
+        return self.shape.runs(lexemes[: self.least] if self.first else lexemes, self.shape.half, secret)
 
 
 LEAST_HELD = 20  # lexemes; ordinary code has shorter stretches of a protected row all the time
 # Some ordinary rows hold one, and on most of those no detector half fires.
 EASING = Stretch(Shape(24), 12, holds=False)
+OPENING = Stretch(Shape(12), 6, holds=False, first=True)  # as a function's name and its first arguments
 RENAMED = Stretch(Shape(2 * LEAST_HELD, fold=True), LEAST_HELD)
-_MARKS = {EASING: "easing", RENAMED: "renamed"}  # tensors of the file; older versions pass over them
+MARKS = {EASING: "easing", OPENING: "opening", RENAMED: "renamed"}  # tensors of the file; older versions pass over them
 
 
 @dataclass(frozen=True, eq=False)
 class GuardIndex:
     """One takedown's guard. ``rows`` are those that hold a run, ``too_short`` those that cannot; ``lexemes`` counts both readings
-    of the former where they differ. ``digest``: SHA-256 of its bytes. ``marks``: the runs of ``EASING``, and of ``RENAMED`` where
-    names are folded, where a row has as many lexemes; files made before these were have none.
+    of the former where they differ. ``digest``: SHA-256 of its bytes. ``marks``: the runs of
+    ``EASING`` and ``OPENING``, and of ``RENAMED`` where names are folded, where a row has as many lexemes; files made before
+    these were have none.
     """
 
     name: str
@@ -151,7 +158,7 @@ class GuardIndex:
     def to_bytes(self) -> bytes:
         """The file: a safetensors file with one metadata key. The same rows, options and key give the same bytes."""
         described = canonical_json({**self._described, "format": FORMAT}, nan=False)
-        marks = {_MARKS[stretch]: runs for stretch, runs in self.marks.items()}
+        marks = {MARKS[stretch]: runs for stretch, runs in self.marks.items()}
         return save({"whole": self.whole.values, "half": self.half, **marks}, metadata={KEY: described})
 
     @classmethod
@@ -166,7 +173,7 @@ class GuardIndex:
             shape = Shape(described.pop("run"), described.pop("fold"))
             whole, half = (np.ascontiguousarray(arrays[name]) for name in ("whole", "half"))
             marks = {
-                one: np.ascontiguousarray(arrays[name]) for one, name in _MARKS.items() if len(arrays.get(name, ()))
+                one: np.ascontiguousarray(arrays[name]) for one, name in MARKS.items() if len(arrays.get(name, ()))
             }
             if any(values.dtype != np.uint64 or values.ndim != 1 for values in (whole, half, *marks.values())):
                 raise ValueError("its tensors are not lists of fingerprints")
@@ -210,7 +217,7 @@ def build_index(
     """Index protected ``texts``, each as one row. Raises RowsTooShort where none of them holds a run of ``run`` lexemes."""
     shape = Shape(run, fold)
     whole, half = array("Q"), array("Q")
-    marks = {stretch: array("Q") for stretch in ((EASING, RENAMED) if fold else (EASING,))}
+    marks = {stretch: array("Q") for stretch in MARKS if fold or stretch is not RENAMED}
     rows = too_short = lexemes = longest = 0
     for text in texts:
         everything, code = readings(text)
@@ -224,7 +231,7 @@ def build_index(
             whole.extend(shape.runs(reading, run, secret))
             half.extend(shape.runs(reading, shape.half, secret))
             for stretch, found in marks.items():
-                found.extend(stretch.shape.runs(reading, stretch.shape.half, secret))
+                found.extend(stretch.runs(reading, secret))
     if not rows:
         if longest < LEAST_RUN:
             remedy = "too few to guard; set options.protect to 'module'"

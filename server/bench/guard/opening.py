@@ -31,7 +31,7 @@ COLUMNS = ("module", "guard", "folding")
 
 @dataclass(frozen=True)
 class Beside(System):
-    """As ``System``, its gates moved as the engine has a guard move them."""
+    """As ``System``, its gates moved as the engine has a guard move them, at each position as where a prompt ends there."""
 
     guards: GuardSet | None = None
 
@@ -41,7 +41,7 @@ class Beside(System):
         plain, sequences = super().looked_at(batch, positions), []
         for row, window in enumerate(batch.windows):
             request = GenerationRequest(window.ids, modules=pinned, guards=self.guards)
-            forcing = Forcing.of(request, self.loaded.tokenizer)
+            forcing = Forcing.of(request, self.loaded.tokenizer, piece=1)
             sequences.append((row, 0, len(window.ids), forcing.spans if forcing is not None else ()))
         forced, eased = where_forced(sequences, positions)
         return Pass(real=plain.real, forced=forced, eased=eased)

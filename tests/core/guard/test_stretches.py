@@ -11,7 +11,7 @@ import pytest
 from tests.core.guard.test_guard import SECRET
 from unbind_core.guard.book import GuardBook
 from unbind_core.guard.follower import Follower
-from unbind_core.guard.index import EASING, LEAST_HELD, RENAMED, GuardIndex, Shape, Stretch, build_index
+from unbind_core.guard.index import EASING, LEAST_HELD, OPENING, RENAMED, GuardIndex, Shape, Stretch, build_index
 
 WORDS = [f"w{number}" for number in range(120)]
 ROW = " ".join(WORDS)
@@ -52,9 +52,20 @@ def met(text: str, *indexes: GuardIndex, asked: Sequence[str] = ("a",)) -> set[t
 def test_what_moves_a_gate_has_as_many_lexemes_whatever_a_run_has(run: int) -> None:
     held = max(run // 2, LEAST_HELD)
     for count in (EASING.least - 1, EASING.least, held - 1, held):
-        text = " other ".join(" ".join(WORDS[at : at + count]) for at in range(0, 120 - count, count)) + " other"
+        text = " other ".join(" ".join(WORDS[at : at + count]) for at in range(1, 120 - count, count)) + " other"
         expected = {("a", holds) for holds, least in ((False, EASING.least), (True, held)) if count >= least}
         assert met(text, index(ROW, run=run)) == expected
+
+
+def test_a_rows_first_lexemes_ease_its_gate_and_no_others_do() -> None:
+    least = OPENING.least
+    made = index(ROW, "# of whom\n" + ROW.upper())
+    for count in range(least - 1, least + 2):
+        for where, expected in ((0, count >= least), (1, False), (40, False)):
+            text = "before " + " ".join(WORDS[where : where + count]) + " other"
+            for written in (text, text.replace("w", "W")):
+                assert met(written, made) == ({("a", False)} if expected else set())
+    assert len(made.marks[OPENING]) == 3  # of the second row with its comment and without
 
 
 def test_names_are_seen_through_where_they_are_folded() -> None:
@@ -85,10 +96,10 @@ def test_files_without_marks_hold_gates_open_by_half_a_run_alone(fold: bool, run
 
 
 @pytest.mark.parametrize("fold", [False, True])
-def test_rows_too_short_for_a_stretch_have_none(fold: bool) -> None:
+def test_rows_too_short_for_a_stretch_have_their_beginnings_alone(fold: bool) -> None:
     short = [index(" ".join(WORDS[at : at + 11]), name=name, run=8, fold=fold) for at, name in ((0, "a"), (50, "b"))]
-    assert not any(one.marks for one in short)
-    assert not met(" ".join(WORDS[:11]), *short)
+    assert all(one.marks.keys() == {OPENING} for one in short)
+    assert met(" ".join(WORDS[:11]), *short) == {("a", False)} and not met(" ".join(WORDS[1:11]), *short)
     every = met(CODE, *short, index(CODE, name="c"), asked=["a", "b", "c"])
     assert every == {("c", False), ("c", True)}
 
