@@ -54,7 +54,9 @@ class Forcing:
         """``gates``, ``piece``: see :meth:`of`."""
         self._follower, self._gates = Follower(guards, str, marks=True), gates
         self._text = TextStream(tokenizer, (), shown=request.shown, prompt=request.prompt)
-        self._prompt: Iterable[tuple[int, str]] = _read(request.prompt, tokenizer, piece)
+        # Its last word counts as it stands there, and as far as the answer goes on with it.
+        end = (len(request.prompt) - 1, " ")
+        self._prompt: Iterable[tuple[int, str]] = itertools.chain(_read(request.prompt, tokenizer, piece), (end,))
         self._unread, self._lexemes = "", 0
         self._spans: tuple[Forced, ...] = ()
         self._ends: dict[str, int] = {}  # up to where each gate is held open
@@ -110,6 +112,7 @@ class Forcing:
             for stretch, run in self._follower.met:
                 pieces.setdefault(stretch, {}).setdefault(run, []).append(last)
         self._prompt = ()
+        self._follower.undo()
         spans: list[Forced] = []
         for holds in (True, False):
             met = [(kind, np.array(sorted(ended), np.uint64)) for kind, ended in pieces.items() if kind.holds is holds]

@@ -269,6 +269,21 @@ def test_characters_of_several_tokens_are_read_wherever_a_piece_ends(way: str) -
         )  # what is not whole is read with the next piece
 
 
+def test_a_prompts_last_word_counts_as_it_stands_and_as_the_answer_goes_on_with_it(engine: EmbeddedEngine) -> None:
+    words = [f"word{number}s" for number in range(RUN)]
+    guards = GuardBook.of(SECRET, [build_index([" ".join(words)], name=NAME, secret=SECRET, run=RUN)]).select([NAME])
+    request = GenerationRequest((), modules=pinned(engine), guards=guards)
+    until = " ".join(words[: RUN // 2])
+    for text, open_ in ((until, True), (until[:-1], False)):
+        prompt = ids(engine, "before " + text)
+        forcing = Forcing.of(replace(request, prompt=prompt), engine.tokenizer)
+        assert forcing is not None
+        assert [span.start for span in forcing.spans] == [len(prompt) - 1] * open_
+        for position, token in enumerate(ids(engine, until[-1] + " of another" * 4), len(prompt)):
+            forcing.take(token, position)
+        assert len(forcing.spans) == 1
+
+
 def test_an_answer_that_says_rows_on_and_on_has_the_gate_open_for_good(engine: EmbeddedEngine) -> None:
     """So that it is not asked for anew without end where that costs its prompt."""
     request = GenerationRequest(ids(engine, "x"), modules=pinned(engine), guards=guards_of())
