@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx2
 import typer
@@ -22,6 +23,13 @@ Key = Annotated[
 ]
 LOCAL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 120
+
+
+def address(kind: str, named: str, *rest: str) -> str:
+    """Where a record stands, whatever characters its id or name has. Raises UnbindError where it is none."""
+    if not named.strip(".") or "/" in named:  # which ends a part of an address, however it is written
+        raise UnbindError(f"'{named}' is no id or name of {kind}; their lists show what there is")
+    return "/".join(("", kind, quote(named, safe=""), *rest))
 
 
 class Client:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli.client import LOCAL, Client, Key, Url
+from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import clear_errors, screen, write_json
 from server.evidence.signing import BadEvidence, read
 from server.evidence.signing import verify as verify_document
@@ -29,7 +29,7 @@ def get(
     """Fetch the evidence of a takedown."""
     path = out or Path(f"{takedown_id}.evidence.json")
     with clear_errors():
-        document = Client(url, key).call(f"/takedowns/{takedown_id}/evidence")
+        document = Client(url, key).call(address("takedowns", takedown_id, "evidence"))
         text = json.dumps(document)
         signer = _check(text, None)
         write_text(path, text)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from server.cli.client import LOCAL, Client, Key, Url
+from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.registry.lifecycle import standing
 
@@ -59,7 +59,7 @@ def list_modules(
 def show(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
     """One module or guard."""
     with clear_errors():
-        _print(Client(url, key).call(f"/modules/{reference}"), as_json)
+        _print(Client(url, key).call(address("modules", reference)), as_json)
 
 
 def verify(
@@ -78,8 +78,8 @@ def verify(
 ) -> None:
     """Measure before and after once more, by a job."""
     with clear_errors():
-        path = f"/modules/{reference}/verify{'?adopt=true' if adopt else ''}"
-        _print(Client(url, key).call(path, method="POST"), as_json)
+        asked = address("modules", reference, f"verify{'?adopt=true' if adopt else ''}")
+        _print(Client(url, key).call(asked, method="POST"), as_json)
 
 
 def _change(action: str) -> Callable[..., None]:
@@ -95,9 +95,10 @@ def _change(action: str) -> Callable[..., None]:
     ) -> None:
         with clear_errors():
             client = Client(url, key)
-            seen = etag or client.call(f"/modules/{reference}")["etag"]
-            path = f"/modules/{reference}/{action}{'?override=true' if override and action == 'activate' else ''}"
-            _print(client.call(path, method="POST", headers={"If-Match": seen}), as_json)
+            seen = etag or client.call(address("modules", reference))["etag"]
+            query = "?override=true" if override and action == "activate" else ""
+            asked = address("modules", reference, action + query)
+            _print(client.call(asked, method="POST", headers={"If-Match": seen}), as_json)
 
     return change
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli.client import LOCAL, Client, Key, Url
+from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
 from server.cli.takedown.submit import AsJson, submit
@@ -41,7 +41,7 @@ def show(
 ) -> None:
     """One takedown: what was asked, its modules and its guard, and which requests they bind."""
     with clear_errors():
-        answer = Client(url, key).call(f"/takedowns/{takedown_id}")
+        answer = Client(url, key).call(address("takedowns", takedown_id))
     if as_json:
         write_json(answer)
         return
@@ -60,14 +60,14 @@ def status(
     """Where a job is, and its takedown; or all jobs that have not ended, with the newest that have."""
     with clear_errors():
         client = Client(url, key)
-        if job_id:
-            jobs = [client.call(f"/jobs/{job_id}")]
+        if job_id is not None:
+            jobs = [client.call(address("jobs", job_id))]
         else:  # however many wait, the one that has the device is among them
             newest = client.call("/jobs?limit=1000")["data"]
             jobs = [job for place, job in enumerate(newest) if place < NEWEST or job["state"] not in ENDED]
     if as_json:
-        write_json(jobs[0] if job_id else jobs)
-    elif job_id:
+        write_json(jobs[0] if job_id is not None else jobs)
+    elif job_id is not None:
         show_job(jobs[0])
     else:
         show_jobs(jobs)
@@ -98,7 +98,7 @@ def purge(
 ) -> None:
     """Delete a takedown's rows; record, digest and module stay."""
     with clear_errors():
-        answer = Client(url, key).call(f"/takedowns/{takedown_id}/purge", method="POST")
+        answer = Client(url, key).call(address("takedowns", takedown_id, "purge"), method="POST")
     if as_json:
         write_json(answer)
     else:
@@ -109,7 +109,7 @@ def purge(
 
 def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> None:
     with clear_errors():
-        job = Client(url, key).call(f"/jobs/{job_id}/{what}", method="POST")
+        job = Client(url, key).call(address("jobs", job_id, what), method="POST")
     if as_json:
         write_json(job)
     else:

@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from server.cli.client import Client
+from server.cli.client import Client, address
 from server.cli.console import notes, screen, show_lines, visible, write_json
 from server.registry.lifecycle import standing
 from unbind_core import UnbindError
@@ -60,7 +60,7 @@ def follow(client: Client, job_id: str, quietly: bool) -> dict[str, Any]:
         *columns, TimeElapsedColumn(), console=notes, transient=True, disable=quietly or not notes.is_terminal
     ) as bars:
         bar = bars.add_task("waiting", total=1.0, note="")
-        for job in client.events(f"/jobs/{job_id}/events"):
+        for job in client.events(address("jobs", job_id, "events")):
             left = f"{job['eta_seconds']:.0f} s left ({job['eta_basis']})  " if job["eta_seconds"] is not None else ""
             bars.update(
                 bar,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from server.cli import build
 from server.cli.client import Client
 from server.guards import GuardStore
 from tests.support.live import ADMIN_KEY, Answer, Live, live
@@ -103,6 +105,15 @@ def test_the_list_of_takedowns_is_read_to_its_end_page_by_page(running: Live) ->
         refused = running.admin(f"/{kind}?after=none")
         assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
         assert refused.error["message"] == f"after: no {kind[:-1]} has this id; begin anew"
+
+
+@pytest.mark.parametrize("named", ["", ".", "..", "../keys", "a?limit=1", "a#b", "a/evidence", "%2e", "é \u2028"])
+def test_commands_ask_for_what_they_are_given_and_nothing_else(running: Live, named: str) -> None:
+    for command in (["takedown", "show"], ["takedown", "status"], ["module", "suspend"], ["evidence", "get"]):
+        found = CliRunner().invoke(build(), [*command, named, "--url", running.url, "--key", ADMIN_KEY])
+        assert found.exit_code == 1 and isinstance(found.exception, SystemExit), found.output
+        said = found.stderr.replace("\n", "")
+        assert said.startswith("error: ") and (named.isascii() is False or repr(named)[1:-1] in said)
 
 
 def test_a_guard_alone_needs_no_worker(running: Live) -> None:
