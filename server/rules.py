@@ -6,6 +6,7 @@ Written in the settings file or by the admin API, kept by the registry, united i
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -45,11 +46,25 @@ def _from_names(value: Any) -> Any:
     return value
 
 
+def parts(value: Any) -> Any:
+    """Text with commas as its parts. Those within JSON, as some of vLLM's flags are, divide nothing."""
+    if not isinstance(value, str):
+        return value
+    found, depth = [""], 0
+    for piece in re.findall(r'"(?:[^"\\]|\\.)*"|.', value, re.DOTALL):
+        depth += (piece in "{[") - (piece in "}]")
+        if piece == "," and depth <= 0:
+            found.append("")
+        else:
+            found[-1] += piece
+    return [part.strip() for part in found if part.strip()]
+
+
 def _from_text(value: Any) -> Any:
     """Text is JSON, or names with commas between them."""
-    if isinstance(value, str) and not value.lstrip().startswith(("{", "[")):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return from_json(value)
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        return from_json(value)
+    return parts(value)
 
 
 Strengths = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json
+from server.rules import ProfileName, Rules, Strengths, WhenOpen, from_json, parts
 
 PREFIX = "UNBIND_"
 # Shown nowhere, and given to no process that has no use for them.
@@ -17,11 +17,6 @@ FROM_FILES = SECRETS | {"database_url"}  # what a file named by ``NAME_file`` ma
 GUARD_KEY_BYTES = 32
 HERE = Path(__file__).resolve().parent
 DEMO = HERE / "demo"
-
-
-def _parts(value: Any) -> Any:
-    """Text with commas as its parts."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 def _key(text: str) -> str:
@@ -33,7 +28,7 @@ def _key(text: str) -> str:
 
 
 def _private_keys(text: str, known: ValidationInfo) -> str:
-    for key in _parts(text):
+    for key in parts(text):
         _key(key)
     if text and not known.data.get("private_store"):
         raise ValueError(
@@ -103,7 +98,7 @@ class Settings(BaseModel):
     ] = "embedded"
     vllm_args: Annotated[
         tuple[str, ...],
-        BeforeValidator(_parts),
+        BeforeValidator(parts),
         Field(description="vLLM's own flags, KEY=VALUE or KEY, with commas between"),
     ] = ()
     gate_columns: Annotated[
@@ -112,7 +107,7 @@ class Settings(BaseModel):
     ] = 256
     gate_layers: Annotated[
         tuple[int, ...],
-        BeforeValidator(_parts),
+        BeforeValidator(parts),
         Field(description="decoder layers where modules may stand under vLLM, as in 20,-1; none: all"),
     ] = ()
     max_slots: Annotated[
@@ -236,12 +231,12 @@ class Settings(BaseModel):
     ] = ""
     cors_origins: Annotated[
         tuple[str, ...],
-        BeforeValidator(_parts),
+        BeforeValidator(parts),
         Field(description="origins whose pages may ask, with commas between; * for any"),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
-        BeforeValidator(_parts),
+        BeforeValidator(parts),
         Field(description="names in Host, beside loopback's, that a server on loopback without keys answers to"),
     ] = ()
     request_timeout: Annotated[float, Field(gt=0, description="seconds until a request is given up with 504")] = 600.0
@@ -285,7 +280,7 @@ class Settings(BaseModel):
     @property
     def private_keys(self) -> list[bytes]:
         """What files in ``private_store`` are sealed with, the newest first; none where they lie open."""
-        return [bytes.fromhex(key) for key in _parts(self.private_key)]
+        return [bytes.fromhex(key) for key in parts(self.private_key)]
 
     @property
     def database_address(self) -> str | Path:

@@ -59,7 +59,11 @@ def test_retain_rows_of_one_s_own_are_not_calibrated_on_the_demo_s() -> None:
 def test_settings_travel_to_a_child_process_whole_but_for_the_admin_key() -> None:
     several = {
         "gate_layers": (20, -1),
-        "vllm_args": ("seed=1",),
+        "vllm_args": (
+            "seed=1",
+            'compilation-config={"mode": 0, "sizes": [1, {"of": "a,]"}], "b": "\\",]"}',
+            "enable-lora",
+        ),
         "cors_origins": ("http://a.example", "http://b.example"),
     }
     made = Settings(model=Path("mine"), admin_key="secret", worker=False, retain_test=None, port=5, **several)
