@@ -49,25 +49,22 @@ class Forcing:
         guards: GuardSet,
         gates: Mapping[GuardIndex, _Gate],
         tokenizer: PreTrainedTokenizerBase,
-        piece: int,
     ) -> None:
-        """``gates``, ``piece``: see :meth:`of`."""
+        """``gates``: see :meth:`of`."""
         self._follower, self._gates = Follower(guards, str, marks=True), gates
         self._text = TextStream(tokenizer, (), shown=request.shown, prompt=request.prompt)
         # Its last word counts as it stands there, and as far as the answer goes on with it.
         end = (len(request.prompt) - 1, " ")
-        self._prompt: Iterable[tuple[int, str]] = itertools.chain(_read(request.prompt, tokenizer, piece), (end,))
+        self._prompt: Iterable[tuple[int, str]] = itertools.chain(_read(request.prompt, tokenizer), (end,))
         self._unread, self._lexemes = "", 0
         self._spans: tuple[Forced, ...] = ()
         self._ends: dict[str, int] = {}  # up to where each gate is held open
         self._times = 0  # in the answer
 
     @classmethod
-    def of(
-        cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase, *, piece: int = PIECE
-    ) -> Forcing | None:
-        """Of a request, whose prompt is read ``piece`` tokens at a time; None where no guard that acts stands beside a module that
-        does, and for a canary, which asks whether the detector is at work.
+    def of(cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> Forcing | None:
+        """Of a request; None where no guard that acts stands beside a module that does, and for a canary, which asks whether the
+        detector is at work.
         """
         if request.guards is None or request.internal:
             return None
@@ -79,7 +76,7 @@ class Forcing:
                 module = entry.module  # as many positions as the gate looks back where it closes
                 count = max(LEAST, module.hold or module.window)
                 gates[index] = _Gate(entry.key, count, module.tau_close not in (None, module.tau))
-        return cls(request, request.guards, gates, tokenizer, piece) if gates else None
+        return cls(request, request.guards, gates, tokenizer) if gates else None
 
     @property
     def spans(self) -> tuple[Forced, ...]:
@@ -148,7 +145,7 @@ def _joined(positions: Iterable[int], count: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase, piece: int) -> Iterator[tuple[int, str]]:
+def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
     """The text of a prompt in pieces, each with the position of its last token."""
     pieces = pieces_of(tokenizer)
     utf8 = getincrementaldecoder("utf-8")("replace")
@@ -158,8 +155,8 @@ def _read(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase, piece: int)
 
     before: list[int] = []  # whole characters, as the tokenizer may need them to place a space
     left: list[int] = []  # what is unread
-    for start in range(0, len(prompt), piece):
-        some = prompt[start : start + piece]
+    for start in range(0, len(prompt), PIECE):
+        some = prompt[start : start + PIECE]
         if pieces.byte_level:
             text = utf8.decode(b"".join(map(pieces.spell, some)))
         else:

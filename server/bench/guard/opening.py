@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from server.bench.guard.attacks import SECRET
 from server.engine.forcing import Forcing
 from server.engine.pinned import LoadedModule, PinnedSet
 from server.engine.request import GenerationRequest
-from unbind_core.applying.passes import Pass, where_forced
+from unbind_core.applying.passes import Forced, Pass, where_forced
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode_prompt
 from unbind_core.guard.book import GuardBook, GuardSet
@@ -27,24 +28,35 @@ from unbind_core.rows import spread
 from unbind_core.windows import Batch
 
 COLUMNS = ("module", "guard", "folding")
+FIRST = 48  # tokens
 
 
 @dataclass(frozen=True)
 class Beside(System):
-    """As ``System``, its gates moved as the engine has a guard move them, at each position as where a prompt ends there."""
+    """As ``System``, its gates moved as the engine has a guard move them; with ``ends`` at each of the first positions as where a
+    prompt ends there, which the engine reads to its end.
+    """
 
     guards: GuardSet | None = None
+    ends: bool = False
 
     def looked_at(self, batch: Batch, positions: Tensor) -> Pass:
         """With what the guard says of each text as a prompt."""
         pinned = PinnedSet(tuple(LoadedModule(one.name, one, one.digest) for one in self.modules))
         plain, sequences = super().looked_at(batch, positions), []
         for row, window in enumerate(batch.windows):
-            request = GenerationRequest(window.ids, modules=pinned, guards=self.guards)
-            forcing = Forcing.of(request, self.loaded.tokenizer, piece=1)
-            sequences.append((row, 0, len(window.ids), forcing.spans if forcing is not None else ()))
+            spans = [*self._moved(window.ids, pinned)]
+            for last in range(min(FIRST, len(window.ids)) if self.ends else 0):
+                ended = self._moved(window.ids[: last + 1], pinned)
+                spans += (span._replace(start=last, end=last + 1) for span in ended if span.start <= last < span.end)
+            sequences.append((row, 0, len(window.ids), tuple(spans)))
         forced, eased = where_forced(sequences, positions)
         return Pass(real=plain.real, forced=forced, eased=eased)
+
+    def _moved(self, prompt: Sequence[int], pinned: PinnedSet) -> tuple[Forced, ...]:
+        request = GenerationRequest(tuple(prompt), modules=pinned, guards=self.guards)
+        forcing = Forcing.of(request, self.loaded.tokenizer)
+        return forcing.spans if forcing is not None else ()
 
 
 def opening_figures(
@@ -70,7 +82,7 @@ def opening_figures(
         system = Beside(column, loaded, (module,), guards=guards)
         gates = system.gates(ordinary)
         found[column] = {
-            "opens_within": opens_within(system, material),
+            "opens_within": opens_within(replace(system, ends=True), material),
             "opens_mid_row": opens_mid_row(system, material),
             "opens_in_text": opens_in_text(system, material),
             "ordinary_rows": torch.stack([gate.any() for gate in gates]).float().mean().item(),

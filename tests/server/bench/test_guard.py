@@ -30,6 +30,7 @@ from server.bench.guard.prompt_filter import PromptFilter
 from server.bench.guard.script import Desk
 from server.bench.guard.tries import Arm, Client, Tally, Tries, guards_of
 from server.cli import build as command
+from server.engine.forcing import PIECE
 from server.engine.guarding import Guarded
 from server.engine.request import Delta, GenerationRequest, Sampling
 from unbind_core.architecture import load_model
@@ -251,3 +252,10 @@ def test_where_a_gate_opens_is_measured_as_the_engine_moves_it(protected: list[s
         alone = [bool(gates.any()) for gates in System("alone", loaded, (one,)).gates(texts)]
         moved = [bool(gates.any()) for gates in Beside("beside", loaded, (one,), guards=guards).gates(texts)]
         assert not any(alone) and all(moved[:6]) and not moved[-1] and sum(moved) >= some
+        beside = Beside("beside", loaded, (one,), guards=guards)
+        read, ended = (
+            [int(gates.nonzero()[0]) for gates in system.gates(whole)]
+            for system in (beside, replace(beside, ends=True))
+        )
+        assert all((at + 1) % PIECE == 0 for at in read)
+        assert all(at - PIECE < sooner <= at for at, sooner in zip(read, ended, strict=True)) and read != ended
