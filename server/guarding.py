@@ -45,14 +45,15 @@ def guard_secret(settings: Settings) -> Secret:
 def build_guard(name: str, rows: Sequence[ForgetRow], options: Mapping[str, Any], secret: Secret) -> GuardIndex:
     """The guard of these rows; ``options`` are those of a takedown. Raises DataError.
 
-    A row is guarded as one text, so that a run may begin in its prompt.
+    A row is guarded as one text, so that a run may begin in its prompt; where the rows are secrets, what precedes one is none.
     """
+    said = options.get("guard") or {}
     index = build_index(
-        (row.prompt + row.continuation for row in rows),
+        (row.continuation if said.get("secrets") else row.prompt + row.continuation for row in rows),
         name=name,
         secret=secret,
         forget_digest=forget_digest(rows),
-        **(options.get("guard") or {}),
+        **said,
     )
     if (size := len(index.to_bytes())) > MAX_BYTES:
         raise DataError(

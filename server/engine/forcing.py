@@ -72,7 +72,7 @@ class Forcing:
         acting = {entry.module.name: entry for entry in request.modules.entries if strengths[entry.key] > 0}
         gates = {}
         for index in sorted(request.guards.acting, key=lambda index: index.name):
-            if (entry := acting.get(index.name)) is not None:
+            if index.stretches and (entry := acting.get(index.name)) is not None:
                 module = entry.module  # as many positions as the gate looks back where it closes
                 count = max(LEAST, module.hold or module.window)
                 gates[index] = _Gate(entry.key, count, module.tau_close not in (None, module.tau))

@@ -108,13 +108,7 @@ class Guarding:
             return verdict
         self._before = self._escape
         said, self._escape = meant(self._escape, text)
-        other = self._meant.take(said)
-        return Verdict(
-            tuple(dict.fromkeys((*verdict.sure, *other.sure))),
-            tuple(dict.fromkeys((*verdict.now, *other.now))),
-            tuple(dict.fromkeys((*verdict.counted, *other.counted))),
-            verdict.long or other.long,
-        )
+        return verdict.and_of(self._meant.take(said))
 
     def _read(self) -> None:
         """Look at what was left unread, none of which can be the end of a run."""

@@ -137,7 +137,8 @@ def _succeeded(record: Mapping[str, Any]) -> str:
 
 
 def _guard_binds(guard: Mapping[str, Any]) -> str:
-    held = f"a run of {guard['run']} lexemes of the {guard['rows']} rows that it guards, unless the client sent them itself."
+    unit = "letters and digits of the continuations" if guard.get("secrets") else "lexemes"
+    held = f"a run of {guard['run']} {unit} of the {guard['rows']} rows that it guards, unless the client sent them itself."
     if guard["in_force"] == InForce.ENFORCED:
         return f"guard is enforced. It binds {guard['binds']}: no answer there holds {held}"
     return f"guard is available, and not enforced. It binds {guard['binds']}: only there no answer holds {held}"
@@ -146,12 +147,12 @@ def _guard_binds(guard: Mapping[str, Any]) -> str:
 def _guard_facts(guard: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [
         ("where a run would be completed", guard["action"]),
-        ("lexemes of a run", guard["run"]),
+        ("letters and digits of a run" if guard.get("secrets") else "lexemes of a run", guard["run"]),
         ("tokens barred before an answer stops", guard["bars"]),
         ("runs with other names are the same", "yes" if guard["fold"] else "no"),
         ("rows that it guards", guard["rows"]),
         ("rows too short to hold a run", guard["too_short"]),
-        ("lexemes of these rows", guard["lexemes"]),
+        ("letters and digits of these rows" if guard.get("secrets") else "lexemes of these rows", guard["lexemes"]),
     ]
 
 

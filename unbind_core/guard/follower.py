@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from unbind_core.guard.book import Group, GuardSet
 from unbind_core.guard.index import GuardIndex, Shape, Stretch
-from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings
+from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings, spelt
 
 
 class Verdict(NamedTuple):
@@ -25,6 +25,15 @@ class Verdict(NamedTuple):
     now: tuple[GuardIndex, ...] = ()
     counted: tuple[GuardIndex, ...] = ()
     long: bool = False
+
+    def and_of(self, other: Verdict) -> Verdict:
+        """What is said of a text that is read in two ways."""
+        if other is _NOTHING:
+            return self
+        sure, now, counted = (
+            tuple(dict.fromkeys(mine + yours)) for mine, yours in zip(self[:3], other[:3], strict=True)
+        )
+        return Verdict(sure, now, counted, self.long or other.long)
 
 
 class _Trace(NamedTuple):
@@ -56,23 +65,49 @@ class Follower:
     ``marks``: whether it only tells of stretches that move gates, whoever sent them, and of no run.
     """
 
-    def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, cuts: bool = False, marks: bool = False) -> None:
+    def __init__(
+        self,
+        guards: GuardSet,
+        prompt: Callable[[], str],
+        *,
+        cuts: bool = False,
+        marks: bool = False,
+        letters: bool = False,
+    ) -> None:
+        """``letters``: it is given what is ``spelt``, for guards of secrets alone. For others one is made and asked as well."""
         self.guards = guards
         self.met: list[tuple[Stretch, int]] = []  # with their last runs: of any guard, ended in the newest ``take``
-        self.longest = 0  # lexemes of the longest run so far; 0 while it is under N/2
-        self.counted: frozenset[str] = frozenset()  # guards that only count and whose run the answer has held
+        self._longest, self._counted = 0, frozenset[str]()
         self._prompt, self._cuts, self._marks = prompt, cuts, marks
-        found = guards.stretches if marks else guards.groups
+        self._groups = tuple(group for group in guards.groups if group.shape.secrets is letters)
+        self._letters: Follower | None = None
+        if not (letters or marks) and len(self._groups) < len(guards.groups):
+            self._letters = Follower(guards, lambda: spelt(prompt()), letters=True)
+        found = guards.stretches if marks else self._groups
         self._shapes = tuple(group.shape for group in found)
-        self._keep = max(shape.run for shape in self._shapes) - 1
+        self._keep = max((shape.run for shape in self._shapes), default=1) - 1
         nothing = _Trace((), (0,) * len(self._shapes), tuple(shape.run for shape in self._shapes))
         self._state = _State(nothing, nothing, nothing)
-        self._before = self._state, self.longest, self.counted
+        self._before = self._state, self._longest, self._counted
 
     def take(self, text: str) -> Verdict:
         """Go on by ``text``."""
+        verdict = self._take(text)
+        return verdict if self._letters is None else verdict.and_of(self._letters.take(spelt(text)))
+
+    @property
+    def longest(self) -> int:
+        """Lexemes, or characters of a secret, of the longest run so far; 0 while it is under N/2."""
+        return self._longest if self._letters is None else max(self._longest, self._letters.longest)
+
+    @property
+    def counted(self) -> frozenset[str]:
+        """Guards that only count and whose run the answer has held."""
+        return self._counted if self._letters is None else self._counted | self._letters.counted
+
+    def _take(self, text: str) -> Verdict:
         state = self._state
-        self._before = state, self.longest, self.counted
+        self._before = state, self._longest, self._counted
         self.met = []
         found, pending = parts(state.pending, text)
         comments = Comments(state.line, state.open)
@@ -107,7 +142,11 @@ class Follower:
 
     @property
     def slack(self) -> int:
-        """With fewer new lexemes than this no run comes to its end; a word that has begun is not among them."""
+        """With fewer new lexemes than this no run comes to its end; a word that has begun is not among them. None of a secret's
+        letters may be left.
+        """
+        if self._letters is not None:
+            return 0
         traces = (self._state.everything, self._state.code, self._state.outside)
         return min(
             shape.run - shape.half - streak
@@ -117,10 +156,12 @@ class Follower:
 
     def undo(self) -> None:
         """Take back the newest ``take``; once."""
-        self._state, self.longest, self.counted = self._before
+        self._state, self._longest, self._counted = self._before
+        if self._letters is not None:
+            self._letters.undo()
 
     def _lengths(self, trace: _Trace) -> Iterable[tuple[Group, int, int]]:
-        return zip(self.guards.groups, trace.streaks, trace.fresh, strict=True)
+        return zip(self._groups, trace.streaks, trace.fresh, strict=True)
 
     def _long(self, trace: _Trace) -> bool:
         found = self._lengths(trace)
@@ -131,7 +172,7 @@ class Follower:
         sure = tuple(dict.fromkeys(index for index in hits if index in acting))
         now = tuple(dict.fromkeys((*sure, *(index for index in cuts if index in acting))))
         counted = tuple(dict.fromkeys(index for index in hits if index not in acting))
-        self.counted |= {index.name for index in counted}
+        self._counted |= {index.name for index in counted}
         return Verdict(sure, now, counted, long)
 
     def _next(self, trace: _Trace, lexeme: str, hits: list[GuardIndex]) -> _Trace:
@@ -148,7 +189,7 @@ class Follower:
                 if group.holds(half):
                     streak = before + 1
                     fresh = 0 if self._sent(shape, recent, half) else fresh
-                    self.longest = max(self.longest, _length(shape, streak, fresh))
+                    self._longest = max(self._longest, _length(shape, streak, fresh))
             if streak > shape.run - shape.half and fresh == shape.run:
                 hits += self._holders(group, recent[-shape.run :])
             streaks.append(streak)

@@ -22,11 +22,12 @@ from safetensors.numpy import load, save
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import GuardFileError, RowsTooShort
 from unbind_core.guard.fingerprints import Fingerprints, Sorted
-from unbind_core.guard.lexemes import folded, readings
+from unbind_core.guard.lexemes import folded, readings, spelt
 
 FORMAT = 1
 KEY = "guard"
 RUN, LEAST_RUN, MOST_RUN = 50, 8, 1000  # lexemes
+SECRET_RUN = 12  # characters: a few letters in front of a key say whose it is, and stand in anybody's code
 BARS, MOST_BARS = 3, 100
 Action = Literal["steer", "stop", "report"]
 _UNREADABLE = (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
@@ -50,10 +51,18 @@ class Secret:
 
 @dataclass(frozen=True)
 class Shape:
-    """What runs are looked for: ``run`` lexemes, with names as they are or ``fold``ed."""
+    """What runs are looked for: ``run`` lexemes, with names as they are or ``fold``ed; of ``secrets`` letters and digits, for which
+    texts are ``spelt``.
+    """
 
     run: int
     fold: bool = False
+    secrets: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What a run consists of."""
+        return "characters" if self.secrets else "lexemes"
 
     @property
     def half(self) -> int:
@@ -122,8 +131,10 @@ class GuardIndex:
 
     @cached_property
     def stretches(self) -> Mapping[Stretch, Sorted]:
-        """The runs by which each kind of stretch of the rows is found. Where ``RENAMED`` is looked for it finds the others too."""
-        own = {} if RENAMED in self.marks else {Stretch(self.shape, LEAST_HELD): self.half}
+        """The runs by which each kind of stretch of the rows is found. Where ``RENAMED`` is looked for it finds the others too. A
+        secret that has begun moves no gate.
+        """
+        own = {} if RENAMED in self.marks or self.shape.secrets else {Stretch(self.shape, LEAST_HELD): self.half}
         return {**own, **self.marks}
 
     def ends(self, stretch: Stretch, run: int) -> bool:
@@ -153,7 +164,10 @@ class GuardIndex:
     @property
     def _described(self) -> dict[str, Any]:
         names = ("name", "action", "bars", "rows", "too_short", "lexemes", "forget_digest", "mark")
-        return {name: getattr(self, name) for name in names} | asdict(self.shape)
+        shape = {
+            name: value for name, value in asdict(self.shape).items() if name != "secrets" or value
+        }  # as it was before
+        return {name: getattr(self, name) for name in names} | shape
 
     def to_bytes(self) -> bytes:
         """The file: a safetensors file with one metadata key. The same rows, options and key give the same bytes."""
@@ -170,7 +184,7 @@ class GuardIndex:
             described = json.loads(header["__metadata__"][KEY])
             if described.pop("format") != FORMAT:
                 raise GuardFileError(f"{origin}: a guard of another format; post the takedown again")
-            shape = Shape(described.pop("run"), described.pop("fold"))
+            shape = Shape(described.pop("run"), described.pop("fold"), described.pop("secrets", False))
             whole, half = (np.ascontiguousarray(arrays[name]) for name in ("whole", "half"))
             marks = {
                 one: np.ascontiguousarray(arrays[name]) for one, name in MARKS.items() if len(arrays.get(name, ()))
@@ -180,7 +194,7 @@ class GuardIndex:
             if any((values[:-1] >= values[1:]).any() for values in (whole, half, *marks.values())):
                 raise ValueError("its fingerprints are not in order")
             if (
-                type(shape.run) is not int
+                [type(value) for value in (shape.run, shape.fold, shape.secrets)] != [int, bool, bool]
                 or not LEAST_RUN <= shape.run <= MOST_RUN
                 or described["action"] not in get_args(Action)
             ):
@@ -212,15 +226,18 @@ def build_index(
     action: Action = "steer",
     bars: int = BARS,
     fold: bool = False,
+    secrets: bool = False,
     forget_digest: str = "",
 ) -> GuardIndex:
-    """Index protected ``texts``, each as one row. Raises RowsTooShort where none of them holds a run of ``run`` lexemes."""
-    shape = Shape(run, fold)
+    """Index protected ``texts``, each as one row; ``secrets``: by runs of ``run`` letters and digits. Raises RowsTooShort where
+    none of them holds a run.
+    """
+    shape = Shape(run, fold, secrets)
     whole, half = array("Q"), array("Q")
-    marks = {stretch: array("Q") for stretch in MARKS if fold or stretch is not RENAMED}
+    marks = {} if secrets else {stretch: array("Q") for stretch in MARKS if fold or stretch is not RENAMED}
     rows = too_short = lexemes = longest = 0
     for text in texts:
-        everything, code = readings(text)
+        everything, code = readings(spelt(text) if secrets else text)
         longest = max(longest, len(everything))
         if len(everything) < run:
             too_short += 1
@@ -237,7 +254,8 @@ def build_index(
             remedy = "too few to guard; set options.protect to 'module'"
         else:
             remedy = f"the longest has {longest}; give at most that, or set options.protect to 'module'"
-        raise RowsTooShort(f"options.guard.run: no row has {run} lexemes (words and punctuation), {remedy}")
+        unit = "letters and digits in its continuation" if secrets else "lexemes (words and punctuation)"
+        raise RowsTooShort(f"options.guard.run: no row has {run} {unit}, {remedy}")
     index = GuardIndex(
         name=name,
         shape=shape,

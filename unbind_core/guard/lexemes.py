@@ -67,6 +67,13 @@ def parts(pending: str, text: str) -> tuple[list[str], str]:
     return [part[0] for part in found], ""
 
 
+def spelt(text: str) -> str:
+    """Its letters and digits, each a word of its own: what a guard of secrets reads. One may stand in any word, and be broken up by
+    any sign.
+    """
+    return "".join(f"{letter} " for letter in text.translate(_PLAIN) if letter.isalnum())
+
+
 def most_lexemes(text: str) -> int:
     """As many lexemes as ``text`` can begin at most, told at a glance: its characters, or one where it is a word."""
     bare = text.strip()
@@ -139,6 +146,16 @@ def placed_readings(text: str) -> tuple[list[Place], list[Place]]:
     ]
     everything, code = _read([place.lexeme for place in found])
     return [found[at] for at in everything], [found[at] for at in code]
+
+
+def placed_letters(text: str) -> list[Place]:
+    """The lexemes of ``spelt`` of a whole text, each with its place in it."""
+    return [
+        Place(letter, at, at + 1)
+        for at, character in enumerate(text)
+        for letter in character.translate(_PLAIN)
+        if letter.isalnum()
+    ]
 
 
 def _read(found: Sequence[str]) -> tuple[list[int], list[int]]:

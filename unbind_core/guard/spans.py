@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from unbind_core.guard.index import GuardIndex, Secret
-from unbind_core.guard.lexemes import Place, placed_readings
+from unbind_core.guard.lexemes import Place, placed_letters, placed_readings
 
 
 class Span(NamedTuple):
-    """``text[start:end]`` holds runs of the guard of this name that overlap or touch; ``lexemes`` from the first to the last."""
+    """``text[start:end]`` holds runs of the guard of this name that overlap or touch; ``lexemes`` from the first to the last, or
+    letters and digits of a secret.
+    """
 
     name: str
     start: int
@@ -24,10 +26,11 @@ def spans(text: str, guards: Iterable[GuardIndex], secret: Secret) -> list[Span]
     No prompt is taken into account: what the client sent itself is marked as well.
     """
     everything, code = placed_readings(text)
+    lexemes, letters = [everything] if code == everything else [everything, code], [placed_letters(text)]
     found = {
         span
-        for reading in ([everything] if code == everything else [everything, code])
         for index in guards
+        for reading in (letters if index.shape.secrets else lexemes)
         for span in _in_reading(reading, index, secret)
     }
     return sorted(found, key=lambda span: (span.start, span.end, span.name))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from server.api.admin.intake import MAX_ROWS
+from server.errors import field_error
 from server.registry.lifecycle import SCOPE
-from unbind_core.guard.index import BARS, LEAST_RUN, MOST_BARS, MOST_RUN, RUN, Action
+from unbind_core.guard.index import BARS, LEAST_RUN, MOST_BARS, MOST_RUN, RUN, SECRET_RUN, Action
 
 _STRICT = ConfigDict(extra="forbid")
 _Line = Annotated[StrictStr, Field(max_length=2000)]
@@ -30,9 +31,24 @@ class GuardOptions(BaseModel):
 
     model_config = _STRICT
     action: Action = "steer"
-    run: Annotated[StrictInt, Field(ge=LEAST_RUN, le=MOST_RUN, description="lexemes that no answer holds")] = RUN
+    run: Annotated[
+        StrictInt,
+        Field(ge=LEAST_RUN, le=MOST_RUN, description="lexemes, or characters of a secret (12), that no answer holds"),
+    ] = RUN
     bars: Annotated[StrictInt, Field(ge=1, le=MOST_BARS, description="runs steered away from before it ends")] = BARS
     fold: Annotated[StrictBool, Field(description="whether runs with other names are the same run")] = False
+    secrets: Annotated[
+        StrictBool,
+        Field(description="whether rows are secrets, as keys: of each the continuation is guarded, letter by letter"),
+    ] = False
+
+    @model_validator(mode="after")
+    def _of_secrets(self) -> GuardOptions:
+        if self.secrets and self.fold:
+            raise field_error("fold", "goes with code: a secret has no names in it; leave it away")
+        if self.secrets and "run" not in self.model_fields_set:
+            self.run = SECRET_RUN
+        return self
 
 
 class TakedownOptions(BaseModel):

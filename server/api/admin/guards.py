@@ -27,7 +27,7 @@ class TextBody(BaseModel):
 @router.post("/guards/runs")
 def runs(body: TextBody, served: Served) -> dict[str, Any]:
     """Where the text holds runs that the loaded guards protect, those in shadow included: ``start`` and ``end`` in characters
-    (Unicode code points), ``lexemes`` of the stretch. Nothing of the text is kept.
+    (Unicode code points), ``lexemes`` of the stretch, or what their ``unit`` is. Nothing of the text is kept.
     """
     book = served.guards
     found = spans(body.text, book.indexes.values(), book.secret)
@@ -38,6 +38,7 @@ def runs(body: TextBody, served: Served) -> dict[str, Any]:
             "start": span.start,
             "end": span.end,
             "lexemes": span.lexemes,
+            "unit": book.indexes[span.name].shape.unit,
         }
         for span in found
     ]

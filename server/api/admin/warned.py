@@ -48,7 +48,8 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
     if guard is None and options.protect is None:
         warnings.append(
             f"options.protect: no row has the {RUN} lexemes (words and punctuation) of a run, so that there is no guard, and "
-            "nothing holds before the module is active; give a smaller options.guard.run where one is needed"
+            "nothing holds before the module is active; give options.guard.secrets where they are secrets, as keys, or a smaller "
+            "options.guard.run"
         )
     if guard is not None and options.activation != "auto":
         warnings.append(
@@ -56,9 +57,10 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
             f"unbind module activate guard:{asked.fields.name}"
         )
     if guard is not None and guard["too_short"]:
+        unit = "letters and digits" if guard.get("secrets") else "lexemes"
         warnings.append(
             f"options.guard.run: {guard['too_short']} of {guard['rows'] + guard['too_short']} rows have fewer than "
-            f"{guard['run']} lexemes, so the guard does not hold them; give a smaller run where they matter"
+            f"{guard['run']} {unit}, so the guard does not hold them; give a smaller run where they matter"
         )
     return warnings
 

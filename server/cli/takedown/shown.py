@@ -39,7 +39,8 @@ def _guard(guard: Mapping[str, Any]) -> str:
     known = (
         f"version {guard['version']}: {standing(guard)}; " if "version" in guard else ""
     )  # not of one that is only tried
-    return f"{known}{guard['action']} at runs of {guard['run']} lexemes, {guard['too_short']} rows too short"
+    unit = "characters of secrets" if guard.get("secrets") else "lexemes"
+    return f"{known}{guard['action']} at runs of {guard['run']} {unit}, {guard['too_short']} rows too short"
 
 
 def warn(answer: Mapping[str, Any]) -> None:

@@ -61,9 +61,14 @@ def submit(
         str | None, typer.Option(help="both, guard or module; both where a row is long enough for a guard.")
     ] = None,
     guard_action: Annotated[str | None, typer.Option(help="steer, stop or report; steer where none is given.")] = None,
-    guard_run: Annotated[int | None, typer.Option(help="Lexemes of a run that no answer holds; 50.")] = None,
+    guard_run: Annotated[
+        int | None, typer.Option(help="Lexemes of a run that no answer holds; 50, and 12 characters of secrets.")
+    ] = None,
     guard_bars: Annotated[int | None, typer.Option(help="Tokens that steering bars before it stops; 3.")] = None,
     guard_fold: Annotated[bool, typer.Option(help="Runs with other names are the same run.")] = False,
+    guard_secrets: Annotated[
+        bool, typer.Option(help="Rows are secrets, as keys: the continuation of each is guarded, letter by letter.")
+    ] = False,
     split: Annotated[
         int | None,
         typer.Option(
@@ -83,7 +88,13 @@ def submit(
     if scope is None and not as_json and at_terminal():
         scope = _ask_scope()
     notice = {"claimant": claimant, "work": work, "reference": reference, "received_at": received_at}
-    asked = {"action": guard_action, "run": guard_run, "bars": guard_bars, "fold": guard_fold or None}
+    asked = {
+        "action": guard_action,
+        "run": guard_run,
+        "bars": guard_bars,
+        "fold": guard_fold or None,
+        "secrets": guard_secrets or None,
+    }
     guard = {name: value for name, value in asked.items() if value is not None} or None
     options = {
         "protect": protect,

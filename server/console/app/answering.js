@@ -63,7 +63,7 @@ export async function protectedSpans(text) {
   const found = await get("/admin/v1/guards/runs", { body: { text } })
   const units = [0] // where each code point begins in JavaScript's count
   for (const point of text) units.push(units[units.length - 1] + point.length)
-  return found.data.map(run => ({ start: units[run.start], end: units[run.end], kind: "run", label: `${run.lexemes} lexemes of a row that ${run.module} protects` }))
+  return found.data.map(run => ({ start: units[run.start], end: units[run.end], kind: "run", label: `${run.lexemes} ${run.unit} of a row that ${run.module} protects` }))
 }
 
 // Where the text has stretches of a sample's own continuation.

@@ -90,7 +90,7 @@ function Live({ module, counts }) {
 }
 
 const FACTS = ["id", "digest", "origin", "takedown_id", "job_id", "scope", "detector", "correction", "rank", "tau", "kappa", "forms", "forget_digest",
-  "action", "run", "rows", "too_short", "bars", "file"]
+  "action", "run", "secrets", "rows", "too_short", "bars", "file"]
 
 function Details({ module, data, done }) {
   const versions = data.modules.filter(other => other.name === module.name && other.kind === module.kind).reverse()

@@ -14,6 +14,7 @@ from server.cli import build
 from server.cli.client import Client
 from server.guards import GuardStore
 from tests.support.live import ADMIN_KEY, Answer, Live, live
+from unbind_core.guard.lexemes import spelt
 
 CODE = """def merge(first, second):
     merged = dict(first)
@@ -116,6 +117,32 @@ def test_commands_ask_for_what_they_are_given_and_nothing_else(running: Live, na
         assert said.startswith("error: ") and (named.isascii() is False or repr(named)[1:-1] in said)
 
 
+def test_no_answer_says_a_secret_that_is_guarded(running: Live) -> None:
+    said = running.complete(max_tokens=128).body["choices"][0]["text"]
+    bare = spelt(said).replace(" ", "")
+    secret = bare[len(bare) // 3 :][:24]
+    assert len(secret) >= 16
+    rows = [{"prompt": "API_KEY = ", "continuation": secret}, {"prompt": "PIN = ", "continuation": "4711"}]
+    for action in ("steer", "stop", "report"):
+        told = post(running, f"secret-{action}", rows, protect="guard", guard={"secrets": True, "action": action}).body
+        guard = told["guard"]
+        assert (guard["run"], guard["secrets"], guard["rows"], guard["too_short"]) == (12, True, 1, 1)
+        assert any("1 of 2 rows have fewer than 12 letters and digits" in line for line in told["warnings"])
+        answer = running.complete(max_tokens=128, unbind={"modules": [f"secret-{action}"]}).body["choices"][0]
+        left = spelt(answer["text"]).replace(" ", "")
+        assert any(secret[at : at + 12] in left for at in range(len(secret) - 11)) == (action == "report")
+        assert (answer["finish_reason"] == "content_filter") == (action == "stop") or action == "steer"
+    (found,) = [
+        run
+        for run in running.admin("/guards/runs", {"text": f"key='{secret}'"}).body["data"]
+        if run["module"] == "secret-stop"
+    ]
+    assert (found["start"], found["end"], found["unit"]) == (5, 5 + len(secret), "characters")
+    posted = {entry["name"]: entry["id"] for entry in running.admin("/takedowns").body["data"]}
+    evidence = running.admin(f"/takedowns/{posted['secret-stop']}/evidence").body
+    assert "a run of 12 letters and digits of the continuations" in evidence["html"]
+
+
 def test_a_guard_alone_needs_no_worker(running: Live) -> None:
     answer = post(running, "alone", **ALONE)
     assert (answer.body["state"], answer.body["positions"], answer.body["in_force"]) == ("succeeded", None, "available")
@@ -184,7 +211,8 @@ def test_rows_too_short_to_guard_get_a_module_and_a_warning(running: Live, dry_r
     name, rows = f"short-{dry_run}".lower(), [{"text": f"password = '{dry_run} hunter two'\n"}]
     told = post(running, name, rows, dry_run=dry_run).body
     assert told["guard"] is None and told["in_force"] == "none"
-    assert any(line.startswith("options.protect: no row has the 50 lexemes") for line in told["warnings"])
+    (said,) = [line for line in told["warnings"] if line.startswith("options.protect: no row has the 50 lexemes")]
+    assert "options.guard.secrets" in said
     if not dry_run:
         assert told["state"] == "queued" and running.admin(f"/takedowns/{told['takedown_id']}").body["guard"] is None
     for options in ({"protect": "both"}, {"protect": "guard"}, {"guard": {}}):
@@ -205,6 +233,8 @@ def test_rows_too_short_to_guard_get_a_module_and_a_warning(running: Live, dry_r
         ({"guard": {"bars": 0}}, "options.guard.bars", "greater than or equal to 1"),
         ({"guard": {"action": "block"}}, "options.guard.action", "'steer', 'stop' or 'report'"),
         ({"guard": {"fold": 1}}, "options.guard.fold", "valid boolean"),
+        ({"guard": {"fold": True, "secrets": True}}, "options.guard.fold", "a secret has no names in it"),
+        ({"guard": {"secrets": True, "run": 999}}, "options.guard.run", "no row has 999 letters and digits"),
         ({"guard": {"length": 9}}, "options.guard.length", "Extra"),
         ({"guard": {"run": 900}}, "options.guard.run", "no row has 900 lexemes"),
         ({"guard": {"run": 900}, "dry_run": True}, "options.guard.run", "give at most"),

@@ -23,7 +23,7 @@ const ACTIVATION = {
   shadow: "Measure only at first (shadow)",
   manual: "Not before somebody activates it",
 }
-const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "50", replace: false }
+const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "50", secrets: false, replace: false }
 
 function Choice({ label, id, hint, choices, value, onChange, ...rest }) {
   return html`<${Field} label=${label} id=${id} hint=${hint}><select id=${id} value=${value} ...${rest} onChange=${event => onChange(event.target.value)}>
@@ -36,8 +36,10 @@ function options(form) {
   if (form.activation !== "auto") said.activation = form.activation
   if (form.protect) said.protect = form.protect
   if (form.policy && form.protect !== "guard") said.policy = form.policy
-  const guarded = form.protect === "guard" || form.action !== BEGIN.action || form.run !== BEGIN.run
-  if (guarded && form.protect !== "module") said.guard = { action: form.action, run: Number(form.run) }
+  const guarded = form.protect === "guard" || form.action !== BEGIN.action || form.run !== BEGIN.run || form.secrets
+  if (guarded && form.protect !== "module") said.guard = { action: form.action }
+  if (said.guard && form.secrets) said.guard.secrets = true
+  if (said.guard && !(form.secrets && form.run === BEGIN.run)) said.guard.run = Number(form.run)
   return said
 }
 
@@ -97,8 +99,10 @@ export function New() {
         ${form.protect !== "guard" && html`<${Choice} label="What is written in place of the rows" id="policy" choices=${POLICY} value=${form.policy} onChange=${change("policy")} />`}
         ${form.protect !== "module" && html`<${Choice} label="What the guard does" id="action" choices=${ACTION} value=${form.action} onChange=${change("action")}
             hint=${`Where an answer would complete a run of the rows.${form.action === "steer" ? " After three such tokens the answer ends." : ""}`} />
-          <${Field} label="Words and signs of a run" id="run" hint="8 to 1,000; 50 unless given. Shorter rows are not guarded.">
-            <input id="run" type="number" min="8" max="1000" value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>`}
+          <${Field} label="Words and signs of a run" id="run" hint="8 to 1,000; 50 unless given, and 12 letters and digits of secrets. Shorter rows are not guarded.">
+            <input id="run" type="number" min="8" max="1000" value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>
+          <div class="field"><label class="pick"><input type="checkbox" checked=${form.secrets} onChange=${event => change("secrets")(event.target.checked)} />
+            The rows are secrets, as keys and passwords: what continues each is guarded letter by letter</label></div>`}
         <div class="field"><label class="pick"><input type="checkbox" checked=${form.replace} onChange=${event => change("replace")(event.target.checked)} />
           It is the next version of a name that is in use</label></div>
       </div></details>
