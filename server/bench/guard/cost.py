@@ -23,7 +23,6 @@ from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.index import Secret, build_index
 from unbind_core.progress import Progress, ProgressCallback
 
-SIZES = (1, 1_000, 100_000)
 LINES = 15  # of a row
 PART = 1_000  # rows of one takedown: as many takedowns as that makes are loaded at once
 STREAMS, PROMPT, NEW = 8, 64, 64

@@ -20,7 +20,6 @@ _ALIKE |= dict.fromkeys(map(ord, "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), "\n")
 _ALIKE |= dict.fromkeys((*range(9), *range(14, 28), 127), "")  # no shape, and no space
 _ALIKE[0xFFFD] = ""  # half a character
 _UNSEEN = ("M", "C")  # beginnings of categories: marks that are put on letters, and what has no shape
-_WRITTEN = re.compile(r"\\[nrt]")  # in the strings of JSON
 _MARKS = re.compile(r"\n|//|/\*|\*/|--|#")
 _LEXEMES = re.compile(r"\w+|[^\w\s#/*+>|;\\-]")
 
