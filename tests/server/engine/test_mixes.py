@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from unbind_core.module import UnbindModule
 
 pytestmark = pytest.mark.usefixtures("two_lanes")
 NAMES = ("one", "two", "three", "four")
-MakeEngine = Callable[..., EmbeddedEngine]
 
 
 def _modules(loaded: LoadedModel, make_module: MakeModule) -> list[UnbindModule]:
