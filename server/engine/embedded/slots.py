@@ -168,8 +168,3 @@ class SlotCache(Cache):
             if layer.keys is not None and layer.values is not None:
                 layer.keys[target, :, :count] = layer.keys[source, :, :count]
                 layer.values[target, :, :count] = layer.values[source, :, :count]
-
-    def bytes_allocated(self) -> int:
-        """Bytes of all keys and values; 0 before the first forward pass."""
-        held = [t for layer in self.slot_layers for t in (layer.keys, layer.values) if t is not None]
-        return sum(t.numel() * t.element_size() for t in held)
