@@ -37,11 +37,6 @@ class Child:
         threading.Thread(target=self._listen, name=f"unbind-child-{self._process.pid}", daemon=True).start()
 
     @property
-    def pid(self) -> int:
-        """Its process id, which is its group's too."""
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         """Whether it can still be given a task."""
         return self._process.poll() is None

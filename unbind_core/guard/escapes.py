@@ -45,11 +45,6 @@ class Unescaped:
         # Nothing of an escape goes before the whole, except that nothing is left to wait for.
         return self._passed
 
-    @property
-    def came(self) -> int:
-        """How many characters came."""
-        return self._place
-
 
 def meant(begun: str, text: str) -> tuple[str, str]:
     """What ``text`` means after an escape that has ``begun``, and what of the newest escape has come."""
