@@ -65,14 +65,13 @@ class StoredModule:
 
 @dataclass(frozen=True)
 class Scan:
-    """The modules to load, by name; why files were refused; which shipped files there are, by digest.
+    """The modules to load, by name; why files were refused.
 
     ``absent``: name -> record of the modules that should be loaded and cannot be.
     """
 
     modules: dict[str, StoredModule]
     problems: dict[str, str]
-    present: frozenset[str] = frozenset()
     absent: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -136,7 +135,7 @@ class ModuleStore:
                 continue
             if module is not None:
                 modules[record["name"]] = module
-        self._last = found, Scan(modules, problems, frozenset(shipped), absent)
+        self._last = found, Scan(modules, problems, absent)
         return self._last[1]
 
     def _of(self, record: dict[str, Any], shipped: dict[str, StoredModule]) -> StoredModule | None:
