@@ -38,7 +38,6 @@ class Step:
     selection: Selection
     count: int
     pass_: Pass
-    rows: Sequence[int]
     legs: Sequence[str]
     starts: Sequence[int]
     begins: Sequence[int]
@@ -192,7 +191,6 @@ class Edits:
             selection,
             count,
             pass_,
-            watching,
             batch.legs,
             [int(computed[i]) for i in watching],
             [firsts[i] for i in watching],
