@@ -14,9 +14,9 @@ from unbind_core.fitting.calibration import Budgets, Gate
 from unbind_core.fitting.search import Candidate, search
 from unbind_core.module import UnbindModule
 from unbind_core.progress import silent
-from unbind_core.running.capture import capture, target_nll
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.running.upper_layers import gradients_above, logits_above
+from unbind_core.running.likelihood import target_nll
+from unbind_core.running.upper_layers import logits_above
 from unbind_core.windows import Window, make_batch
 
 
@@ -55,17 +55,6 @@ def test_running_the_upper_layers_alone_gives_the_models_own_logits(
     with torch.no_grad():
         after = model(input_ids=kept.batch.ids, attention_mask=kept.batch.attention_mask, use_cache=False).logits
     assert torch.equal(after, whole)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_from_kept_states_are_those_of_the_whole_pass(family: str, tiny_checkpoint: TinyCheckpoint) -> None:
-    model = load_model(tiny_checkpoint(family)).model
-    kept = Replay(model, windows(3), [0, 1, 2], pad=0).batches[0]
-    whole = capture(model, kept.batch, [0, 1, 2])
-    for layer in (0, 1, 2):
-        above = gradients_above(model, kept.batch, layer, kept.states[layer])
-        assert float((above - whole.gradients[layer]).norm() / above.norm()) <= 1e-5
-    assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
