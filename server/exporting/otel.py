@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import Span
-    from opentelemetry.sdk.trace.export import SpanExporter
 
     from server.settings import Settings
 
@@ -31,15 +30,15 @@ Value = str | int | float | bool | Sequence[str]
 class Tracing:
     """Spans to the collector, in batches on a thread of the SDK: while it is away spans are dropped and nothing waits."""
 
-    def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        made = exporter or OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_SECONDS)
+        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_SECONDS)
         self._provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(made))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("unbind", version("unbind-server"))
         self._propagator = TraceContextTextMapPropagator()
 
