@@ -29,15 +29,15 @@ _Asked = tuple[list[str], Judge, str]  # prompts, the judge of their answers, an
 class Rounds:
     """Runs as long as the server does. A version that was not tried yet is due at once."""
 
-    def __init__(self, served: Service, tick: float = TICK_SECONDS) -> None:
-        self._served, self._tick, self._every = served, tick, served.settings.canary_seconds
+    def __init__(self, served: Service) -> None:
+        self._served, self._every = served, served.settings.canary_seconds
         self._texts = Texts(served.settings)
         self._due: dict[tuple[str, str], float] = {}  # name and digest -> when it is tried again
         served.canaries.pending = True
 
     async def run(self) -> None:
         """Try what is due, over and over, until the server ends."""
-        while not await self._served.ends_within(self._tick):
+        while not await self._served.ends_within(TICK_SECONDS):
             if self._served.ready:
                 with suppress(_Ending):
                     await self.once()
@@ -113,7 +113,7 @@ class Rounds:
                 begun = time.monotonic()
                 with suppress(Displaced):
                     return await ask(self._served, stored, prompt), time.monotonic() - begun
-            if await self._served.ends_within(self._tick):
+            if await self._served.ends_within(TICK_SECONDS):
                 raise _Ending
         raise TimeoutError(f"clients had every slot for {self._every:g} s")
 
