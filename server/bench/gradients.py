@@ -30,19 +30,19 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _windows(loaded: LoadedModel, count: int, length: int = ORACLE_LENGTH) -> list[Window]:
-    """``count`` windows of exactly ``length`` tokens, cut from the demo's retain rows laid end to end."""
+def _windows(loaded: LoadedModel, count: int) -> list[Window]:
+    """``count`` windows of exactly ORACLE_LENGTH tokens, cut from the demo's retain rows laid end to end."""
     rows = parse_retain(demo.ROWS / "retain_train.jsonl")
     ids: list[int] = []
     windows: list[Window] = []
     for row in rows:
         ids += encode_prompt(loaded.tokenizer, row.text)
-        if len(ids) >= length:
-            windows.append(Window(tuple(ids[:length]), 1, len(windows)))
+        if len(ids) >= ORACLE_LENGTH:
+            windows.append(Window(tuple(ids[:ORACLE_LENGTH]), 1, len(windows)))
             ids = []
         if len(windows) == count:
             return windows
-    raise UnbindError(f"the demo rows make only {len(windows)} windows of {length} tokens")
+    raise UnbindError(f"the demo rows make only {len(windows)} windows of {ORACLE_LENGTH} tokens")
 
 
 def fit_figures(

@@ -84,7 +84,7 @@ class _Decoding:
     """Rows of text, of which all but the last few tokens are in the cache."""
 
     def __init__(self, loaded: LoadedModel, layer: int) -> None:
-        self.loaded, self.layer = loaded, layer
+        self.loaded = loaded
         self.device = next(loaded.model.parameters()).device
         self.ids = _ids(loaded).to(self.device)
         with recording(loaded.model, [layer]) as states:

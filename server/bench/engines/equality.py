@@ -28,11 +28,11 @@ def sets_of(modules: Sequence[UnbindModule]) -> Sets:
     ]
 
 
-def mixed(subject: Subject, count: int, seed: int = 0) -> list[tuple[Sequence[int], Mapping[str, float], int]]:
+def mixed(subject: Subject, count: int) -> list[tuple[Sequence[int], Mapping[str, float], int]]:
     """Prompts of 1 to 1,500 tokens, many with a common beginning, some asked several times at once, with sets of modules, and the
     tokens that they want.
     """
-    drawn, sets = random.Random(seed), sets_of(subject.modules)
+    drawn, sets = random.Random(0), sets_of(subject.modules)
     text = [token for prompt in subject.prompts for token in prompt]
     while len(text) < 2 * LENGTH:
         text += text

@@ -17,6 +17,8 @@ from unbind_core.errors import UnbindError
 HOLDS_SECONDS = 2.0  # what the service promises: how long a change takes to hold at every server
 ANSWER_SECONDS = 60.0
 INSIST_SECONDS = 300.0
+PAUSE_SECONDS = 0.05  # of a client, between two calls
+LIVE = 2  # takedowns that are not suspended again yet
 ROW = "def held_{0}(items):\n    total_{0} = {0}\n    for item in items:\n        total_{0} += item.size\n    return total_{0}\n"
 
 
@@ -80,8 +82,8 @@ def known(told: float, outages: Sequence[tuple[float, float]]) -> float:
 class Load:
     """Clients that complete, every other one as a stream, until they are stopped."""
 
-    def __init__(self, fleet: Fleet, journal: Journal, clients: int, pause: float = 0.05) -> None:
-        self._port, self._journal, self._pause = fleet.port, journal, pause
+    def __init__(self, fleet: Fleet, journal: Journal, clients: int) -> None:
+        self._port, self._journal = fleet.port, journal
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(clients)]
 
@@ -97,7 +99,7 @@ class Load:
 
     def _run(self, number: int) -> None:
         asked = number
-        while not self._stop.wait(self._pause):
+        while not self._stop.wait(PAUSE_SECONDS):
             asked += 1
             self._journal.answers.append(complete(self._port, f"def add_{asked}(", stream=asked % 2 == 0))
 
@@ -126,8 +128,8 @@ def complete(port: int, prompt: str, *, stream: bool) -> Answer:
 class Administrator:
     """Takes code down and suspends what it took down before, again and again; tries again what it has no answer to."""
 
-    def __init__(self, fleet: Fleet, journal: Journal, live: int = 2) -> None:
-        self._port, self._journal, self._live = fleet.port, journal, live
+    def __init__(self, fleet: Fleet, journal: Journal) -> None:
+        self._port, self._journal = fleet.port, journal
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.failed: BaseException | None = None
@@ -145,7 +147,7 @@ class Administrator:
         try:
             while not self._stop.is_set():
                 held.append(self._take_down(len(self._journal.takedowns)))
-                if len(held) > self._live:
+                if len(held) > LIVE:
                     for demand in held.pop(0):
                         self._suspend(demand)
         except BaseException as error:  # noqa: BLE001 - told when the run is over

@@ -32,7 +32,7 @@ class Fleet:
     def __init__(
         self, folder: Path, model: Path | None, database: Postgres, store: S3Store | None, python: str
     ) -> None:
-        self.folder, self.database, self.store = folder, database, store
+        self.database, self.store = database, store
         url = database.new_database()
         engine = connect(url)
         upgrade(engine)

@@ -105,9 +105,9 @@ def _config(name: str, layers: int | None) -> Any:
     return CONFIG_MAPPING[kind](**values | ({"num_hidden_layers": layers} if layers else {}))
 
 
-def bare(name: str, dtype: torch.dtype, layers: int | None = None) -> nn.Module:
-    """The architecture without weights (on the meta device), with so many of its layers, or all."""
-    config = _config(name, layers)
+def bare(name: str, dtype: torch.dtype) -> nn.Module:
+    """The architecture without weights (on the meta device)."""
+    config = _config(name, None)
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
