@@ -25,9 +25,9 @@ SETS: list[Mapping[str, float]] = [
 ]
 
 
-def mixed(engines: Engines, count: int, seed: int = 0) -> list[tuple[tuple[int, ...], Mapping[str, float], int]]:
+def mixed(engines: Engines, count: int) -> list[tuple[tuple[int, ...], Mapping[str, float], int]]:
     """Prompts of 1 to 600 tokens, many of them with a common beginning, their modules, and how many tokens they want."""
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
     text = [token for prompt in engines.prompts for token in prompt]
     found = []
     for _ in range(count):
