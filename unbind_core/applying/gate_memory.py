@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 import torch
 from torch import Tensor
 
+from unbind_core.applying.passes import Pass
 from unbind_core.applying.places import WHOLE_ROW, Addresses, Places
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
@@ -108,6 +109,15 @@ class SlotPlaces(Places):
             positions = torch.where(real, real.cumsum(1) - 1, length)
         first = torch.zeros(batch, dtype=torch.int64, device=device)
         return cls(GateMemory(batch, length, device), torch.arange(batch, device=device), positions, first)
+
+    @classmethod
+    def of(cls, states: Tensor, pass_: Pass) -> Places:
+        """The pass's own places; without them the rows of a batch are whole sequences, and flat states raise ValueError."""
+        if pass_.places is not None:
+            return pass_.places
+        if states.dim() == 2:
+            raise ValueError("flat states [N,d] of sequences need places; gates with memory do not take single states")
+        return cls.afresh(states.shape[0], states.shape[1], pass_.real, states.device)
 
     def rows(self, positions: Tensor, sequences: Tensor | None) -> Tensor:
         """Of the layer's table seen as [slots x (length + 2), columns]."""

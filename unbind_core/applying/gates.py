@@ -175,13 +175,7 @@ class NetworkGates:
         sequences. Raises ValueError for flat states without places.
         """
         states = states.detach()  # open or closed has no gradient, and a memory must hold no graph
-        places, real = pass_.places, pass_.real
-        if places is None:
-            if states.dim() == 2:
-                raise ValueError(
-                    "flat states [N,d] of sequences need places; gates with memory do not take single states"
-                )
-            places = SlotPlaces.afresh(states.shape[0], states.shape[1], real, states.device)
+        places, real = SlotPlaces.of(states, pass_), pass_.real
         z = in_grains(self._networks.scores(states.reshape(-1, states.shape[-1])))  # [N,heads]
         if real is not None:
             real = real.reshape(-1, 1)

@@ -73,13 +73,7 @@ class KeptGates:
         without places. Where a gate may be open the device is waited for.
         """
         flat = states.detach().reshape(-1, self._d).float()
-        places, real = pass_.places, pass_.real
-        if places is None:
-            if states.dim() == 2:
-                raise ValueError(
-                    "flat states [N,d] of sequences need places; gates with memory do not take single states"
-                )
-            places = SlotPlaces.afresh(states.shape[0], states.shape[1], real, states.device)
+        places, real = SlotPlaces.of(states, pass_), pass_.real
         asked = of_rows(self._on, states, pass_.rows).expand(*states.shape[:-1], -1).reshape(len(flat), -1)
         bounds, before = self._bounds(flat), self._read(layer, places, places.before, [self._halves])
         if real is not None:
