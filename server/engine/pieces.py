@@ -29,8 +29,8 @@ class Pieces:
         found = self._bytes.get(token)
         if found is None:
             text: Any = self._tokenizer.convert_ids_to_tokens(token) or ""
-            whole = all(character in _BYTE_OF for character in text)  # else the token is plain text that was added
-            found = bytes(_BYTE_OF[character] for character in text) if whole else str(text).encode()
+            whole = all(character in BYTE_OF for character in text)  # else the token is plain text that was added
+            found = bytes(BYTE_OF[character] for character in text) if whole else str(text).encode()
             self._bytes[token] = found
         return found
 
@@ -53,10 +53,10 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _alphabet() -> dict[str, int]:
-    """Character -> byte: printable bytes stand for themselves, the others for characters from 256 on, in order."""
+    """Character -> byte, as byte-level vocabularies write it: printable ones as themselves, the others from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _alphabet()
+BYTE_OF = _alphabet()

@@ -5,24 +5,17 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from server.engine.pieces import BYTE_OF
 from server.engine.request import TokenLogprob
 
 REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 FLOOR = -9999.0  # JSON has no minus infinity; and in chats, where a number must stand, for what is withheld
-
-
-@cache
-def _byte_of_character() -> dict[str, int]:
-    """The alphabet in which byte-level tokenizers write bytes: printable ones as themselves, others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 @lru_cache(maxsize=4)
@@ -44,9 +37,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     if "▁" in written:
         return written.replace("▁", " ").encode()
     text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    alphabet = _byte_of_character()
-    if REPLACEMENT in text and all(character in alphabet for character in written):
-        return bytes(alphabet[character] for character in written)
+    if REPLACEMENT in text and all(character in BYTE_OF for character in written):
+        return bytes(BYTE_OF[character] for character in written)
     return text.encode()
 
 
