@@ -17,7 +17,7 @@ from server.registry.trail import read_head
 from server.settings import Settings
 from unbind_core import UnbindError
 
-_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
+AS_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
 _AFTER = flag("after", int, typer.Option(0, "--after", help="entries that follow this number"))
 _LIMIT = flag("limit", int, typer.Option(100, "--limit", help="at most so many"))
 _HEAD = flag(
@@ -31,7 +31,7 @@ _REASON = flag(
 OPERATOR = Actor("operator", "command line")
 
 
-@with_settings([_AFTER, _LIMIT, _JSON])
+@with_settings([_AFTER, _LIMIT, AS_JSON])
 def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> None:
     """What was done, by whom, to what."""
     with clear_errors():
@@ -48,7 +48,7 @@ def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> N
     show_lines(("entry", "time", "actor", "action", "subject"), lines)
 
 
-@with_settings([_HEAD, _JSON])
+@with_settings([_HEAD, AS_JSON])
 def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
     """Find any entry that was changed, deleted, inserted or moved; ends with code 1 where there is one."""
     with clear_errors():
@@ -73,7 +73,7 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-@with_settings([_REASON, _JSON])
+@with_settings([_REASON, AS_JSON])
 def accept_head(settings: Settings, reason: str, as_json: bool) -> None:
     """Take the trail's end as it stands for the right one, after an older copy was restored; the trail itself tells of it."""
     with clear_errors():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from unbind_core.files import require_writable
 from unbind_core.progress import Progress, silent
 
 N = TypeVar("N", int, float)
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 LINE_SECONDS = 20.0
 # What tells a terminal to do something in place of showing it, and what turns the order of what is shown around. Line ends and tabs
 # are left, and what the library itself leaves out.

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 from sqlalchemy import Engine
 
-from server.cli.audit import OPERATOR
+from server.cli.audit import AS_JSON, OPERATOR
 from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.flags import flag, with_settings
 from server.registry import database
@@ -24,12 +24,11 @@ from server.registry.trail import unguarded
 from server.settings import Settings
 from unbind_core import UnbindError
 
-_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
 _OUT = flag("out", Path | None, typer.Option(None, "--out", help="file to write; in data_dir/backups where not given"))
 _DELETE = flag("delete", bool, typer.Option(False, "--delete", help="delete them; else they are only listed"))
 
 
-@with_settings([_JSON])
+@with_settings([AS_JSON])
 def upgrade(settings: Settings, as_json: bool) -> None:
     """Bring the database to this version's schema; an SQLite file is copied to data_dir/backups first."""
     with clear_errors(), _open(settings, existing=False) as engine:
@@ -44,7 +43,7 @@ def upgrade(settings: Settings, as_json: bool) -> None:
             screen.print(f"backup: {kept}", soft_wrap=True, highlight=False)
 
 
-@with_settings([_OUT, _JSON])
+@with_settings([_OUT, AS_JSON])
 def backup(settings: Settings, out: Path | None, as_json: bool) -> None:
     """Copy an SQLite database, consistent while servers run."""
     target = out or settings.data_dir / "backups" / f"unbind-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.sqlite"
@@ -56,7 +55,7 @@ def backup(settings: Settings, out: Path | None, as_json: bool) -> None:
         screen.print(f"written to {target}", soft_wrap=True, highlight=False)
 
 
-@with_settings([_JSON])
+@with_settings([AS_JSON])
 def check(settings: Settings, as_json: bool) -> None:
     """Is the schema this version's, are the database's and the store's files sound, is the audit trail whole and guarded? Ends with
     code 1 where not.
@@ -92,7 +91,7 @@ def _unreadable(registry: Registry, store: ObjectStore) -> Iterator[str]:
             yield f"{record['kind']} '{record['name']}' ({record['id']}, {record['state']}), {record['file']}: {said}"
 
 
-@with_settings([_DELETE, _JSON])
+@with_settings([_DELETE, AS_JSON])
 def sweep(settings: Settings, delete: bool, as_json: bool) -> None:
     """List, or delete, the files of the module store that nothing needs: those of versions retired over a day ago, and those over a
     day old that no record names.

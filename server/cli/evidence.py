@@ -9,13 +9,11 @@ from typing import Annotated
 import typer
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.console import AsJson, clear_errors, screen, write_json
 from server.evidence.signing import BadEvidence, read
 from server.evidence.signing import verify as verify_document
 from unbind_core import UnbindError
 from unbind_core.files import write_text
-
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 
 
 def get(

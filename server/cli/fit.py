@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from server import demo
-from server.cli.console import clear_errors, numbers, progress_bars, require_target, screen, write_json
+from server.cli.console import AsJson, clear_errors, numbers, progress_bars, require_target, screen, write_json
 from server.cli.models import dtype_of, forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64: the one the service runs in.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from server.cli.audit import OPERATOR
 from server.cli.console import clear_errors, screen, show_lines, write_json
 from server.cli.flags import settings_from
 from server.cli.takedown.shown import warn
 from server.registry.access import SCOPES, Access, Key, NoSuchKey, Scope, left_behind
-from server.registry.audit import Actor
 from server.registry.registry import open_registry
 from server.rules import Rules, WhenOpen
 from server.settings import Settings
@@ -24,7 +24,6 @@ commands = typer.Typer(help="Keys for clients.", no_args_is_help=True)
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="the server's data folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
-OPERATOR = Actor("operator", "command line")
 MOST_DAYS = 100_000.0  # the API's bounds, as those of rates are: a time that no calendar has can be shown nowhere
 
 

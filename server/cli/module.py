@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import clear_errors, screen, show_lines, write_json
+from server.cli.console import AsJson, clear_errors, screen, show_lines, write_json
 from server.registry.lifecycle import standing
 
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Reference = Annotated[
     str,
     typer.Argument(help="Id, or a name: its loaded version, else the newest; guard:NAME for a guard beside a module."),

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from server import demo
-from server.cli.console import clear_errors, notes, progress_bars, screen, write_json
-from server.cli.fit import Adapter, AsJson, Device, Dtype, Model
+from server.cli.console import AsJson, clear_errors, notes, progress_bars, screen, write_json
+from server.cli.fit import Adapter, Device, Dtype, Model
 from server.cli.models import forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import clear_errors, screen, show_lines, write_json
+from server.cli.console import AsJson, clear_errors, screen, show_lines, write_json
 from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
-from server.cli.takedown.submit import AsJson, submit
+from server.cli.takedown.submit import submit
 from server.registry.lifecycle import InForce, standing
 
 NEWEST = 20

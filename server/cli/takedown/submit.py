@@ -16,13 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from server.cli.client import LOCAL, Client, Key, Url
-from server.cli.console import clear_errors, screen, write_json
+from server.cli.console import AsJson, clear_errors, screen, write_json
 from server.cli.takedown.shown import follow, show_answer, show_ended, warn
 from server.registry.lifecycle import SCOPE
 from unbind_core import UnbindError
 from unbind_core.rows import json_lines
 
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Field = Annotated[str | None, typer.Option()]
 NO_SCOPE = "none"
 NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is for those who said nothing
