@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from server.evidence import plots
-from server.registry.lifecycle import InForce, standing
+from server.registry.lifecycle import BY_WEIGHT, InForce, standing
 from unbind_core.evaluation.bounds import told
 
 _TEMPLATES = Environment(
@@ -41,7 +41,6 @@ _CHECKED = (
     ("f_bleu_fim", "F-BLEU, fill in the middle"),
     ("mean_recovery", "mean recovery in per cent"),
 )
-_STRENGTH = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)
 _COSTS = {"kl": "retain KL", "nll": "retain NLL increase", "bleu": "retain BLEU drop", "open_rate": "gates open"}
 
 
@@ -102,7 +101,7 @@ def _deleted(takedown: Mapping[str, Any]) -> str:
 def binding(payload: Mapping[str, Any]) -> str:
     """What the takedown's module and guard bound when the document was made, and no more than that."""
     takedown, guard = payload["takedown"], payload["takedown"]["guard"]
-    standing_modules = sorted(takedown["modules"], key=lambda module: _STRENGTH.index(module["in_force"]))
+    standing_modules = sorted(takedown["modules"], key=lambda module: BY_WEIGHT.index(module["in_force"]))
     said = [_module_binds(module) for module in standing_modules[-1:] if module["in_force"] != InForce.NONE]
     said += [_guard_binds(guard)] if guard and guard["in_force"] != InForce.NONE else []
     when = f"As of {payload['made_at']}"

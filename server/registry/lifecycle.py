@@ -27,6 +27,9 @@ class InForce(StrEnum):
     ENFORCED = "enforced"
 
 
+BY_WEIGHT = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)  # what binds least first
+
+
 class Action(StrEnum):
     """What an operator can ask for. ``superseded`` is never asked for: another version's activation makes it."""
 

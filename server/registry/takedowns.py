@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import end_job, job_view, made
-from server.registry.lifecycle import InForce, bound, here, reached
+from server.registry.lifecycle import BY_WEIGHT, InForce, bound, here, reached
 from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
 from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job, newest
@@ -232,7 +232,7 @@ def _binding(takedown: Takedown, jobs: Sequence[Job], views: Sequence[dict[str, 
     By the one of its modules and its guard that binds most.
     """
     pending = any(job.state in PENDING for job in jobs)
-    most = max(views, key=lambda view: (_WEIGHT.index(view["in_force"]), view["created_at"]), default=None)
+    most = max(views, key=lambda view: (BY_WEIGHT.index(view["in_force"]), view["created_at"]), default=None)
     if most is not None and not (pending and most["in_force"] == InForce.NONE):
         return {name: most[name] for name in ("scope", "in_force", "binds")}
     scope = takedown.options.get("scope")
@@ -242,9 +242,6 @@ def _binding(takedown: Takedown, jobs: Sequence[Job], views: Sequence[dict[str, 
         else "nothing: it has neither module nor guard"
     )
     return {"scope": scope, "in_force": InForce.NONE, "binds": said}
-
-
-_WEIGHT = (InForce.NONE, InForce.AVAILABLE, InForce.ENFORCED)
 
 
 def _find(session: Session, takedown_id: str) -> Takedown:
