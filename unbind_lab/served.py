@@ -107,14 +107,15 @@ class Served:
         return Window((*asked, *window.ids[window.first_target :]), len(asked), index)
 
     def _refused(self, prompt: Sequence[int]) -> bool:
-        return self.refuses is not None and self.refuses(self._text(prompt))
+        return self.refuses is not None and self.refuses(self.text(prompt))
 
     def _asked(self, prompt: Sequence[int]) -> list[int]:
         if self.asked is None:
             return list(prompt)
-        return encode_prompt(self.tokenizer, self.asked(self._text(prompt)))[-MAX_WINDOW // 2 :]
+        return encode_prompt(self.tokenizer, self.asked(self.text(prompt)))[-MAX_WINDOW // 2 :]
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Sequence[int]) -> str:
+        """The tokens as text, without special ones."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 

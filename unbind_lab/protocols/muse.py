@@ -41,11 +41,11 @@ def records(served: Served, material: Material, progress: ProgressCallback) -> l
             asked = [forget_prompt(served.tokenizer, row, "plain") for row in rows]
             outputs = served.complete([prompt for prompt, _ in asked], BLEU_NEW_TOKENS, progress)
             for one, (_, target), output in zip(own, asked, outputs, strict=True):
-                one["verbatim"] = rouge_l(_text(served, target[:BLEU_NEW_TOKENS]), _text(served, output))
+                one["verbatim"] = rouge_l(served.text(target[:BLEU_NEW_TOKENS]), served.text(output))
         lines = [(index, *line) for index, row in enumerate(rows) if (line := _line(served, row)) is not None]
         answers = served.complete([prompt for _, prompt, _ in lines], LINE_TOKENS, progress)
         for (index, _, wanted), answer in zip(lines, answers, strict=True):
-            own[index]["knowledge"] = rouge_l(wanted, _text(served, answer).lstrip("\n").split("\n")[0])
+            own[index]["knowledge"] = rouge_l(wanted, served.text(answer).lstrip("\n").split("\n")[0])
         for name, system in (("", served), ("retrained_", material.retrained)):
             for index, told in _told(system, rows):
                 own[index] |= {f"{name}min_k": told[0]} | ({} if name else {"exact": told[1], "strength": told[2]})
@@ -80,10 +80,6 @@ def _told(system: Served, rows: Sequence[ForgetRow]) -> Iterator[tuple[int, tupl
         least = sorted(values, reverse=True)[: max(1, round(SHARE * len(values)))]
         end = next((k for k, yes in enumerate(reversed(right[row])) if not yes), len(values))
         yield row, (sum(least) / len(least), sum(right[row]) / len(values), end / len(values))
-
-
-def _text(served: Served, ids: Sequence[int]) -> str:
-    return str(served.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def _words(text: str) -> list[str]:
