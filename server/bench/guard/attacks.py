@@ -20,11 +20,12 @@ from server.bench.attacks.registry import chosen
 from server.bench.gate.world import World
 from server.bench.guard.matcher import Judge
 from server.bench.guard.prompt_filter import PromptFilter
+from server.bench.guard.rows import SECRET
 from server.bench.guard.steered import Steered
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.guard.book import GuardBook, GuardSet
-from unbind_core.guard.index import RUN, Action, Secret, build_index
+from unbind_core.guard.index import RUN, Action, build_index
 from unbind_core.guard.textguard import TextGuard
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress, ProgressCallback
@@ -33,7 +34,6 @@ from unbind_core.running.generation import Sampling
 
 NEW_TOKENS = 128
 COLUMNS = ("nothing", "filter", "guard", "steered", "module", "both", "together")
-SECRET = Secret(b"the key of a benchmark")
 
 
 def attack_figures(

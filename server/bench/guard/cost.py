@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from server.bench.guard import rows
+from server.bench.guard.rows import SECRET
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.guarding import Guarding
 from server.engine.request import GenerationRequest, Sampling
@@ -20,13 +21,12 @@ from server.engine.text import TextStream
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode_prompt
 from unbind_core.guard.book import GuardBook, GuardSet
-from unbind_core.guard.index import Secret, build_index
+from unbind_core.guard.index import build_index
 from unbind_core.progress import Progress, ProgressCallback
 
 LINES = 15  # of a row
 PART = 1_000  # rows of one takedown: as many takedowns as that makes are loaded at once
 STREAMS, PROMPT, NEW = 8, 64, 64
-SECRET = Secret(b"the key of a benchmark")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from server.bench.attacks.attacked import Material, System
 from server.bench.attacks.figures import fitted_on
 from server.bench.attacks.gates import opens_in_text, opens_mid_row, opens_within
 from server.bench.gate.world import World
-from server.bench.guard.attacks import SECRET
+from server.bench.guard.rows import SECRET
 from server.engine.forcing import Forcing
 from server.engine.pinned import LoadedModule, PinnedSet
 from server.engine.request import GenerationRequest

@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from server.bench.guard import rows
 from server.bench.guard.adversary import Writing
 from server.bench.guard.matcher import Judge
+from server.bench.guard.rows import SECRET
 from server.bench.guard.script import Desk
 from server.engine.guarding import Guarded
 from server.engine.request import Delta, GenerationRequest, Sampling
 from unbind_core.encoding import encode
 from unbind_core.guard.book import GuardBook, GuardSet
-from unbind_core.guard.index import Secret, build_index
+from unbind_core.guard.index import build_index
 from unbind_core.progress import Progress, ProgressCallback
 
 RUNS = (50, 16)  # lexemes: the default, and one at which much ordinary code comes near
@@ -29,7 +30,6 @@ LEAST, MOST = 48, 64  # tokens of a completion
 PROTECTED_SHARE = 20  # of the installed files every so many is protected, the others are ordinary
 PROTECTED_ROWS, PROTECTED_LINES = 600, 20
 AT_ONCE = 128
-SECRET = Secret(b"the key of a benchmark")
 KEPT = 10
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from server import demo
 from unbind_core.errors import UnbindError
+from unbind_core.guard.index import Secret
 from unbind_core.rows import parse_forget, parse_retain, split_text
 
 # Under MIT, BSD, Apache or PSF licences.
@@ -30,6 +31,7 @@ PACKAGES = (
     ),
 )
 MOST_BYTES = 300_000  # of a file: longer ones are tables
+SECRET = Secret(b"the key of a benchmark")
 
 
 def forget_texts(sets: str = "abc") -> list[str]:

@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from server.bench.guard.adversary import Forcing, Telling
 from server.bench.guard.disguise import Spelling, written
 from server.bench.guard.matcher import Judge, Watch
+from server.bench.guard.rows import SECRET
 from server.bench.guard.script import Desk, Script
 from server.engine.request import Delta, GenerationRequest, Sampling, TokenLogprob
 from unbind_core.encoding import fim_prompt
 from unbind_core.guard.book import GuardBook, GuardSet
-from unbind_core.guard.index import Action, Secret, build_index
+from unbind_core.guard.index import Action, build_index
 from unbind_core.progress import Progress, ProgressCallback
 
 AT_ONCE, LEFT = 128, 96  # answers in flight: more are asked for as soon as no more than LEFT are
-SECRET = Secret(b"the key of a benchmark")
 KEPT = 20  # violations that are reported whole
 UNRELATED = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
 ALONE = 40  # every so many tries one is made without a guard, to see what the others would have said
