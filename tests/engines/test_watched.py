@@ -16,11 +16,11 @@ from server.service import load_served
 from server.settings import Settings
 from tests.engines.both import MODULES, PAGES, Engines, demo_prompt, shipped
 from tests.server.api.test_metrics import OF_WORKERS, documented, families, samples
-from tests.server.exporting.test_traces import PARENT, family, until
+from tests.server.exporting.test_traces import PARENT, family
 from tests.server.probing.test_canaries import HOUR, runs
 from tests.support.asking import sync
 from tests.support.collector import Received, attributes, collector
-from tests.support.live import ADMIN_KEY, Live, serving
+from tests.support.live import ADMIN_KEY, Live, serving, until
 
 NAME = "demo-a-silent"  # it ends answers at once, so that its canaries take no time
 PROBES = ("extraction", "short", "control")

@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,14 @@ TOOL_TEMPLATE = (  # calls as Qwen's models write them
     "{% if add_generation_prompt %}# assistant\n{% endif %}"
 )
 TIMEOUT = 60.0
+
+
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait until it is so, or fail."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
 
 
 class Answer:

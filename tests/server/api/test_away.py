@@ -21,9 +21,8 @@ from server.outage import Outage
 from server.registry.database import connect, upgrade
 from server.service import Service
 from tests.server.api.admin.test_modules import act, adopt, applied
-from tests.server.api.test_health import until
 from tests.support.databases import PROGRAMS
-from tests.support.live import ADMIN_KEY, Live, live
+from tests.support.live import ADMIN_KEY, Live, live, until
 
 REFRESH = 0.05
 

@@ -17,8 +17,7 @@ import pytest
 
 from server.cli.loading import bind, not_ready
 from server.settings import Settings
-from tests.server.api.test_health import until
-from tests.support.live import Live, live
+from tests.support.live import Live, live, until
 
 ASK = {"prompt": "def add(", "max_tokens": 4, "temperature": 0}
 

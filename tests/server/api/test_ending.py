@@ -23,8 +23,7 @@ from server.api.inference import chat, completions, infill
 from server.engine.embedded.pace import LEAST, MOST, Pace
 from server.engine.letters import Letters
 from server.engine.request import Delta
-from tests.server.api.test_limits import wait_until
-from tests.support.live import TIMEOUT, Live, live
+from tests.support.live import TIMEOUT, Live, live, until
 
 ENDLESS = {"max_tokens": 400, "ignore_eos": True}
 
@@ -42,10 +41,10 @@ def test_what_runs_at_the_limit_ends_with_the_error_and_done(slow: Live, caplog:
     engine = slow.service.engine
     with ThreadPoolExecutor(3) as pool, caplog.at_level(logging.WARNING, "unbind"):
         stream = pool.submit(slow.complete, **ENDLESS, stream=True)
-        wait_until(lambda: engine.stats().running == 1)
+        until(lambda: engine.stats().running == 1)
         waiting = pool.submit(slow.complete, **ENDLESS, stream=True, n=1)
         whole = pool.submit(slow.complete, **ENDLESS)
-        wait_until(lambda: engine.stats().waiting == 2)
+        until(lambda: engine.stats().waiting == 2)
         asyncio.run(slow.service.drain())
         *_, error, done = stream.result(TIMEOUT).events
         assert done == "[DONE]" and error["error"]["code"] == "shutting_down"
@@ -60,12 +59,12 @@ def test_what_runs_at_the_limit_ends_with_the_error_and_done(slow: Live, caplog:
 def test_what_a_second_signal_ends_is_told_once(slow: Live, caplog: pytest.LogCaptureFixture) -> None:
     async def twice() -> None:
         patient = asyncio.create_task(slow.service.end_requests(TIMEOUT))
-        await asyncio.to_thread(wait_until, lambda: slow.service.engine.draining)
+        await asyncio.to_thread(until, lambda: slow.service.engine.draining)
         await asyncio.gather(slow.service.end_requests(0), patient)
 
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, "unbind"):
         stream = pool.submit(slow.complete, **ENDLESS, stream=True)
-        wait_until(lambda: slow.service.engine.stats().running == 1)
+        until(lambda: slow.service.engine.stats().running == 1)
         asyncio.run(twice())
         assert stream.result(TIMEOUT).events[-1] == "[DONE]"
     told = [record.getMessage() for record in caplog.records if "still ran" in record.getMessage()]
@@ -103,7 +102,7 @@ def test_who_leaves_before_the_first_token_is_no_error_of_the_server(slow: Live,
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         counted = slow.service.telemetry.requests
         connection.close()
-        wait_until(lambda: counted.labels("/v1/completions", "499")._value.get() == 1)
+        until(lambda: counted.labels("/v1/completions", "499")._value.get() == 1)
     finally:
         hold.set()
     assert 'unbind_requests_total{route="/v1/completions",status="500"}' not in slow.call("/metrics").raw.decode()
@@ -115,7 +114,7 @@ def test_who_leaves_within_the_body_is_counted_as_gone_and_not_as_wrong(slow: Li
         connection.sendall(head.encode() + b'{"prompt": "def ')
         time.sleep(0.1)
     counted = slow.service.telemetry.requests
-    wait_until(lambda: counted.labels("/v1/completions", "499")._value.get() == 1)
+    until(lambda: counted.labels("/v1/completions", "499")._value.get() == 1)
     assert 'unbind_requests_total{route="/v1/completions",status="400"}' not in slow.call("/metrics").raw.decode()
     assert slow.complete(prompt=[-1]).status == 400  # a whole body that is wrong is counted as before
     assert 'unbind_requests_total{route="/v1/completions",status="400"} 1' in slow.call("/metrics").raw.decode()
@@ -129,7 +128,7 @@ def test_a_full_queue_sends_clients_away_for_as_long_as_it_takes(slow: Live) -> 
         try:
             waiting = [pool.submit(slow.complete, max_tokens=2) for _ in range(3)]
             engine.call(lambda: hold.wait(TIMEOUT))
-            wait_until(lambda: engine.stats().running + engine.stats().waiting == 3 or any(w.done() for w in waiting))
+            until(lambda: engine.stats().running + engine.stats().waiting == 3 or any(w.done() for w in waiting))
             assert not any(one.done() for one in waiting)
             refused = slow.complete()
             assert (refused.status, refused.error["code"]) == (429, "queue_full")

@@ -7,7 +7,7 @@ import logging
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from server.registry.tables import Origin
 from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from tests.server.api.admin.test_modules import act, adopt, applied
-from tests.support.live import ADMIN_KEY, Live, live
+from tests.support.live import ADMIN_KEY, Live, live, until
 from tests.support.modules import build_module
 from unbind_core.errors import UnbindError
 
@@ -41,13 +41,6 @@ def total(text: bytes, name: str) -> float:
     """All samples of a name together."""
     lines = (line for line in text.decode().splitlines() if line.startswith(name))
     return sum(float(line.split()[-1]) for line in lines)
-
-
-def until(holds: Callable[[], bool], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from server.logs import JsonFormatter
-from tests.support.live import TIMEOUT, Live, live
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Until it is so, or fail."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.support.live import TIMEOUT, Live, live, until
 
 
 def test_a_request_that_takes_too_long_is_given_up(
@@ -48,7 +39,7 @@ def test_a_request_that_takes_too_long_is_given_up(
         streamed = running.complete(**endless, stream=True)
         assert streamed.status == 200 and streamed.events[-1] == "[DONE]"
         assert streamed.events[-2]["error"]["code"] == "request_timeout"
-        wait_until(lambda: running.service.engine.stats().running == 0)
+        until(lambda: running.service.engine.stats().running == 0)
 
 
 def test_an_engine_that_fails_in_mid_stream_ends_it_with_an_error_object(
@@ -118,7 +109,7 @@ def test_log_lines_name_the_request_by_its_id_and_never_its_text(
             prompt="my secret code", unheard_of=1, headers={"X-Request-Id": "abc-1"}, path="/p/safe/v1/completions"
         )
         server.complete(prompt="my secret code", unheard_of=2)
-        wait_until(lambda: any(getattr(record, "request_id", "") == "abc-1" for record in caplog.records))
+        until(lambda: any(getattr(record, "request_id", "") == "abc-1" for record in caplog.records))
     assert answer.headers["x-request-id"] == "abc-1"
     (record,) = (record for record in caplog.records if getattr(record, "request_id", "") == "abc-1")
     line = json.loads(JsonFormatter().format(record))
@@ -146,11 +137,11 @@ def test_a_server_that_ends_sends_newcomers_away_and_lets_running_streams_finish
     with live(checkpoint, tmp_path) as running, ThreadPoolExecutor(2) as pool:
         engine, hold = running.service.engine, threading.Event()
         stream = pool.submit(running.complete, max_tokens=150, ignore_eos=True, stream=True)
-        wait_until(lambda: engine.stats().running == 1)
+        until(lambda: engine.stats().running == 1)
         engine.call(lambda: hold.wait(TIMEOUT))  # or the stream may end before anybody else has come
         running.service.ready = False
         drained = pool.submit(engine.drain, TIMEOUT)
-        wait_until(lambda: engine.draining)
+        until(lambda: engine.draining)
         for answer in (running.complete(), running.call("/ready")):
             assert answer.status == 503 and 0 < int(answer.headers["retry-after"]) <= 120
             assert "x-should-retry" not in answer.headers
@@ -166,10 +157,10 @@ def test_a_client_that_leaves_frees_its_slot(checkpoint: Path, tmp_path: Path, s
         body = json.dumps({"prompt": "def a(", "max_tokens": 480, "ignore_eos": True, "stream": stream})
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        wait_until(lambda: running.service.engine.stats().running == 1)
+        until(lambda: running.service.engine.stats().running == 1)
         steps = running.service.engine.stats().steps
         assert connection.sock is not None
         connection.sock.close()
-        wait_until(lambda: running.service.engine.stats().running == 0)
+        until(lambda: running.service.engine.stats().running == 0)
         assert running.service.engine.stats().steps < steps + 300
         connection.close()

@@ -12,10 +12,9 @@ from sqlalchemy.exc import OperationalError
 from server.errors import translate
 from server.registry import database
 from tests.server.api.test_away import reasons
-from tests.server.api.test_health import until
 from tests.support.disks import small_disk
 from tests.support.folders import files_in
-from tests.support.live import live
+from tests.support.live import live, until
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])

@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from server.registry.audit import Actor, append, digest_of
 from server.registry.database import connect, upgrade
 from server.registry.registry import Registry
 from tests.support.collector import attributes, collector
-from tests.support.live import ADMIN_KEY, live
+from tests.support.live import ADMIN_KEY, live, until
 from unbind_core.errors import UnbindError
 
 FIELDS = ("id", "at", "actor", "source", "action", "subject", "detail", "before", "after", "previous")
@@ -43,13 +43,6 @@ def grow(registry: Registry, rows: int, why: str = "é") -> None:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
 
 
 def test_each_row_is_a_line_whose_digest_can_be_checked(trail: Registry, tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import importlib
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,12 @@ from server.registry.registry import Registry
 from server.registry.tables import JobState
 from tests.server.registry.test_registry import submit
 from tests.support.collector import Received, attributes, collector
-from tests.support.live import ADMIN_KEY, Live, live
+from tests.support.live import ADMIN_KEY, Live, live, until
 from unbind_core.errors import UnbindError
 
 ROOT = Path(__file__).parents[3]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PROMPT = "def very_secret_prompt(alpha, beta):\n    return "
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from server.registry.files import forget_file, save_forget
 from server.service import load_served
 from server.settings import Settings
 from server.sources import SettingsError, load_settings
-from tests.support.live import ADMIN_KEY, Live, live, serving
+from tests.support.live import ADMIN_KEY, Live, live, serving, until
 from tests.support.modules import build_module
 from unbind_core.architecture import load_model
 from unbind_core.module import UnbindModule
@@ -28,13 +28,6 @@ from unbind_core.rows import ForgetRow, forget_digest, parse_forget
 
 MODULES = Path(__file__).parents[3] / "modules"
 HOUR = 3600.0
-
-
-def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
 
 
 def runs(server: Live) -> dict[tuple[str, str, str], float]:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from server.api.admin import intake
 from server.api.admin.archives import MAX_FILES
 from server.api.admin.intake import from_json, from_upload, pieces
-from tests.server.api.test_limits import wait_until
-from tests.support.live import ADMIN_KEY, TIMEOUT, live
+from tests.support.live import ADMIN_KEY, TIMEOUT, live, until
 from unbind_core.errors import UnbindError
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i}\n"} for i in range(4)]
@@ -166,6 +165,6 @@ def test_an_upload_that_breaks_off_is_no_error_of_the_server(
             client.sendall(head.encode())
             assert client.recv(100).startswith(b"HTTP/1.1 100")  # it waits for the body
             client.sendall(b"--b\r\n")
-        wait_until(lambda: "POST /admin/v1/takedowns 4" in caplog.text or "POST /admin/v1/takedowns 5" in caplog.text)
+        until(lambda: "POST /admin/v1/takedowns 4" in caplog.text or "POST /admin/v1/takedowns 5" in caplog.text)
         assert "POST /admin/v1/takedowns 499" in caplog.text
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
