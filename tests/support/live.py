@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
@@ -46,6 +48,19 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.005)
+
+
+def fail_at(server: Live, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """One decode step of the engine fails: of those from now on the one of this number, from 1."""
+    runner, steps = server.service.engine.runner, itertools.count(1)
+    decode = runner.decode
+
+    def failing(*arguments: object) -> object:
+        if next(steps) == step:
+            raise RuntimeError("no more")
+        return decode(*arguments)
+
+    monkeypatch.setattr(runner, "decode", failing)
 
 
 class Answer:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from server.logs import JsonFormatter
-from tests.support.live import TIMEOUT, Live, live, until
+from tests.support.live import TIMEOUT, Live, fail_at, live, until
 
 
 def test_a_request_that_takes_too_long_is_given_up(
@@ -45,16 +45,7 @@ def test_a_request_that_takes_too_long_is_given_up(
 def test_an_engine_that_fails_in_mid_stream_ends_it_with_an_error_object(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, calls = server.service.engine.runner.decode, 0
-
-    def failing(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("no more")
-        return decode(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(server.service.engine.runner, "decode", failing)
+    fail_at(server, monkeypatch, step=3)
     answer = server.complete(stream=True)
     assert answer.status == 200 and answer.events[-1] == "[DONE]"
     error = answer.events[-2]["error"]

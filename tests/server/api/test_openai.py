@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.support.live import Live
+from tests.support.live import Live, fail_at
 
 PROMPT = "def add(first, second):\n"
 FIELDS: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -125,16 +125,7 @@ def test_a_full_house_is_tried_again_and_then_answered(server: Live, monkeypatch
 
 
 def test_an_error_in_mid_stream_is_raised(client: OpenAI, server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, calls = server.service.engine.runner.decode, 0
-
-    def failing(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError
-        return decode(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(server.service.engine.runner, "decode", failing)
+    fail_at(server, monkeypatch, step=3)
     with (
         pytest.raises(openai.APIError, match="forward pass failed"),
         client.completions.create(**FIELDS, stream=True) as s,

@@ -12,7 +12,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
-from tests.support.live import Answer, Live, live
+from tests.support.live import Answer, Live, fail_at, live
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 8}
@@ -195,16 +195,7 @@ def test_tokens_are_counted_without_a_limit_and_for_served_models_alone(client: 
 
 
 def test_a_stream_that_fails_is_raised(client: Anthropic, server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, calls = server.service.engine.runner.decode, 0
-
-    def failing(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError
-        return decode(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(server.service.engine.runner, "decode", failing)
+    fail_at(server, monkeypatch, step=3)
     with (
         pytest.raises(anthropic.APIStatusError, match="forward pass failed"),
         client.messages.stream(**ASKED) as stream,

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.support.live import Live
+from tests.support.live import Live, fail_at
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8, "temperature": 0}
 LOGPROBS: Any = ["message.output_text.logprobs"]
@@ -182,19 +182,10 @@ def test_what_is_wrong_is_named_as_it_was_sent(server: Live) -> None:
 def test_a_stream_that_fails_says_so_in_its_last_event(
     client: OpenAI, server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, calls = server.service.engine.runner.decode, 0
-
-    def failing(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError
-        return decode(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(server.service.engine.runner, "decode", failing)
+    fail_at(server, monkeypatch, step=3)
     with client.responses.create(**ASKED, stream=True) as stream:
         last: Any = list(stream)[-1]
     assert last.type == "response.failed" and "forward pass failed" in last.response.error.message
-    calls = 2
+    fail_at(server, monkeypatch, step=1)
     with pytest.raises(openai.InternalServerError):
         client.responses.create(**ASKED)
