@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server.cli.bench import Device, names
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, numbers, progress_bars, screen, write_json
 from server.cli.models import load
 from unbind_core.errors import UnbindError
 
@@ -36,7 +36,7 @@ def attack(
     ] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for what does not depend on a module.")] = None,
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Attack modules: without a module, with it, and a model retrained without the rows, side by side."""
     from server.bench.attacks.figures import COLUMNS, attack_figures, compared

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server.cli.bench import Config, Device, subject
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
 from unbind_core.errors import UnbindError
 from unbind_core.files import told
 
@@ -24,7 +24,7 @@ def complete(
     workload: Annotated[str, typer.Option(help="Rows x prompt tokens -> new tokens.")] = "24x64->64",
     temperature: Annotated[float, typer.Option(help="Of the sampled ones, above 0.")] = 0.8,
     repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats; figures are their medians.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """How fits and measurements complete, against the library's generate: seconds and memory, greedy and sampled."""
     from server.bench import completing

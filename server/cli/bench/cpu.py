@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server import demo
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
 
 
 def cpu(
@@ -18,7 +18,7 @@ def cpu(
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     workloads: Annotated[str, typer.Option(help="Requests x prompt tokens -> new tokens, with commas.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats of each pair.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The engine with everything that `unbind_core.cpu` has against the engine without one of them."""
     from server.bench import cpu as figures_of

@@ -11,7 +11,7 @@ import typer
 from server import demo
 from server.cli.bench import Config, names, show
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, numbers, progress_bars, write_json
+from server.cli.console import AsJson, clear_errors, numbers, progress_bars, write_json
 from server.cli.models import dtype_of
 from server.settings import HERE
 from unbind_core.errors import UnbindError
@@ -38,7 +38,7 @@ def engines(
         str | None, typer.Option(help="With --config: behind which layers modules may stand, as in 14; else all.")
     ] = None,
     modules: Annotated[str, typer.Option(help="With --config: numbers of modules, of which 0 is none.")] = "0,1,64",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """On the demo model: equal tokens, isolation, what the edits cost vLLM, which engine is quicker, and vLLM's processes killed
     under load. With --config, the part plugin alone, on an architecture with weights that vLLM makes up. Needs vLLM installed.

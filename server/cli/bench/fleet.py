@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
 
 
 def fleet(
@@ -22,7 +22,7 @@ def fleet(
         int | None, typer.Option(help="Of the instants and the victims; the clock where none is given.")
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Folder for the logs of all processes.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Two servers and two workers on PostgreSQL and an S3 store behind nginx: a rolling restart, then kills; what was lost."""
     from server.bench.fleet import drive

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, notes, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, screen, write_json
 
 
 def fuzz(
@@ -21,7 +21,7 @@ def fuzz(
     keep: Annotated[Path, typer.Option(help="Folder for the requests that failed, with their answers.")] = Path(
         "fuzz-failures"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Spoilt bodies, uploads and HTTP to every route of a server: no 5xx but 503, and /health within half a second."""
     from server.bench.fuzz import run

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server.cli.bench import Device
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, numbers, progress_bars, screen, write_json
 from server.cli.models import load
 from unbind_core import UnbindError
 
@@ -32,7 +32,7 @@ def gate(
         bool, typer.Option("--quick", help="Fit and measure on a third of the retain rows: a look, coarser figures.")
     ] = False,
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
     from server.bench.gate.figures import gate_figures

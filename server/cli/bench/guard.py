@@ -9,7 +9,7 @@ import typer
 
 from server.cli.bench import app as bench
 from server.cli.bench import names
-from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, numbers, progress_bars, screen, write_json
 from unbind_core import UnbindError
 
 
@@ -30,7 +30,7 @@ def guard(
         Path | None, typer.Option(help="A module of one of the demo's sets, to stand beside the guard; else demo-a.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed draws the same tries.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Try to get protected runs past the guard (tries, http), and measure what it does to ordinary code (ordinary), what it costs
     (cost), where a module's gate opens beside it (opening), and what it stops of the attacks beside a module and a filter of

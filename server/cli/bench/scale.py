@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, notes, numbers, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, numbers, progress_bars, screen, write_json
 from server.cli.models import dtype_of
 from unbind_core.errors import DataError
 from unbind_core.files import told
@@ -26,7 +26,7 @@ def scale(
     modules: Annotated[str, typer.Option(help="Numbers of modules whose filter is timed.")] = "1,64,1000",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Seconds, peak memory and disk of every stage by layers and rows, with random weights and no download."""
     from server.bench.scale import figures as figures_of

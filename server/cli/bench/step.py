@@ -9,7 +9,7 @@ from rich.table import Table
 
 from server.cli.bench import Device
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, numbers, screen, write_json
+from server.cli.console import AsJson, clear_errors, numbers, screen, write_json
 from server.cli.models import dtype_of
 
 
@@ -20,7 +20,7 @@ def step(
     requests: Annotated[str, typer.Option(help="Requests of a step, with commas.")] = "1,16,64",
     modules: Annotated[str, typer.Option(help="Modules, with commas.")] = "1,64",
     repeats: Annotated[int, typer.Option(min=3, help="Alternating repeats.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What the edit of one layer takes in a decode step, by operations of torch and by kernels; random modules, no model."""
     import torch

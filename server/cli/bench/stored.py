@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
 from unbind_core.errors import UnbindError
 from unbind_core.files import told
 
@@ -25,7 +25,7 @@ def stored(
     folder: Annotated[
         Path | None, typer.Option(help="Where all of it lies, and is kept for a next run; else a temporary one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Seconds from start to ready, memory, one more takedown and one answer, beside the same server without any."""
     from server.bench.stored.start import stored_figures

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from server.cli.bench import app as bench
-from server.cli.console import clear_errors, notes, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, screen, write_json
 from server.settings import DEMO
 
 
@@ -20,7 +20,7 @@ def takedown(
         int, typer.Option(help="Rows of the demo's set B in the takedown before it, with no cache.")
     ] = 12,
     worker_threads: Annotated[int, typer.Option(help="Torch threads of the worker.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time two takedowns on a running service with the demo model: one with no cache, one beside streams."""
     from server.bench.takedown import measure_takedown
