@@ -12,7 +12,7 @@ from rich.text import Text
 
 from server import demo
 from server.cli.console import AsJson, clear_errors, numbers, progress_bars, require_target, screen, write_json
-from server.cli.models import dtype_of, forget_rows, load, retain_rows
+from server.cli.models import Device, Model, dtype_of, forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from unbind_core.fitting.calibration import Budgets
     from unbind_core.fitting.corrections.reference import Reference
 
-Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64: the one the service runs in.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def _budgets(gate: str, kl: float | None, nll: float | None, bleu: float | None) -> Budgets | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 from server import demo
 from unbind_core.errors import UnbindError
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from unbind_core import ForgetRow, LoadedModel, RetainRow
 
+Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 T = TypeVar("T")
 
 

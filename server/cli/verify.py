@@ -11,8 +11,8 @@ from rich.text import Text
 
 from server import demo
 from server.cli.console import AsJson, clear_errors, notes, progress_bars, screen, write_json
-from server.cli.fit import Adapter, Device, Dtype, Model
-from server.cli.models import forget_rows, load, retain_rows
+from server.cli.fit import Adapter, Dtype
+from server.cli.models import Device, Model, forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
 
 

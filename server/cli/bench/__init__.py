@@ -10,21 +10,20 @@ from rich.table import Table
 
 from server import demo
 from server.cli.console import clear_errors, numbers, progress_bars, screen, write_json
-from server.cli.models import dtype_of, load
+from server.cli.models import Device, Model, dtype_of, load
 from unbind_core.errors import UnbindError
 
 if TYPE_CHECKING:
     from unbind_core.architecture import LoadedModel
 
 app = typer.Typer(no_args_is_help=True, help="Measure, as ratios against a reference in the same run.")
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 CONFIG_HELP = "An architecture with random weights in place of a checkpoint, as qwen2.5-coder-7b; see bench scale."
 Config = Annotated[str | None, typer.Option(help=CONFIG_HELP)]
 
 
 @app.command("fit")
 def bench_fit(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     windows: Annotated[
         int, typer.Option(min=1, max=8, help="Windows for which every target has an autograd call of its own.")
@@ -47,7 +46,7 @@ def bench_fit(
 
 @app.command("filter")
 def bench_filter(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     config: Config = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
@@ -86,7 +85,7 @@ def bench_filter(
 
 @app.command("serve")
 def bench_serve(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     config: Config = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from server.cli.bench import Device, names
 from server.cli.bench import app as bench
+from server.cli.bench import names
 from server.cli.console import AsJson, clear_errors, notes, numbers, progress_bars, screen, write_json
-from server.cli.models import load
+from server.cli.models import Device, load
 from unbind_core.errors import UnbindError
 
 MODULE_HELP = "A module of one of the demo's sets, to attack as it is; may be given again."

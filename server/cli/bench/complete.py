@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from server.cli.bench import Config, Device, subject
+from server.cli.bench import Config, subject
 from server.cli.bench import app as bench
 from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
+from server.cli.models import Device, Model
 from unbind_core.errors import UnbindError
 from unbind_core.files import told
 
 
 def complete(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     config: Config = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",

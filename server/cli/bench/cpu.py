@@ -11,10 +11,11 @@ from rich.table import Table
 from server import demo
 from server.cli.bench import app as bench
 from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
+from server.cli.models import Model
 
 
 def cpu(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     adapter: Annotated[Path | None, typer.Option(help="LoRA adapter folder.")] = None,
     workloads: Annotated[str, typer.Option(help="Requests x prompt tokens -> new tokens, with commas.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Alternating repeats of each pair.")] = 15,

@@ -11,11 +11,12 @@ import typer
 
 from server.cli.bench import app as bench
 from server.cli.console import AsJson, clear_errors, progress_bars, screen, write_json
+from server.cli.models import Model
 
 
 def fleet(
     kills: Annotated[int, typer.Option(min=0, help="How many parts to kill, at random instants.")] = 100,
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     clients: Annotated[int, typer.Option(min=1, help="Clients that complete meanwhile.")] = 2,
     pause: Annotated[float, typer.Option(min=0.1, help="Seconds between two kills, on average.")] = 4.0,
     seed: Annotated[

@@ -9,6 +9,7 @@ import typer
 
 from server.cli.bench import app as bench
 from server.cli.console import AsJson, clear_errors, notes, screen, write_json
+from server.cli.models import Model
 
 
 def fuzz(
@@ -17,7 +18,7 @@ def fuzz(
     seed: Annotated[
         int, typer.Option(help="The same seed draws the same requests, up to ids that the server makes.")
     ] = 0,
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")] = None,
+    model: Model = None,
     keep: Annotated[Path, typer.Option(help="Folder for the requests that failed, with their answers.")] = Path(
         "fuzz-failures"
     ),

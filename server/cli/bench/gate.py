@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from server.cli.bench import Device
 from server.cli.bench import app as bench
 from server.cli.console import AsJson, clear_errors, notes, numbers, progress_bars, screen, write_json
-from server.cli.models import load
+from server.cli.models import Device, load
 from unbind_core import UnbindError
 
 

@@ -7,10 +7,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from server.cli.bench import Device
 from server.cli.bench import app as bench
 from server.cli.console import AsJson, clear_errors, numbers, screen, write_json
-from server.cli.models import dtype_of
+from server.cli.models import Device, dtype_of
 
 
 def step(
