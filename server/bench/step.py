@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,10 +82,9 @@ def run(
     batches: Sequence[int] = (1, 16, 64),
     modules: Sequence[int] = (1, 64),
     repeats: int = 15,
-    told: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Medians of repeats that alternate between torch and kernels, for gates that are all closed and all open; the default ``size``
-    is that of a model of 7B. ``told`` gets each as it is found. Without a CUDA device there are no kernels to compare with.
+    is that of a model of 7B. Without a CUDA device there are no kernels to compare with.
     """
     found = []
     identity = ModelIdentity("0" * 64, "random", size, 1)
@@ -111,6 +110,5 @@ def run(
                     names = ("alone_ms", "launched_ms", "in_a_row_ms")
                     medians = (statistics.median(some) for some in zip(*all_times[2:], strict=True))
                     one_found[way] = {name: round(value, 4) for name, value in zip(names, medians, strict=True)}
-                told(one_found)
                 found.append(one_found)
     return found

@@ -45,11 +45,11 @@ def load(model: Path | None, adapter: Path | None, dtype: str = "float32", devic
     return load_model(model, adapter, dtype=wanted, device=device)
 
 
-def forget_rows(path: Path, option: str = "--forget") -> list[ForgetRow]:
-    """Forget rows of a JSONL file. Raises UnbindError naming the option where it cannot be read."""
+def forget_rows(path: Path) -> list[ForgetRow]:
+    """Forget rows of a JSONL file. Raises UnbindError naming --forget where it cannot be read."""
     from unbind_core.rows import parse_forget
 
-    return _rows(parse_forget, path, option)
+    return _rows(parse_forget, path, "--forget")
 
 
 def retain_rows(path: Path, option: str = "--retain") -> list[RetainRow]:

@@ -18,6 +18,7 @@ from unbind_core.module import UnbindModule
 LENGTH = 1600
 SLOTS = 16
 ROOM = 512_000_000  # bytes of keys and values where nothing is to be preempted
+COLUMNS = 256  # of the gates of all modules
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Subject:
 
 
 @contextmanager
-def running(subject: Subject, name: str, memory: int = ROOM, columns: int = 256) -> Iterator[Engine]:
+def running(subject: Subject, name: str, memory: int = ROOM) -> Iterator[Engine]:
     """An engine on the subject, with its modules."""
     loaded = subject.load()
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +48,7 @@ def running(subject: Subject, name: str, memory: int = ROOM, columns: int = 256)
             queue_limit=100_000,
             chunk_tokens=512,
             folder=Path(folder),
-            columns=columns,
+            columns=COLUMNS,
             flags=(f"kv-cache-memory-bytes={memory}", "max-num-batched-tokens=512", "block-size=32"),
         )
         engine = build_engine(name, loaded, plan_engine(name, loaded, options), options)

@@ -66,10 +66,10 @@ class Part:
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = END_SECONDS) -> None:
+    def wait(self) -> None:
         """Until it has ended. Raises subprocess.TimeoutExpired."""
         if self._process is not None:
-            self._process.wait(seconds)
+            self._process.wait(END_SECONDS)
 
     def close(self) -> None:
         """End it in good order, or at once where that takes too long."""

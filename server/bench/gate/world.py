@@ -106,7 +106,7 @@ class Retained:
     def _bleu(self, outputs: Sequence[Sequence[int]]) -> float:
         return statistics.fmean(sentence_bleu(r, o) for r, o in zip(self.references, outputs, strict=True))
 
-    def measure(self, modules: Sequence[UnbindModule], windows: Sequence[Window] | None = None) -> dict[str, float]:
+    def measure(self, modules: Sequence[UnbindModule]) -> dict[str, float]:
         """Rise of perplexity, fall of BLEU, share of open positions (of the module that has most), gates open at a position (of all
         modules together), share of greedy completions unchanged to the token.
         """

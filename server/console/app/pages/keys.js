@@ -39,7 +39,7 @@ export function Keys({ path }) {
     <${Rules} known=${data} again=${again} />`
 }
 
-export function stateOf(key) {
+function stateOf(key) {
   if (key.revoked_at) return ["", `revoked ${time(key.revoked_at)}`]
   if (key.expires_at && key.expires_at < Date.now() / 1000) return ["warn", `expired ${time(key.expires_at)}`]
   return ["good", "usable"]

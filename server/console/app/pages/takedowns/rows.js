@@ -8,7 +8,7 @@ const AS_IT_IS = /\.(jsonl|ndjson|zip|tar\.gz|tgz)$/i
 const WAYS = { paste: "Paste", file: "File or archive", folder: "Folder" }
 export const NO_ROWS = { way: "paste", text: "", files: [], include: "", exclude: "" }
 
-export const isLines = text => text.trimStart().startsWith("{")
+const isLines = text => text.trimStart().startsWith("{")
 const listed = text => text.split(",").map(part => part.trim()).filter(Boolean)
 const hidden = file => file.webkitRelativePath.split("/").slice(1).some(part => part.startsWith("."))
 const wanted = rows => (rows.way === "folder" ? rows.files.filter(file => !hidden(file)) : rows.files)

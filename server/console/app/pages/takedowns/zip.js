@@ -5,7 +5,7 @@ const TABLE = Uint32Array.from({ length: 256 }, (_, byte) => {
 })
 const UTF8 = 0x0800, DEFLATED = 8, VERSION = 20, DAY = 0x0021 // the format's first day: the same files give the same archive
 
-export function crc32(bytes) {
+function crc32(bytes) {
   let crc = 0xffffffff
   for (const byte of bytes) crc = TABLE[(crc ^ byte) & 0xff] ^ (crc >>> 8)
   return (crc ^ 0xffffffff) >>> 0
