@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import select
+from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, digest_of
 from server.registry.lifecycle import LIVE
+from server.registry.modules import Mark, mark_of
 from server.registry.refusals import AlreadyThere, NotAllowed, Stale
 from server.registry.tables import KeyRow, ModuleRow, RulesRow
 from server.registry.transactions import Transactions
@@ -105,15 +106,21 @@ class Access:
         self._transactions = transactions
         self._refreshing = threading.Lock()  # else an older snapshot could be put in place of a newer one
         self.current = Snapshot()
+        self._mark: Mark | None = None  # what the registry was as when ``current`` was read
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what any process has written since."""
+        """Read what any process has written since. Servers ask each second for what hardly ever changes: see ``mark_of``."""
         with self._refreshing, self._transactions.look() as session:
+            now = mark_of(session)
+            if now == self._mark:
+                return
+            keys = session.execute(select(*KeyRow.__table__.columns))  # and no objects of rows, which take longer
+            rules = session.execute(select(RulesRow.scope, RulesRow.rules))
             self.current = Snapshot(
-                {row.digest: _key(row) for row in session.scalars(select(KeyRow))},
-                {row.scope: Rules.model_validate(row.rules) for row in session.scalars(select(RulesRow))},
+                {row.digest: _key(row) for row in keys}, {scope: Rules.model_validate(said) for scope, said in rules}
             )
+            self._mark = now
 
     def create_key(
         self,
@@ -246,7 +253,7 @@ def _record(key: Key) -> dict[str, Any]:
     return {**asdict(key), "scopes": sorted(key.scopes)}
 
 
-def _key(row: KeyRow) -> Key:
+def _key(row: KeyRow | Row[Any]) -> Key:
     return Key(
         row.id,
         row.name,

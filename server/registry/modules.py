@@ -29,14 +29,14 @@ log = logging.getLogger("unbind.modules")
 WHOLE_SECONDS = 60.0
 SKEW_SECONDS = 60.0  # by which the clocks of servers may differ and none undoes what another did
 RETURN_SECONDS = 60.0  # between two times at which one record comes back
-_Mark = tuple[tuple[int, str] | None, int]
+Mark = tuple[tuple[int, str] | None, int]
 
 
 @dataclass
 class _Viewed:
     """The records that were found when the registry was as ``mark`` says, and the rows that they are views of, by id."""
 
-    mark: _Mark | None = None
+    mark: Mark | None = None
     by_id: dict[str, tuple[Row[Any], dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -50,7 +50,7 @@ class Modules:
         self.withheld: dict[str, tuple[Actor, float]] = {}
         self._viewed: dict[str, _Viewed] = {}  # by what was looked for
         # What the registry was as when nothing was left to do, at what time, and until when nothing is due.
-        self._passed: tuple[_Mark, float, float] | None = None
+        self._passed: tuple[Mark, float, float] | None = None
         # By id, when a record came back last as the clock had gone back; monotonic.
         self._returned: dict[str, float] = {}
 
@@ -85,7 +85,7 @@ class Modules:
         before = self._viewed.get(what, _Viewed())
         try:
             with self._transactions.look() as session:
-                now = _Viewed(_mark(session))
+                now = _Viewed(mark_of(session))
                 if now.mark == before.mark:
                     now = before
                 else:
@@ -229,7 +229,7 @@ class Modules:
             except (*AWAY, OSError):
                 return  # what is due cannot be written either
         with self._transactions.look() as session:
-            mark = _mark(session)
+            mark = mark_of(session)
             if self._passed is not None and self._passed[0] == mark and self._passed[1] <= now < self._passed[2]:
                 return
             waiting = list(session.scalars(select(ModuleRow.id).where(due | over)))
@@ -284,7 +284,7 @@ def _of_digest(digest: str) -> Select[ModuleRow]:
     return select(ModuleRow).where(ModuleRow.digest == digest, ModuleRow.kind == Kind.MODULE)
 
 
-def _mark(session: Session) -> _Mark:
+def mark_of(session: Session) -> Mark:
     """What is another wherever records may have changed: every change ends the audit trail with another entry. It is read before
     the records are, so that they are as it says or newer.
     """

@@ -19,6 +19,7 @@ from server.ratelimit import RateLimiter
 from server.registry.access import Access, kept_admin_key, key_digest
 from server.registry.audit import Actor
 from server.registry.registry import open_registry
+from server.rules import Rules
 from server.settings import Settings
 from tests.support.live import ADMIN_KEY, Answer, Live, live
 
@@ -319,6 +320,31 @@ def test_beyond_loopback_a_server_needs_a_key_or_somebody_s_word(tmp_path: Path)
     Access(registry.transactions).create_key("one", Actor("test"), time.time())
     registry.close()
     check_exposure(Settings(host="0.0.0.0", data_dir=tmp_path))
+
+
+def test_keys_and_rules_are_read_again_only_where_somebody_has_changed_the_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, registry = Actor("test"), open_registry(Settings(data_dir=tmp_path))
+    looking, elsewhere = Access(registry.transactions), Access(registry.transactions)
+    key, _ = elsewhere.create_key("one", actor, time.time(), rules=Rules(enforced={"demo-a": 1.0}))
+    looking.refresh()
+    before = looking.current
+    assert [one.id for one in before.keys.values()] == [key.id] and before.of(f"key:{key.id}").enforced
+    looking.refresh()
+    assert looking.current is before  # thousands of keys are not made anew every second
+    elsewhere.revoke_key(key.id, actor, time.time())
+    looking.refresh()
+    assert [one.usable(time.time()) for one in looking.current.keys.values()] == [False]
+    elsewhere.delete_rules(f"key:{key.id}", actor, time.time())
+    looking.refresh()
+    assert not looking.current.rules
+    with registry.engine.begin() as connection:  # by hand, and told of nowhere
+        connection.exec_driver_sql("DELETE FROM api_keys")
+    monkeypatch.setattr("server.registry.modules.WHOLE_SECONDS", 1e-9)
+    looking.refresh()
+    assert not looking.current.keys
+    registry.close()
 
 
 def test_servers_that_start_at_once_on_one_data_folder_hold_one_admin_key(tmp_path: Path) -> None:
