@@ -6,10 +6,13 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -274,3 +277,13 @@ def test_a_call_to_the_processes_that_is_given_up_is_not_logged_as_a_fault(engin
 
     engine._await(given_up(), 60)
     assert not told
+
+
+def test_a_process_that_ends_leaves_no_sockets_among_the_temporary_files(tmp_path: Path) -> None:
+    run = (
+        "import pathlib, sys; from tests.engines.both import started;"
+        "started(pathlib.Path(sys.argv[1]), 'kv-cache-memory-bytes=30000000').close()"
+    )
+    with TemporaryDirectory() as short:  # a socket's path may have 107 bytes
+        subprocess.run([sys.executable, "-c", run, str(tmp_path)], check=True, env={**os.environ, "TMPDIR": short})
+        assert not [path for path in Path(short).rglob("*") if path.is_socket() or path.name.startswith("unbind-")]
