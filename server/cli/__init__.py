@@ -60,6 +60,10 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the server starts processes after tokenizing
     # Threads that spin while they wait starve whatever shares the cores: a fit beside a server ran ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # oneDNN keeps a program for each number of rows that a weight was multiplied with, half a megabyte each: a thousand, and
+    # a thousand more in each thread. Steps of answers need about a hundred; a prompt's number of rows hardly ever comes again.
+    for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(kept, "256")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file's name that is no text ends no command that has done its work.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -64,3 +64,37 @@ print(sorted({"torch", "transformers", "peft", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr[-2000:]
+
+
+KEPT = """
+import ctypes, sys
+import torch
+from server.cli import main
+from unbind_core.cpu.linears import packed_linears
+
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keepcost".split()]
+
+sys.argv = ["unbind", "--help"]
+try:
+    main()
+except SystemExit:
+    pass
+heap = ctypes.CDLL("libc.so.6").mallinfo2
+heap.restype = Heap
+model, used = torch.nn.Sequential(torch.nn.Linear(256, 768)), []
+with torch.inference_mode(), packed_linears(model):
+    for rows in range(1, 1001):
+        model(torch.zeros(rows, 256))
+        if rows in (1, 400, 1000):
+            used.append(heap().used)
+print(*used)
+"""
+
+
+def test_prompts_of_ever_new_lengths_do_not_take_more_and_more_memory() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    done = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    begun, then, at_last = map(int, done.stdout.split()[-3:])
+    assert at_last - then < (then - begun) / 4  # nothing more for 600 new numbers of rows behind the first 400
