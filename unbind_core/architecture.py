@@ -27,10 +27,14 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from unbind_core.adapters import merged, with_adapter
+from unbind_core.encoding import encode
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
 from unbind_core.packed import is_packed, plain_weights
 from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
+
+# What a checkpoint raises that cannot be loaded; the last two of settings that the library takes for others.
+_UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -191,9 +195,26 @@ def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn
         config = _configuration(folder)
         with torch.device("meta"):
             model: nn.Module = _loader(config).from_config(config, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return model, _tokenizer(folder, path)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UnbindError(f"model: '{path}' could not be read as a causal language model: {error}") from error
+
+
+def _tokenizer(folder: Path, path: str | Path) -> Any:
+    """The folder's tokenizer. Raises UnbindError with the remedy: whoever saves a model does not save its tokenizer with it.
+
+    Where the files are missing the library makes an empty one for some families (Qwen2, GPT-2), to which every text is nothing.
+    """
+    remedy = "put the files there that the tokenizer's save_pretrained writes, tokenizer.json and tokenizer_config.json among them"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids = encode(tokenizer, "return 1")
+    except _UNLOADABLE as error:
+        said = " ".join(str(error).split())
+        raise UnbindError(f"model: the tokenizer in '{path}' could not be loaded: {said}; {remedy}") from error
+    if set(ids) <= {tokenizer.unk_token_id}:
+        raise UnbindError(f"model: '{path}' has no tokenizer, or an empty one: it makes no tokens of a text; {remedy}")
+    return tokenizer
 
 
 def _require_device(device: str) -> None:
@@ -253,18 +274,9 @@ def load_model(
             model.set_experts_implementation("eager")  # the grouped matrix product has no float64
         if quantised is not None and settings_of(model.config) is None:
             remember(model, quantised)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (  # the last two: of settings that the library takes for others
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ImportError,
-        SafetensorError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except _UNLOADABLE as error:
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
+    tokenizer = _tokenizer(folder, path)
     if adapter is not None:
         _folder(adapter, "adapter_config.json", "adapter")
         _settle(model, device)

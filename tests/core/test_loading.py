@@ -15,10 +15,14 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     SiglipVisionConfig,
     ViTConfig,
 )
@@ -27,7 +31,7 @@ from tests.core.conftest import build_tokenizer, make_module
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, decoder_layers, load_model, outline
-from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.running.recording import recording
 
 IDS = torch.tensor([[9, 30, 41, 50, 17, 23]])
@@ -140,3 +144,14 @@ def test_a_wrapper_without_a_configuration_is_refused_with_the_lists_that_it_has
     ):
         decoder_layers(wrapped)
     assert decoder_layers(wrapped, "module.model.layers") == decoder_layers(tiny.model)
+
+
+@pytest.mark.parametrize("family", ["empty", "none"])
+def test_a_checkpoint_without_its_tokenizer_is_refused_with_what_to_put_there(family: str, tmp_path: Path) -> None:
+    kind, model = (Qwen2Config, Qwen2ForCausalLM) if family == "empty" else (LlamaConfig, LlamaForCausalLM)
+    model(kind(**TEXT)).save_pretrained(tmp_path)  # of the first the library makes a tokenizer without words
+    with pytest.raises(UnbindError) as caught:
+        load_model(tmp_path)
+    said = str(caught.value)
+    assert said.startswith("model: ") and f"'{tmp_path}'" in said and "tokenizer" in said and "\n" not in said
+    assert said.endswith("save_pretrained writes, tokenizer.json and tokenizer_config.json among them")
