@@ -27,7 +27,7 @@ from unbind_core.architecture import decoder_layers
 from unbind_core.cpu.linears import PackedLinears
 from unbind_core.cpu.speedups import EVERY, Speedups
 from unbind_core.cpu.threads import ThreadChoice
-from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 LOGIT_TOLERANCE = 1e-3  # of the largest logit, float32; bfloat16 has 8 bits
 
@@ -203,7 +203,8 @@ class Runner:
     def self_test(self, flight: Flight) -> None:
         """Prefill in two chunks and one decode step must give the logits of the plain model; also warms up.
 
-        ``flight`` is a probe that holds slot 0. Raises UnsupportedArchitecture naming the model's class.
+        ``flight`` is a probe that holds slot 0. Raises UnsupportedArchitecture naming the model's class,
+        and UnbindError where its logits are no numbers without a cache either.
         """
         probe, split = flight.prompt, len(flight.prompt) // 2
         try:
@@ -223,6 +224,11 @@ class Runner:
         with torch.inference_mode():
             ids = torch.tensor([[*probe, *flight.output]], device=self.device)
             plain = self.model(input_ids=ids, use_cache=False).logits[0, -2:].float()
+        if not bool(plain.isfinite().all()):
+            raise UnbindError(
+                f"model: its logits are no finite numbers in {str(self.dtype).removeprefix('torch.')}, with no cache either: its "
+                "weights are damaged, or too large for this dtype; download it again, or give another --dtype"
+            )
         off = (torch.cat([prefilled, decoded]).float() - plain).abs().max() / plain.abs().max()
         allowed = LOGIT_TOLERANCE if self.dtype == torch.float32 else 0.1
         if not bool(off <= allowed):

@@ -7,12 +7,12 @@ import threading
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerBase
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.refusals import EngineStopped
 from server.engine.request import Delta, GenerationRequest, Sampling
-from unbind_core.errors import UnsupportedArchitecture
+from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 ASKED = GenerationRequest((9, 10, 11), Sampling(max_tokens=8, ignore_eos=True))
 
@@ -122,5 +122,15 @@ def test_a_model_that_cannot_run_on_slots_is_refused_with_the_remedy(tokenizer: 
     model = BloomForCausalLM(BloomConfig(vocab_size=400, hidden_size=32, n_layer=2, n_head=2)).eval()  # ALiBi
     engine = EmbeddedEngine(model, tokenizer, max_slots=1, max_length=64)
     with pytest.raises(UnsupportedArchitecture, match=r"BloomForCausalLM .*ALiBi.*serve a model with rotary"):
+        engine.start()
+    engine.close()
+
+
+def test_a_model_whose_logits_are_no_numbers_is_refused_as_damaged(tokenizer: PreTrainedTokenizerBase) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=400, **sizes)).eval()
+    model.model.norm.weight.data[0] = float("nan")
+    engine = EmbeddedEngine(model, tokenizer, max_slots=1, max_length=64)
+    with pytest.raises(UnbindError, match=r"no finite numbers in float32.*damaged.*--dtype"):
         engine.start()
     engine.close()
