@@ -126,5 +126,8 @@ def _kept_key() -> str:
     path = Path(os.environ.get(f"{PREFIX}ADMIN_KEY_FILE") or kept)
     try:
         return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        raise UnbindError(f"no admin key: give --key, set {PREFIX}ADMIN_KEY, or run beside {path}") from None
+    except OSError as error:
+        raise UnbindError(
+            f"no admin key: '{path}' cannot be read ({error.strerror}); give --key, or set {PREFIX}ADMIN_KEY, or "
+            f"{PREFIX}DATA_DIR to the server's data folder"
+        ) from None

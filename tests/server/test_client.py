@@ -159,3 +159,16 @@ def test_the_address_of_the_server_is_taken_from_the_environment_where_no_flag_g
     assert told.exit_code == 1 and "'nowhere' is not an address" in told.output
     told = CliRunner().invoke(build(), ["takedown", "cancel", "job", "--key", "k", "--url", url, "--json"])
     assert json.loads(told.output)["method"] == "POST"
+
+
+def test_where_no_admin_key_is_found_the_file_and_the_data_folder_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UNBIND_ADMIN_KEY", raising=False)
+    monkeypatch.setenv("UNBIND_DATA_DIR", str(tmp_path))
+    with pytest.raises(UnbindError) as caught:
+        Client("http://127.0.0.1:9", None)
+    said = str(caught.value)
+    assert (
+        f"'{tmp_path / 'admin.key'}' cannot be read" in said and "UNBIND_DATA_DIR to the server's data folder" in said
+    )
