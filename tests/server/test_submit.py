@@ -146,3 +146,23 @@ def test_many_rows_in_one_module_without_a_guard_are_warned_of(running: Live) ->
         answer = running.admin("/takedowns", {"name": "many", "rows": some, "options": options}).body
         told = [said for said in answer["warnings"] if said.startswith("rows: one module of 61 rows")]
         assert len(told) == warned and all("--split 40" in said for said in told)
+
+
+def test_a_name_and_a_scope_that_are_none_are_refused_in_words(running: Live, tmp_path: Path) -> None:
+    file = file_of(tmp_path, ROWS)
+    told = submit(running, file, "--name", "my module", code=1).output
+    assert "error: name: must be 1 to 64 letters, digits" in " ".join(told.split())
+    told = submit(running, file, "--name", "x", "--scope", "Global", code=1).output
+    assert "error: options.scope: must be 'global', 'profile:NAME' or 'key:ID'" in " ".join(told.split())
+
+
+def test_rows_in_another_encoding_are_told_of_the_one_that_is_read(running: Live, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(json.dumps(ROWS[0]).encode("utf-16"))
+    assert "give JSONL in UTF-8" in submit(running, file, "--name", "wide", code=1).output
+
+
+def test_a_text_that_is_longer_than_the_context_is_told_to_be_cut(running: Live, tmp_path: Path) -> None:
+    rows = [{"text": " ".join(f"value_{i}" for i in range(9_000))}]
+    told = " ".join(submit(running, file_of(tmp_path, rows), "--name", "long", code=1).output.split())
+    assert "of a row of 'text' it is the first quarter" in told and "make shorter rows of the text" in told

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from server.api.admin.intake import MAX_ROWS
 from server.errors import field_error
 from server.registry.lifecycle import SCOPE
 from unbind_core.guard.index import BARS, LEAST_RUN, MOST_BARS, MOST_RUN, RUN, SECRET_RUN, Action
+from unbind_core.module_checks import name_problem
 
 _STRICT = ConfigDict(extra="forbid")
 _Line = Annotated[StrictStr, Field(max_length=2000)]
 _Allowed = Annotated[float, Field(gt=0, le=1)]
+
+
+def _scope(value: str) -> str:
+    if not re.fullmatch(SCOPE, value):
+        raise ValueError(
+            "must be 'global', 'profile:NAME' or 'key:ID'; leave it out to bind no request but those that name it"
+        )
+    return value
+
+
+def _name(value: str) -> str:
+    if problem := name_problem(value):
+        raise ValueError(problem)
+    return value
 
 
 class BudgetOptions(BaseModel):
@@ -69,7 +95,9 @@ class TakedownOptions(BaseModel):
     ] = None
     guard: GuardOptions | None = None
     activation: Literal["auto", "manual", "shadow"] = "auto"
-    scope: Annotated[StrictStr, Field(pattern=f"^({SCOPE})$")] | None = None
+    scope: Annotated[StrictStr, AfterValidator(_scope), Field(json_schema_extra={"pattern": f"^({SCOPE})$"})] | None = (
+        None
+    )
     effective_at: AwareDatetime | None = None
     expires_at: AwareDatetime | None = None
     replace: StrictBool = False
@@ -92,7 +120,9 @@ class TakedownFields(BaseModel):
     """What comes with the rows."""
 
     model_config = _STRICT
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Annotated[
+        StrictStr, AfterValidator(_name), Field(json_schema_extra={"pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"})
+    ]
     notice: Notice = Notice()
     options: TakedownOptions = TakedownOptions()
 

@@ -23,7 +23,8 @@ def positions(served: BaseService, intake: Intake) -> int:
     for place, row in zip(intake.places, intake.rows, strict=True):
         if len(row.prompt) > limit and (length := len(encode(tokenizer, row.prompt))) >= limit:
             raise DataError(
-                f"{place}: its prompt has {length} tokens, and the model's context {limit}; shorten the prompt"
+                f"{place}: its prompt has {length} tokens (of a row of 'text' it is the first quarter), and the model's context "
+                f"{limit}; shorten the prompt, or make shorter rows of the text"
             )
         total += len(encode(tokenizer, row.continuation))
     return total

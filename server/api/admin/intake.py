@@ -51,7 +51,7 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
     if not data.strip():
         raise DataError("file: it is empty; give JSONL, .zip or .tar.gz")
     if b"\x00" in data:
-        raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL or one of these")
+        raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL in UTF-8, or one of these")
     lines = json_lines(data, "file")
     _check_rows(sum(bool(line.strip()) for line in lines))
     return _checked(placed_forget(lines, "file"))
