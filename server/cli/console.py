@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -127,6 +128,13 @@ def require_target(option: str, path: Path) -> None:
         require_writable(path)
     except OSError as error:
         raise UnbindError(f"{option}: {path} cannot be written ({error.strerror}); name another file") from error
+
+
+def shown_field(field: str, value: Any) -> Any:
+    """A field's value for people: what the API tells in seconds since 1970 as a day and a time."""
+    if field.endswith("_at") and isinstance(value, float):
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return value
 
 
 def show_lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

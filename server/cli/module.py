@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import AsJson, clear_errors, screen, show_lines, write_json
+from server.cli.console import AsJson, clear_errors, screen, show_lines, shown_field, write_json
 from server.registry.lifecycle import standing
 
 Reference = Annotated[
@@ -113,7 +113,7 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
         elif field == "canary":
             table.add_row(Text("canary", style="bold"), value["told"])
         elif not isinstance(value, dict):
-            table.add_row(Text(field, style="bold"), str(value))
+            table.add_row(Text(field, style="bold"), str(shown_field(field, value)))
     screen.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli import build
+from server.cli.takedown.shown import show_job
 from tests.support.live import ADMIN_KEY, Live, live
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i} + {i} * left_{i}\n"} for i in range(5)]
@@ -166,3 +168,25 @@ def test_a_text_that_is_longer_than_the_context_is_told_to_be_cut(running: Live,
     rows = [{"text": " ".join(f"value_{i}" for i in range(9_000))}]
     told = " ".join(submit(running, file_of(tmp_path, rows), "--name", "long", code=1).output.split())
     assert "of a row of 'text' it is the first quarter" in told and "make shorter rows of the text" in told
+
+
+def test_times_are_shown_as_days_and_hours(running: Live, tmp_path: Path) -> None:
+    answer = json.loads(submit(running, file_of(tmp_path, ROWS), "--name", "dated", "--json").stdout)
+    given = ["takedown", "show", answer["takedown_id"], "--url", running.url, "--key", ADMIN_KEY]
+    shown = dict(line.split(maxsplit=1) for line in CliRunner().invoke(build(), given).output.splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", shown["created_at"]) and shown["purged_at"] == "None"
+
+
+def test_a_job_with_a_remark_says_too_whom_its_module_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    job = {
+        "id": "job_1",
+        "takedown_id": "td_1",
+        "module": "m",
+        "state": "succeeded",
+        "stage": "publish",
+        "progress": 1.0,
+    }
+    made = {"in_force": "enforced", "scope": "global", "remark": "short: recovery 0.2 (aim 0.1)"}
+    show_job({**job, "eta_seconds": None, "error": None, "outcome": "active", "result": made})
+    fields = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert fields["outcome"] == "enforced (global); short: recovery 0.2 (aim 0.1)"

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from server.cli.client import Client, address
-from server.cli.console import notes, screen, show_lines, visible, write_json
+from server.cli.console import notes, screen, show_lines, shown_field, visible, write_json
 from server.registry.lifecycle import standing
 from unbind_core import UnbindError
 from unbind_core.files import told
@@ -23,7 +23,7 @@ def show_answer(answer: Mapping[str, Any]) -> None:
     for field, value in answer.items():
         if field != "warnings":
             shown = {"guard": _guard, "plan": _plan}.get(field)
-            said = shown(value) if shown is not None and value is not None else value
+            said = shown(value) if shown is not None and value is not None else shown_field(field, value)
             screen.print(f"{field:18} {said}", highlight=False, soft_wrap=True)
 
 
@@ -110,5 +110,5 @@ def _told(job: Mapping[str, Any]) -> dict[str, str]:
         "stage": job["stage"] or "",
         "progress": f"{100 * job['progress']:.0f} %",
         "left": "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s",
-        "outcome": " ".join(str(job["error"] or made.get("remark") or outcome).split()),
+        "outcome": " ".join(str(job["error"] or "; ".join(filter(None, (outcome, made.get("remark"))))).split()),
     }
