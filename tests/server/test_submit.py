@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from server.cli import build
@@ -190,3 +191,9 @@ def test_a_job_with_a_remark_says_too_whom_its_module_binds(capsys: pytest.Captu
     show_job({**job, "eta_seconds": None, "error": None, "outcome": "active", "result": made})
     fields = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert fields["outcome"] == "enforced (global); short: recovery 0.2 (aim 0.1)"
+
+
+def test_every_option_says_what_it_is() -> None:
+    command: Any = get_command(build())
+    options = command.commands["takedown"].commands["submit"].params
+    assert len(options) > 20 and [option.name for option in options if not option.help] == []

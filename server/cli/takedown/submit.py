@@ -22,7 +22,6 @@ from server.registry.lifecycle import SCOPE
 from unbind_core import UnbindError
 from unbind_core.rows import json_lines
 
-Field = Annotated[str | None, typer.Option()]
 NO_SCOPE = "none"
 NONE_GIVEN = "options.scope: none was given"  # how the warning begins that is for those who said nothing
 
@@ -32,10 +31,12 @@ def submit(
         Path, typer.Argument(help="JSONL of rows, or .zip or .tar.gz of source files.", exists=True, dir_okay=False)
     ],
     name: Annotated[str, typer.Option(help="Name of the module.")],
-    claimant: Field = None,
-    work: Field = None,
-    reference: Field = None,
-    received_at: Field = None,
+    claimant: Annotated[str | None, typer.Option(help="Who asks for it; the evidence says so.")] = None,
+    work: Annotated[str | None, typer.Option(help="What it is about: a title or a link.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Number or name of the claimant's notice; no checkpoint, as of `unbind fit`.")
+    ] = None,
+    received_at: Annotated[str | None, typer.Option(help="When the notice came, in any words.")] = None,
     include: Annotated[str | None, typer.Option(help="Glob of files in an archive; * matches / too.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Glob of files to leave out.")] = None,
     activation: Annotated[str, typer.Option(help="auto, manual or shadow.")] = "auto",
@@ -45,7 +46,7 @@ def submit(
     ] = None,
     effective_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
     expires_at: Annotated[str | None, typer.Option(help="ISO 8601 with a zone.")] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
     gate: Annotated[
         str, typer.Option(help="auto; paper for the paper's gate; paper-strict for exactly the published fit.")
     ] = "auto",
@@ -77,7 +78,9 @@ def submit(
     ] = None,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions, memory, disk and time.")] = False,
-    idempotency_key: Field = None,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="A word of your own: the same command with it again posts nothing twice.")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
     url: Url = LOCAL,
     key: Key = None,
