@@ -48,7 +48,10 @@ def fit(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Module name; the file's name where none is given.")] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Decoder layers to try, from 0, as in 2,3,4; all where none is given.")
+        str | None,
+        typer.Option(
+            help="Decoder layers to try, from 0, as in 2,3,4; all where none is given. Of the paper's gates: auto has its own."
+        ),
     ] = None,
     forms: Annotated[
         str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
@@ -119,6 +122,8 @@ def fit(
         called = name or out.name.removesuffix(".safetensors")
         if problem := name_problem(called):
             raise UnbindError(f"--name: '{called}' {problem}")
+        if reference is not None and gate in ("paper", "paper-strict"):
+            raise UnbindError(f"--reference: gate '{gate}' leads towards nothing; leave it out, or use --gate auto")
         require_target("--out", out)
         if report is not None:
             require_target("--report", report)

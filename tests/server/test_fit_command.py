@@ -39,6 +39,7 @@ def test_names_and_files_are_refused_before_the_model_is_loaded(tmp_path: Path) 
         (["--out", str(tmp_path / "file" / "m.safetensors")], "--out: FOLDER/file/m.safetensors cannot be written"),
         (["--out", good, "--report", str(tmp_path / "folder")], "--report: FOLDER/folder cannot be written"),
         (["--out", good, "--report", str(tmp_path / "file" / "r")], "--report: FOLDER/file/r cannot be written"),
+        (["--out", good, "--gate", "paper", "--reference", good], "--reference: gate 'paper' leads towards nothing"),
         (["--out", good], "model"),  # nothing is wrong but that
     ):
         found = run(tmp_path, *arguments)

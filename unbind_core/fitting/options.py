@@ -103,6 +103,8 @@ class FitOptions:
         known = POLICIES if self.gate == "auto" else ("silent",)
         if self.policy not in (None, *known):
             raise DataError(f"policy: gate '{self.gate}' knows {' and '.join(known)}, not '{self.policy}'")
+        if self.effort != 1 and self.gate != "auto":
+            raise DataError(f"effort: gate '{self.gate}' trains nothing; leave it out, or use gate 'auto'")
         default = FitOptions()
         for key in PAPERS if self.gate == "auto" else ():
             if getattr(self, key) != getattr(default, key):

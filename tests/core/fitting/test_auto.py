@@ -130,6 +130,7 @@ def test_what_a_gate_cannot_do_is_refused_by_name(loaded: LoadedModel) -> None:
         (FitOptions(gate="paper", policy="rewrite"), "policy: gate 'paper' knows silent"),
         (FitOptions(policy="loud"), "policy: gate 'auto' knows rewrite and silent"),
         (FitOptions(effort=0.0), "effort: 0.0 is not above 0"),
+        (FitOptions(gate="paper", effort=0.5), "effort: gate 'paper' trains nothing; leave it out, or use gate 'auto'"),
         (FitOptions(quantiles=(0.5,)), "quantiles: gate 'auto' has no use for it; leave it out, or use gate 'paper'"),
         (FitOptions(full_scan=True), "full_scan: gate 'auto' has no use for it"),
         (FitOptions(budgets=Budgets(kl=-0.01)), r"budgets\.kl: -0.01 is met by no module"),
