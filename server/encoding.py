@@ -41,11 +41,14 @@ def separators(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> fro
 
 
 class Encoder:
-    """A tokenizer behind bounds. ``length`` is how many tokens a request may have."""
+    """A tokenizer behind bounds. ``length`` is how many tokens a request may have, ``vocabulary`` how many the model knows."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-        self._tokenizer, self.length = tokenizer, length
-        self.longest = max(map(len, tokenizer.get_vocab()))  # characters; bytes where tokens are made of them
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, vocabulary: int | None = None) -> None:
+        known = tokenizer.get_vocab()
+        self._tokenizer, self.length, self._vocabulary = tokenizer, length, vocabulary or len(known)
+        self.longest = max(map(len, known))  # characters; bytes where tokens are made of them
+        # as where tokens were added to the tokenizer and the model was not made larger
+        self._more = vocabulary is not None and max(known.values()) >= vocabulary
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="unbind-tokens")
         self._room = threading.BoundedSemaphore(THREADS + WAITING)
         encode(tokenizer, "a")  # the first call sets its truncation; later ones, in threads, change nothing
@@ -77,7 +80,18 @@ class Encoder:
                 counted += len(encode(self._tokenizer, piece))
                 if counted > MARGIN * limit:
                     raise self._too_long(f"{len(text)} characters", field, most)
-        return (encode_behind if behind else encode)(self._tokenizer, text)
+        return self._known((encode_behind if behind else encode)(self._tokenizer, text), field)
+
+    def _known(self, ids: list[int], field: str) -> list[int]:
+        """These ids. Raises ApiError 400 where the tokenizer made one that the model has no embedding for."""
+        if self._more and (foreign := max(ids, default=0)) >= self._vocabulary:
+            token = str(self._tokenizer.convert_ids_to_tokens(foreign))
+            raise invalid(
+                f"{field}: the tokenizer has the token {token!r}, and the model does not: it knows {self._vocabulary}, and this is "
+                f"number {foreign}; leave it out",
+                field,
+            )
+        return ids
 
     def check(self, ids: Sequence[int], field: str, most: int | None = None) -> None:
         """Raise ApiError 400 where there are more than ``most`` ids, by default what a request may have."""
@@ -93,7 +107,7 @@ class Encoder:
             start = _line_start(left, max(0, len(left) - PIECE))
             ids = (encode_behind if start else encode)(self._tokenizer, left[start:]) + ids
             left = left[:start]
-        return ids[max(0, len(ids) - count) :], not left and len(ids) <= count
+        return self._known(ids[max(0, len(ids) - count) :], "prompt"), not left and len(ids) <= count
 
     def first(self, text: str, count: int) -> tuple[list[int], bool]:
         """The first ``count`` ids of a text of any length that stands behind other tokens, and whether that is all of it."""
@@ -104,7 +118,7 @@ class Encoder:
         while piece is not None and len(ids) < count:
             ids += encode_behind(self._tokenizer, piece)
             piece = next(pieces, None)
-        return ids[:count], piece is None and len(ids) <= count
+        return self._known(ids[:count], "prompt"), piece is None and len(ids) <= count
 
     def close(self) -> None:
         """End the threads; what waits is dropped."""

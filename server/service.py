@@ -47,7 +47,8 @@ class Service(BaseService):
         self.engine = build_engine(settings.engine, loaded, self.memory, _options(settings))
         if settings.metrics_vllm_names:
             self.telemetry.name_as_vllm(settings.served_name, self.memory.length, self.engine.stats)
-        self.encoder = Encoder(loaded.tokenizer, self.memory.length)
+        self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        self.encoder = Encoder(loaded.tokenizer, self.memory.length, self.vocabulary)
         self.separators = separators(loaded.tokenizer, end_ids(loaded.model, loaded.tokenizer))
         self.store = ModuleStore(settings.modules_dir, self.objects, self.registry.modules, loaded.identity)
         self.offer = Offer(settings, self.store, self.guard_store, self.engine, self.access)
@@ -56,7 +57,6 @@ class Service(BaseService):
             if settings.fim_template
             else fim_template(loaded.tokenizer)
         )
-        self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.fingerprint = f"fp_{loaded.identity.fingerprint[:12]}"  # what answers carry: the same for the same model
         self._unseen = Telemetry(self._figures, self.computed_by, detail=False)
         self._counts = NO_GATES

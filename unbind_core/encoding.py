@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +26,20 @@ MARK = "☺"  # before a text, to take the blank; nothing is merged with it
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of ``text`` alone, without special tokens in front or behind."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def require_known(tokenizer: PreTrainedTokenizerBase, vocabulary: int, texts: Iterable[tuple[str, str]]) -> None:
+    """Raise DataError where one of ``texts``, each behind the name of its place, has a token that the tokenizer has and a model of
+    ``vocabulary`` embeddings has not, as where tokens were added and the model was not made larger.
+    """
+    if max(tokenizer.get_vocab().values()) < vocabulary:
+        return
+    for place, text in texts:
+        if (foreign := max(encode(tokenizer, text), default=0)) >= vocabulary:
+            raise DataError(
+                f"{place}: the tokenizer has the token {tokenizer.convert_ids_to_tokens(foreign)!r}, and the model does not; "
+                "leave it out, or make the model larger by resize_token_embeddings and train it"
+            )
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

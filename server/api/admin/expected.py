@@ -9,7 +9,7 @@ from server.api.admin.intake import Intake
 from server.api.admin.options import fitted_model
 from server.base_service import BaseService
 from server.planning.planned import planned
-from unbind_core.encoding import encode
+from unbind_core.encoding import encode, require_known
 from unbind_core.errors import DataError, UnbindError
 from unbind_core.rows import ForgetRow
 
@@ -19,6 +19,8 @@ def positions(served: BaseService, intake: Intake) -> int:
     loaded = fitted_model(served)
     tokenizer = loaded.tokenizer
     limit = int(getattr(loaded.model.config, "max_position_embeddings", None) or 2**31)
+    texts = [(place, row.prompt + row.continuation) for place, row in zip(intake.places, intake.rows, strict=True)]
+    require_known(tokenizer, loaded.model.get_input_embeddings().weight.shape[0], texts)  # type: ignore[operator]
     total = 0
     for place, row in zip(intake.places, intake.rows, strict=True):
         if len(row.prompt) > limit and (length := len(encode(tokenizer, row.prompt))) >= limit:

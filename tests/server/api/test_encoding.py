@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from server import encoding
 from server.encoding import INLINE, PIECE, THREADS, WAITING, Encoder
 from server.errors import ApiError
-from tests.support.live import TIMEOUT, Live
+from tests.support.live import TIMEOUT, Live, live
 from tests.support.sentencepiece import sentencepiece
 from unbind_core.encoding import encode, encode_behind
 
@@ -39,6 +42,46 @@ def test_ids_within_bounds_are_those_of_the_tokenizer(tokenizer: PreTrainedToken
     for text in ("", "a", "é\U0001f600 x", LINES, LINES.replace("\n", " ")):
         assert encoder.ids(text, "prompt") == encode(tokenizer, text)
     encoder.close()
+
+
+def test_a_token_that_only_the_tokenizer_has_is_refused_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
+    size = len(tokenizer)
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<added>"])
+    encoder = Encoder(more, 256, size)
+    assert encoder.ids("x = 1", "prompt") == encode(tokenizer, "x = 1")
+    for ask in (
+        lambda text: encoder.ids(text, "prompt"),
+        lambda text: encoder.last(text, 9),
+        lambda text: encoder.first(text, 9),
+    ):
+        with pytest.raises(
+            ApiError, match=rf"^prompt: the tokenizer has the token '<added>', .* knows {size}, .*leave it out"
+        ):
+            ask("x = <added> + 1")
+    encoder.close()
+
+
+def test_a_server_refuses_prompts_and_rows_with_a_token_that_its_model_has_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    more = AutoTokenizer.from_pretrained(folder)
+    more.add_tokens([f"<added{i}>" for i in range(AutoConfig.from_pretrained(folder).vocab_size)])
+    more.save_pretrained(folder)
+    foreign = more.convert_ids_to_tokens(len(more) - 1)
+    with live(folder, tmp_path) as server:
+        refused = server.complete(prompt=f"x = {foreign} + 1", max_tokens=2)
+        assert refused.status == 400 and f"the token '{foreign}'" in refused.error["message"], refused.raw
+        rows = [{"prompt": "x =", "continuation": f" 1 + {foreign}"}]
+        refused = server.admin(
+            "/takedowns", {"name": "m", "rows": rows, "options": {"dry_run": True, "protect": "module"}}
+        )
+        assert refused.status == 400 and refused.error["message"].startswith(
+            f"rows.0: the tokenizer has the token '{foreign}'"
+        )
+        assert server.complete(prompt="x = 1", max_tokens=2).status == 200
 
 
 def test_a_text_that_cannot_fit_is_refused_unread_and_one_that_hardly_can_after_a_piece(
