@@ -15,7 +15,10 @@ from server.registry.lifecycle import standing
 
 Reference = Annotated[
     str,
-    typer.Argument(help="Id, or a name: its loaded version, else the newest; guard:NAME for a guard beside a module."),
+    typer.Argument(
+        help="Id, or a name: its loaded version, else the newest that is neither superseded nor retired, else the newest; "
+        "guard:NAME for a guard beside a module."
+    ),
 ]
 _SHOWN = ("name", "kind", "version", "state", "loaded", "correction", "policy", "id", "digest")
 # command -> what it says of itself

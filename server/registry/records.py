@@ -160,7 +160,7 @@ def apply(
 
 def find(session: Session, reference: str, model: str = "") -> ModuleRow:
     """The row of this id, else of this name: of the versions for the model of this fingerprint, or where there are none of all,
-    the one that is loaded, or the newest. Raises NotThere.
+    the one that is loaded, or the newest that none has superseded and that is not retired, or the newest. Raises NotThere.
 
     A name means its module, and its guard where there is no module; ``guard:NAME`` means the guard.
     """
@@ -177,8 +177,9 @@ def find(session: Session, reference: str, model: str = "") -> ModuleRow:
     return row
 
 
-def _standing(row: ModuleRow, model: str) -> tuple[bool, bool, float, int]:
-    return row.fingerprint == model, row.state in LIVE, row.created_at, row.version
+def _standing(row: ModuleRow, model: str) -> tuple[bool, bool, bool, float, int]:
+    over = row.state in (ModuleState.SUPERSEDED, ModuleState.RETIRED)
+    return row.fingerprint == model, row.state in LIVE, not over, row.created_at, row.version
 
 
 def live_version(session: Session, name: str, fingerprint: str, kind: str = Kind.MODULE) -> ModuleRow | None:

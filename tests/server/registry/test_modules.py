@@ -95,6 +95,9 @@ def test_a_new_version_supersedes_and_rollback_brings_the_former_back(registry: 
     assert first["version"] == 1
     with pytest.raises(NotAllowed, match="no superseded version before"):
         registry.modules.rollback("m", first["etag"], ADMIN, 7.0)
+    act(registry, first, Action.SUSPEND)
+    assert registry.modules.get("m")["version"] == 1  # and not the newest, from which it was rolled back
+    assert act(registry, registry.modules.get("m"), Action.ACTIVATE)["version"] == 1
 
 
 def test_a_change_is_for_the_revision_that_was_seen(registry: Registry) -> None:
