@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from tests.core.conftest import build_tokenizer
 from tests.support.sentencepiece import FIM, sentencepiece
+from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode, encode_behind, encode_prompt, fim_prompt
-from unbind_core.rows import ForgetRow
+from unbind_core.errors import DataError
+from unbind_core.fitting.fit import fit
+from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import fim_split, forget_windows
 
 PROMPT, CONTINUATION = (
@@ -48,3 +53,15 @@ def test_a_tokenizer_that_adds_nothing_is_asked_as_it_is() -> None:
     tokenizer = build_tokenizer()
     for text in (CONTINUATION, " x", "x", "☺"):
         assert encode_behind(tokenizer, text) == encode(tokenizer, text)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused_with_its_row(tiny: LoadedModel) -> None:
+    size = tiny.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    more = copy.deepcopy(tiny.tokenizer)
+    more.add_tokens([f"<added{i}>" for i in range(size)])
+    forget = [ForgetRow(PROMPT, CONTINUATION), ForgetRow("def f():\n", f"    return <added{size - 1}>\n")]
+    retain = [RetainRow(f"def g{i}():\n    return {i}\n") for i in range(8)]
+    with pytest.raises(
+        DataError, match=f"forget row 2: the tokenizer has the token '<added{size - 1}>', and the model does not"
+    ):
+        fit(tiny.model, more, forget, retain, name="m", identity=tiny.identity)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 from collections.abc import Sequence
@@ -140,15 +139,6 @@ def test_what_a_gate_cannot_do_is_refused_by_name(loaded: LoadedModel) -> None:
     ):
         with pytest.raises(DataError, match=message):
             run(loaded, FORGET, options)
-
-
-def test_a_token_that_the_model_does_not_know_is_refused_with_its_row(loaded: LoadedModel) -> None:
-    more = copy.deepcopy(loaded.tokenizer)
-    more.add_tokens([f"<added{i}>" for i in range(loaded.model.get_input_embeddings().weight.shape[0])])  # type: ignore[union-attr]
-    last = f"<added{loaded.model.get_input_embeddings().weight.shape[0] - 1}>"  # type: ignore[union-attr]
-    foreign = [*FORGET[:1], ForgetRow("def f():\n", f"    return {last}\n")]
-    with pytest.raises(DataError, match=f"forget row 2: the tokenizer has the token '{last}', and the model does not"):
-        run(replace(loaded, tokenizer=more), foreign, QUICK)
 
 
 @pytest.mark.parametrize(
