@@ -33,6 +33,7 @@ GROUPS = (
     "bench.fuzz",
     "bench.attack",
     "bench.guard",
+    "bench.leaked",
     "bench.engines",
     "bench.scale",
     "bench.step",
