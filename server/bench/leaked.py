@@ -193,8 +193,9 @@ def _counted(asked: Sequence[Asked], answers: Sequence[Sequence[str]], guards: G
 
 
 def _sent(guards: GuardSet, prompt: str, text: str) -> str:
+    """What a stream shows of it that comes letter by letter."""
     guard = TextGuard(guards, lambda: prompt)
-    return guard.push(text) + guard.flush()
+    return "".join(map(guard.push, text)) + guard.flush()
 
 
 def longest(text: str, sought: str) -> int:
