@@ -92,7 +92,7 @@ class Follower:
 
     def take(self, text: str) -> Verdict:
         """Go on by ``text``."""
-        verdict = self._take(text)
+        verdict = self._take(text) if self._shapes else _NOTHING
         return verdict if self._letters is None else verdict.and_of(self._letters.take(spelt(text)))
 
     @property

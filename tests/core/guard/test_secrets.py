@@ -104,6 +104,17 @@ def test_code_and_secrets_are_guarded_beside_each_other() -> None:
     assert not follower.take(KEY).now and follower.counted == {"keys"} and follower.longest == RUN
 
 
+def test_a_long_answer_is_not_kept_where_secrets_alone_are_guarded() -> None:
+    guards = GuardBook.of(SECRET, [index(KEY)]).select(["keys"])
+    assert guards is not None
+    follower = Follower(guards, str)
+    for reader in (follower, follower._letters):
+        assert reader is not None
+        for _ in range(40):
+            reader.take("x = 1 # y\n")  # each would be copied with every one that follows
+        assert all(len(trace.recent) < RUN for trace in (reader._state.everything, reader._state.code))
+
+
 def test_text_of_one_is_withheld_until_it_is_known_how_it_goes_on() -> None:
     guards = GuardBook.of(SECRET, [index(KEY)]).select(["keys"])
     assert guards is not None
