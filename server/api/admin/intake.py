@@ -6,6 +6,7 @@ large one. How archives are read: ``archives.py``. How files become rows: see ``
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -29,17 +30,20 @@ class Intake:
     """A forget set that can be used, and what was left out of it.
 
     ``places``: where each row stands in what was sent, duplicates and blank lines counted: its line, its index or its file.
+    ``cut``: of what was sent, how many rows were one text, or a part of a file, and so were cut into prompt and continuation here.
     """
 
     rows: list[ForgetRow]
     places: list[str]
     duplicates_dropped: int
     files_skipped: int = 0
+    cut: int = 0
 
 
 def from_json(rows: Sequence[dict[str, Any]]) -> Intake:
     """Rows of a JSON body."""
-    return _checked([(f"rows.{index}", forget_row(row, f"rows.{index}")) for index, row in enumerate(rows)])
+    placed = [(f"rows.{index}", forget_row(row, f"rows.{index}")) for index, row in enumerate(rows)]
+    return _checked(placed, cut=sum("text" in row for row in rows))
 
 
 def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> Intake:
@@ -54,10 +58,11 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
         raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL in UTF-8, or one of these")
     lines = json_lines(data, "file")
     _check_rows(sum(bool(line.strip()) for line in lines))
-    return _checked(placed_forget(lines, "file"))
+    placed = placed_forget(lines, "file")
+    return _checked(placed, cut=sum("text" in json.loads(line) for line in lines if line.strip()))
 
 
-def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> Intake:
+def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: int = 0) -> Intake:
     _check_rows(len(rows))
     kept: dict[tuple[str, str], tuple[str, ForgetRow]] = {}
     for where, row in rows:
@@ -69,7 +74,7 @@ def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0) -> I
     if not kept:
         raise InsufficientRows("rows: none given; at least one is needed")
     places, different = zip(*kept.values(), strict=True)
-    return Intake(list(different), list(places), len(rows) - len(kept), files_skipped)
+    return Intake(list(different), list(places), len(rows) - len(kept), files_skipped, cut)
 
 
 def _check_rows(count: int) -> None:
@@ -112,7 +117,7 @@ def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], excl
         raise DataError(
             f"file: no rows in the archive ({found} files match, {skipped} of them are not UTF-8 text); check 'include'"
         )
-    return _checked(rows, skipped)
+    return _checked(rows, skipped, len(rows))
 
 
 def pieces(text: str) -> Iterator[str]:

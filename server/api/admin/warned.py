@@ -56,6 +56,12 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
             f"options.activation: with '{options.activation}' the guard holds nothing until somebody activates it: "
             f"unbind module activate guard:{asked.fields.name}"
         )
+    if guard is not None and guard.get("secrets") and asked.intake.cut:
+        warnings.append(
+            f"rows: {asked.intake.cut} were given as one text and cut at a quarter of it: what stands before the cut is not "
+            f"guarded, be it the secret, and {guard['run']} letters and digits in a row of all that stands behind it are, be it "
+            "anybody's code; give 'prompt' and 'continuation', which is the secret alone"
+        )
     if guard is not None and guard["too_short"]:
         unit = "letters and digits" if guard.get("secrets") else "lexemes"
         warnings.append(

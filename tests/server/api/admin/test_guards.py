@@ -143,6 +143,17 @@ def test_no_answer_says_a_secret_that_is_guarded(running: Live) -> None:
     assert "a run of 12 letters and digits of the continuations" in evidence["html"]
 
 
+def test_secrets_that_were_cut_out_of_a_text_are_warned_of(running: Live) -> None:
+    key = "acme_live_7Rt2QmX9fLw4ZsKd81vNpB3y"
+    text, parts = {"text": f"A={key}\nB={key[::-1]}\n"}, {"prompt": 'said = "', "continuation": key}
+    for rows, count in (([text], 1), ([parts, text], 1), ([parts], 0)):
+        for guard in ({"secrets": True}, {"run": 8}):
+            told = post(running, "cut", rows, dry_run=True, protect="guard", guard=guard)
+            said = [line for line in told.body.get("warnings", ()) if line.startswith("rows: ")]
+            assert len(said) == (count if "secrets" in guard else 0)
+            assert all(line.startswith("rows: 1 were given as one text") for line in said)
+
+
 def test_a_guard_alone_needs_no_worker(running: Live) -> None:
     answer = post(running, "alone", **ALONE)
     assert (answer.body["state"], answer.body["positions"], answer.body["in_force"]) == ("succeeded", None, "available")

@@ -70,6 +70,14 @@ def test_jsonl_and_archives_become_rows() -> None:
         assert {row.language for row in from_upload(archive, [], ["rows.jsonl"]).rows} == {"py", "js"}
 
 
+def test_it_is_known_how_many_rows_were_cut_here() -> None:
+    parts, text = {"prompt": '"text": ', "continuation": "b"}, {"text": "def run(): return 1\n"}
+    for rows, cut in (([parts, text, text], 2), ([parts], 0)):
+        assert (from_json(rows).cut, from_upload(jsonl(rows), [], []).cut) == (cut, cut)
+    found = from_upload(zipped({"a.py": SOURCE.encode()}), [], [])
+    assert found.cut == len(found.rows) > 1
+
+
 def test_a_source_file_is_cut_where_a_new_block_begins() -> None:
     cut = list(pieces(SOURCE))
     assert all(piece.startswith("def function_") and len(piece.splitlines()) <= intake.PIECE_LINES for piece in cut)
