@@ -222,16 +222,17 @@ def build_index(
     *,
     name: str,
     secret: Secret,
-    run: int = RUN,
+    run: int | None = None,
     action: Action = "steer",
     bars: int = BARS,
     fold: bool = False,
     secrets: bool = False,
     forget_digest: str = "",
 ) -> GuardIndex:
-    """Index protected ``texts``, each as one row; ``secrets``: by runs of ``run`` letters and digits. Raises RowsTooShort where
-    none of them holds a run.
+    """Index protected ``texts``, each as one row; ``secrets``: by runs of ``run`` letters and digits, where none is given of 12.
+    Raises RowsTooShort where none of them holds a run.
     """
+    run = run or (SECRET_RUN if secrets else RUN)
     shape = Shape(run, fold, secrets)
     whole, half = array("Q"), array("Q")
     marks = {} if secrets else {stretch: array("Q") for stretch in MARKS if fold or stretch is not RENAMED}

@@ -132,6 +132,7 @@ def test_its_file_is_read_again_and_those_of_code_are_as_they_were() -> None:
     assert (made.rows, made.too_short, made.shape.secrets, made.stretches) == (1, 1, True, {})
     assert GuardIndex.from_bytes(made.to_bytes(), "keys", SECRET).to_bytes() == made.to_bytes()
     assert made.facts["secrets"] is True and KEY.encode()[:8] not in made.to_bytes()
+    assert build_index([KEY, "short"], name="keys", secret=SECRET, action="stop", secrets=True).digest == made.digest
     code = build_index([CODE], name="code", secret=SECRET, run=20)
     assert b"secrets" not in code.to_bytes() and "secrets" not in code.facts
     damaged = made.to_bytes().replace(b'\\"secrets\\":true', b'\\"secrets\\":1234')

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support.live import Live, live
 from tests.system.conftest import ADMIN_KEY
-from tests.system.console.conftest import go, opened
+from tests.system.console.conftest import complaints, go, opened
 
 pytestmark = pytest.mark.slow
 CODE = "def total(values):\n    found = 0\n    for value in values:\n        found = found + value\n    return found\n"
@@ -51,6 +51,30 @@ def test_bad_rows_are_told_by_line_and_field_and_a_bad_option_by_its_name(browse
         page.get_by_role("button", name="Submit").click()
         expect(alert.filter(has_text="lexemes")).to_be_visible()
         assert "good" not in {takedown["name"] for takedown in server.admin("/takedowns").body["data"]}
+
+
+def test_secrets_are_guarded_by_letters_and_the_list_of_guards_says_so(browser: Browser, server: Live) -> None:
+    key = "acme_live_7Rt2QmX9fLw4ZsKd81vNpB3y"
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.goto(server.url + "/#/takedowns/new")
+        page.get_by_label("Rows or code").fill(f"KEY={key}")
+        fill(page, "secret-keys")
+        page.get_by_label("What is made").select_option("guard")
+        page.get_by_text("How it holds").click()
+        hint = page.get_by_text("Give JSON lines with prompt and continuation")
+        expect(hint).to_have_count(0)
+        page.get_by_label("The rows are secrets").check()
+        expect(hint).to_be_visible()
+        page.get_by_role("button", name="Dry run").click()
+        plan = page.get_by_role("region", name="What it will take")
+        expect(plan).to_contain_text("1 were given as one text and cut")
+        page.get_by_label("Rows or code").fill(json.dumps({"prompt": 'KEY = "', "continuation": key}))
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("secret-keys")
+        go(page, "Modules")
+        said = page.get_by_role("region", name="Modules and guards").get_by_role("row").filter(has_text="secret-keys")
+        expect(said).to_contain_text("steers away at runs of 12 letters and digits; 1 row")
+        assert complaints(page) == []
 
 
 def test_a_folder_and_a_source_file_are_packed_and_cut_by_the_server(

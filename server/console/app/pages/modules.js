@@ -64,7 +64,7 @@ const State = ({ module }) => html`<${Badge} kind=${KINDS[module.state] ?? ""}>$
   ${module.expires_at && html`<div class="hint">until ${time(module.expires_at)}</div>`}`
 
 function does(module) {
-  if (module.kind === "guard") return `${ACTIONS[module.action] ?? module.action} at runs of ${module.run} lexemes; ${counted(module.rows, "row")}`
+  if (module.kind === "guard") return `${ACTIONS[module.action] ?? module.action} at runs of ${module.run} ${module.secrets ? "letters and digits" : "lexemes"}; ${counted(module.rows, "row")}`
   if (!module.policy) return "told once it is loaded"
   const policy = { silent: "ends the answer", rewrite: "goes another way" }[module.policy] ?? module.policy
   return `layer ${module.layer}, ${module.policy}: ${policy}`

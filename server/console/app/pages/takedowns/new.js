@@ -102,7 +102,8 @@ export function New() {
           <${Field} label="Words and signs of a run" id="run" hint="8 to 1,000; 50 unless given, and 12 letters and digits of secrets. Shorter rows are not guarded.">
             <input id="run" type="number" min="8" max="1000" value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>
           <div class="field"><label class="pick"><input type="checkbox" checked=${form.secrets} onChange=${event => change("secrets")(event.target.checked)} />
-            The rows are secrets, as keys and passwords: what continues each is guarded letter by letter</label></div>`}
+            The rows are secrets, as keys and passwords: what continues each is guarded letter by letter</label>
+            ${form.secrets && html`<p class="hint">Give JSON lines with prompt and continuation, which is the secret alone. Of anything else a part is not guarded.</p>`}</div>`}
         <div class="field"><label class="pick"><input type="checkbox" checked=${form.replace} onChange=${event => change("replace")(event.target.checked)} />
           It is the next version of a name that is in use</label></div>
       </div></details>
