@@ -16,7 +16,9 @@ _PIECES = re.compile(r"\w+|\W")
 
 
 class TextGuard:
-    """One text of an answer under ``guards``, whatever their action. Its parts may be cut anywhere: what is sent is the same."""
+    """One text of an answer under ``guards``, whatever their action. Its parts may be cut anywhere: what is sent is the same, but
+    that of a word with a run of a secret in it nothing is sent where it comes whole.
+    """
 
     def __init__(self, guards: GuardSet, prompt: Callable[[], str]) -> None:
         self.follower = Follower(guards, prompt)
