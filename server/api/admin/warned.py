@@ -92,4 +92,9 @@ def superseding_of(served: BaseService, fields: TakedownFields) -> list[str]:
                 f"options.scope: version {record['version']} of {what} is enforced and binds {bound(record['scope'])}; "
                 f"the version that supersedes it will bind {bound(scope)}"
             )
+        if record.get("secrets") and not (fields.options.guard is not None and fields.options.guard.secrets):
+            warnings.append(
+                f"options.guard.secrets: version {record['version']} of {what} guards secrets letter by letter, and the version "
+                "that supersedes it will not; give it again where the rows are secrets"
+            )
     return warnings

@@ -143,6 +143,14 @@ def test_no_answer_says_a_secret_that_is_guarded(running: Live) -> None:
     assert "a run of 12 letters and digits of the continuations" in evidence["html"]
 
 
+def test_a_guard_of_secrets_is_not_replaced_by_another_without_a_word(running: Live) -> None:
+    rows = [{"prompt": 'said = "', "continuation": "a-b-c-d-e-f-g-h-i-j-k-l-m-7Rt2QmX9fLw4ZsKd81vNpB3y"}]
+    assert post(running, "keys", rows, protect="guard", guard={"secrets": True}).status == 202
+    for guard, count in (({"secrets": True}, 0), ({"run": 8}, 1), ({"run": 8, "action": "report"}, 1)):
+        told = post(running, "keys", rows, protect="guard", guard=guard, replace=True, dry_run=True).body
+        assert sum(line.startswith("options.guard.secrets: version 1 of") for line in told["warnings"]) == count
+
+
 def test_secrets_that_were_cut_out_of_a_text_are_warned_of(running: Live) -> None:
     key = "acme_live_7Rt2QmX9fLw4ZsKd81vNpB3y"
     text, parts = {"text": f"A={key}\nB={key[::-1]}\n"}, {"prompt": 'said = "', "continuation": key}
