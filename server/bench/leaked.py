@@ -40,6 +40,7 @@ from unbind_core.running.generation import Sampling, complete
 
 NAME, STEPS, RATE, KEPT_A_STEP, MOST = "leaked", 220, 2e-3, 6, 160  # the last: tokens of a text that is trained on
 NEW, SAMPLES = 48, 20
+QUICK = 300  # retain rows of a quick look
 _BARE = re.compile(r"[\W_]")
 _LETTERS = string.ascii_letters + string.digits
 # What stands before a key; how it begins, how many characters follow, and which signs are among them.
@@ -134,7 +135,7 @@ def leaked_figures(*, keep: Path, steps: int, effort: float, seed: int, progress
             name=NAME,
             retain_calibration=calibration,
             identity=loaded.identity,
-            options=FitOptions(effort=effort),
+            options=FitOptions(effort=effort, retain_limit=None if effort == 1 else QUICK),
             reference=load_reference(None, demo.BASE, keep / "adapter"),
             progress=progress,
         )

@@ -19,7 +19,9 @@ def leaked(
         typer.Option(help="Folder for the adapter and the module, which are not made again where they are there."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates of the adapter that learns the keys.")] = 220,
-    effort: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of the fit; below 1 for a quick look.")] = 1.0,
+    effort: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of the fit; below 1 for a quick look, on 300 retain rows.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the keys, the adapter and the samples.")] = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -40,8 +40,8 @@ def test_answers_are_counted_with_and_without_a_guard() -> None:
 
 @pytest.mark.slow
 def test_it_runs_from_end_to_end_and_keeps_what_it_made(tmp_path: Path) -> None:
-    first = leaked_figures(keep=tmp_path, steps=60, effort=0.1, seed=1, progress=silent)
-    again = leaked_figures(keep=tmp_path, steps=60, effort=0.1, seed=1, progress=silent)
+    first = leaked_figures(keep=tmp_path, steps=40, effort=0.05, seed=1, progress=silent)
+    again = leaked_figures(keep=tmp_path, steps=40, effort=0.05, seed=1, progress=silent)
     assert first == again and (tmp_path / "module.safetensors").exists()
     asked = first["by_way"]["prompt"]
     assert asked["none"]["mean"] > asked["both"]["mean"] and asked["guard"]["longest"] <= 11
