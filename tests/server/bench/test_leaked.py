@@ -39,7 +39,10 @@ def test_answers_are_counted_with_and_without_a_guard() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_from_end_to_end_and_keeps_what_it_made(tmp_path: Path) -> None:
+def test_it_runs_from_end_to_end_and_keeps_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At sizes that take a minute or two."""
+    for size, small in (("MOST", 48), ("SAMPLES", 2), ("QUICK", 60)):
+        monkeypatch.setattr(f"server.bench.leaked.{size}", small)
     first = leaked_figures(keep=tmp_path, steps=40, effort=0.05, seed=1, progress=silent)
     again = leaked_figures(keep=tmp_path, steps=40, effort=0.05, seed=1, progress=silent)
     assert first == again and (tmp_path / "module.safetensors").exists()
