@@ -58,9 +58,9 @@ class GuardOptions(BaseModel):
     model_config = _STRICT
     action: Action = "steer"
     run: Annotated[
-        StrictInt,
-        Field(ge=LEAST_RUN, le=MOST_RUN, description="lexemes, or characters of a secret (12), that no answer holds"),
-    ] = RUN
+        Annotated[StrictInt, Field(ge=LEAST_RUN, le=MOST_RUN)] | None,
+        Field(description=f"lexemes that no answer holds, {RUN}; of secrets letters and digits, {SECRET_RUN}"),
+    ] = None
     bars: Annotated[StrictInt, Field(ge=1, le=MOST_BARS, description="runs steered away from before it ends")] = BARS
     fold: Annotated[StrictBool, Field(description="whether runs with other names are the same run")] = False
     secrets: Annotated[
@@ -72,8 +72,6 @@ class GuardOptions(BaseModel):
     def _of_secrets(self) -> GuardOptions:
         if self.secrets and self.fold:
             raise field_error("fold", "goes with code: a secret has no names in it; leave it away")
-        if self.secrets and "run" not in self.model_fields_set:
-            self.run = SECRET_RUN
         return self
 
 

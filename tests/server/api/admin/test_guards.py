@@ -143,6 +143,13 @@ def test_no_answer_says_a_secret_that_is_guarded(running: Live) -> None:
     assert "a run of 12 letters and digits of the continuations" in evidence["html"]
 
 
+@pytest.mark.parametrize(("guard", "run"), [({}, 12), ({"run": 12}, 12), ({"run": 50}, 50)])
+def test_runs_of_secrets_are_as_long_as_was_asked_for(running: Live, guard: dict[str, Any], run: int) -> None:
+    rows = [{"prompt": 'said = "', "continuation": "acme_live_7Rt2QmX9fLw4ZsKd81vNpB3y" * 2}]
+    told = post(running, "long", rows, protect="guard", guard={"secrets": True, **guard}, dry_run=True).body
+    assert told["guard"]["run"] == run
+
+
 def test_a_guard_of_secrets_is_not_replaced_by_another_without_a_word(running: Live) -> None:
     rows = [{"prompt": 'said = "', "continuation": "a-b-c-d-e-f-g-h-i-j-k-l-m-7Rt2QmX9fLw4ZsKd81vNpB3y"}]
     assert post(running, "keys", rows, protect="guard", guard={"secrets": True}).status == 202
