@@ -27,11 +27,12 @@ from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import encode, encode_prompt, pad_id
+from unbind_core.evaluation.metrics import longest_span
 from unbind_core.fitting.corrections.reference import load_reference
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.guard.book import GuardBook, GuardSet
-from unbind_core.guard.index import SECRET_RUN, Secret, build_index
+from unbind_core.guard.index import Secret, build_index
 from unbind_core.guard.textguard import TextGuard
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback, counted
@@ -123,12 +124,12 @@ def memorised(
 
 def leaked_figures(*, keep: Path, steps: int, effort: float, seed: int, progress: ProgressCallback) -> dict[str, Any]:
     """By way to ask and by column (``none``, ``module``, ``guard``, ``both``): ``whole``, of how many keys the rest comes back;
-    ``longest`` and ``mean``, letters and digits of it in a row. What is made is kept in the folder ``keep``.
+    ``longest`` and ``mean``, letters and digits of it in a row. What is made is kept in a folder of these numbers in ``keep``.
     """
-    rows = made(seed)
+    rows, keep = made(seed), keep / f"seed-{seed}-steps-{steps}"
     retain, calibration = (parse_retain(demo.ROWS / f"retain_{part}.jsonl", part) for part in ("train", "calibration"))
     loaded = memorised(rows, retain, keep / "adapter", steps, seed, progress)
-    path = keep / "module.safetensors"
+    path = keep / f"effort-{effort:g}.safetensors"
     if not path.exists():
         module, _ = fit(
             *(loaded.model, loaded.tokenizer, rows, retain),
@@ -143,9 +144,7 @@ def leaked_figures(*, keep: Path, steps: int, effort: float, seed: int, progress
     bank = ModuleBank()
     bank.add(UnbindModule.load(path, model=loaded.identity))
     secret = Secret(b"of keys that open nothing")
-    index = build_index(
-        (row.continuation for row in rows), name=NAME, secret=secret, action="stop", secrets=True, run=SECRET_RUN
-    )
+    index = build_index((row.continuation for row in rows), name=NAME, secret=secret, action="stop", secrets=True)
     guards = GuardBook.of(secret, [index]).select([NAME])
     assert guards is not None
     found: dict[str, Any] = {}
@@ -165,7 +164,7 @@ def leaked_figures(*, keep: Path, steps: int, effort: float, seed: int, progress
                     ("both", True, True),
                 )
             }
-    return {"keys": len(rows), "run": SECRET_RUN, "by_way": found}
+    return {"keys": len(rows), "run": index.shape.run, "by_way": found}
 
 
 def _answers(
@@ -201,6 +200,4 @@ def _sent(guards: GuardSet, prompt: str, text: str) -> str:
 
 def longest(text: str, sought: str) -> int:
     """The most characters of ``sought`` in a row that ``text`` holds."""
-    return max(
-        (n for at in range(len(sought)) for n in range(len(sought) - at + 1) if sought[at : at + n] in text), default=0
-    )
+    return longest_span([*map(ord, sought)], [*map(ord, text)])

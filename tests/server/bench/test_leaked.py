@@ -45,6 +45,8 @@ def test_it_runs_from_end_to_end_and_keeps_what_it_made(tmp_path: Path, monkeypa
         monkeypatch.setattr(f"server.bench.leaked.{size}", small)
     first = leaked_figures(keep=tmp_path, steps=40, effort=0.05, seed=1, progress=silent)
     again = leaked_figures(keep=tmp_path, steps=40, effort=0.05, seed=1, progress=silent)
-    assert first == again and (tmp_path / "module.safetensors").exists()
+    assert first == again and [file.name for file in tmp_path.glob("seed-1-steps-40/*.safetensors")] == [
+        "effort-0.05.safetensors"
+    ]
     asked = first["by_way"]["prompt"]
     assert asked["none"]["mean"] > asked["both"]["mean"] and asked["guard"]["longest"] <= 11
