@@ -87,7 +87,7 @@ def _admitted(request: Request) -> Caller:
     caller = identify(request, time.time())
     if caller is None:
         if keys_needed(served):
-            raise _unauthorised("this server needs a key: send 'Authorization: Bearer KEY'")
+            raise _unknown(request, "this server needs a key: send 'Authorization: Bearer KEY'")
         return ANYBODY
     if not caller.may("inference"):
         raise _forbidden("inference")
@@ -123,7 +123,7 @@ def holder(*scopes: str) -> Callable[[Request], Awaitable[Caller]]:
         caller = onlooker(request)
         if caller is None:
             identify(request, time.time())  # says so of a key that is known and no longer good
-            raise _unauthorised(f"{request.url.path} needs a key: send 'Authorization: Bearer KEY'")
+            raise _unknown(request, f"{request.url.path} needs a key: send 'Authorization: Bearer KEY'")
         if not any(caller.may(scope) for scope in (*scopes, "admin")):
             raise _forbidden(scopes[0])
         return caller
@@ -177,8 +177,10 @@ def identified_administrator(request: Request) -> Caller:
     """A caller with the admin scope. Raises ApiError 401, 403."""
     caller = identify(request, time.time())
     if caller is None:
-        raise _unauthorised(
-            "this route needs the admin key: send 'Authorization: Bearer KEY' (admin.key in the server's data folder)"
+        raise _unknown(
+            request,
+            "this route needs the admin key: send 'Authorization: Bearer KEY' (admin.key in the server's data folder)",
+            "send the admin key (admin.key in the server's data folder)",
         )
     if not caller.may("admin"):
         raise _forbidden("admin")
@@ -205,6 +207,13 @@ def _given_key(request: Request) -> str:
     if scheme.lower() == "bearer" and given.strip():
         return given.strip()
     return next((value.strip() for name in KEY_HEADERS if (value := request.headers.get(name))), "")
+
+
+def _unknown(request: Request, needed: str, instead: str = "send a key of this server, and all of it") -> ApiError:
+    """The refusal of who sent no key, or one that is none here."""
+    if _given_key(request):
+        return _unauthorised(f"the server does not know this key; {instead}")
+    return _unauthorised(needed)
 
 
 def _unauthorised(message: str) -> ApiError:

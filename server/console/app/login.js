@@ -21,7 +21,7 @@ export function Login({ reason = "", scope, page }) {
       if (state.caller.name === null) setProblem({ message: UNKNOWN })
       else if (scope && !state.caller.scopes.includes(scope)) setProblem({ message: `this key does not have the scope '${scope}'` })
       else change({ key: key.trim(), state, login: false, reason: "" })
-    } catch (error) { setProblem(error.status === 401 && /needs a key/.test(error.message) ? { message: UNKNOWN } : error) }
+    } catch (error) { setProblem(error) }
     setBusy(false)
   }
 

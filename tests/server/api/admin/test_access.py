@@ -46,6 +46,18 @@ def refusal(answer: Answer) -> tuple[int, str]:
     return answer.status, answer.error["code"]
 
 
+def test_who_sends_a_key_that_is_unknown_hears_so_and_who_sends_none_what_to_send(guarded: Live) -> None:
+    for path in ("/v1/completions", "/v1/messages", "/admin/v1/keys", "/metrics"):
+        body = None if path in ("/admin/v1/keys", "/metrics") else {"prompt": "a"}
+        sent: dict[str, Any]
+        for sent in ({"key": "ubk_wrong"}, {"headers": {"x-api-key": "ubk_wrong"}}):
+            refused = guarded.call(path, body, **sent)
+            assert refusal(refused) == (401, "invalid_api_key"), path
+            assert refused.error["message"].startswith("the server does not know this key"), path
+            assert ("admin.key in the server" in refused.error["message"]) is path.startswith("/admin")
+        assert "send 'Authorization: Bearer KEY'" in guarded.call(path, body).error["message"], path
+
+
 def test_once_a_key_exists_every_request_needs_one(guarded: Live) -> None:
     _, text = make(guarded)
     assert refusal(guarded.complete()) == refusal(guarded.complete(key="ubk_wrong")) == (401, "invalid_api_key")
