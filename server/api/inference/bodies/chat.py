@@ -53,6 +53,6 @@ class ChatBody(ScoredBody, TemplateOptions, ToolBody, FormBody):
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "needs logprobs to be true")
         return self

@@ -219,6 +219,10 @@ def test_log_probabilities_come_in_the_shape_of_their_route(server: Live) -> Non
     assert 0 < len(content) <= 4 and all(len(token["top_logprobs"]) == 2 for token in content)
     assert all(token["logprob"] <= 0 and isinstance(token["bytes"], list) for token in content)
     assert server.call("/v1/chat/completions", {**body, "logprobs": False}).error["message"].startswith("top_logprobs")
+    none = server.call(
+        "/v1/chat/completions", {**body, "logprobs": False, "top_logprobs": 0}
+    )  # as clients send defaults
+    assert none.status == 200 and none.body["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("template", ["", "<|fim_suffix|>{suffix}<|fim_prefix|>{prefix}<|fim_middle|>"])
