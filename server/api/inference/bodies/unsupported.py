@@ -72,8 +72,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 PREFIX = "guided_"  # guided_json, guided_regex, guided_choice, ...
 NOTHING: tuple[Any, ...] = ("", [], {}, False)
 OURS = "unbind"
-MISPLACED = ("module", "modules")  # and whatever begins with "unbind"
-CARRIER = "extra_body"  # of the openai client, which takes its contents into the body; others send it as it is
+MISPLACED = ("module", "modules")  # and whatever begins with "unbind", or with "x-unbind" as the header does
+# arguments of openai's client for Python, which puts their contents where they belong; others send them as they are
+CARRIERS = ("extra_body", "extra_headers", "extra_query")
 
 
 def refuse_unsupported(body: Mapping[Any, Any], known: Collection[str]) -> None:
@@ -88,14 +89,14 @@ def refuse_misplaced(body: Mapping[Any, Any], known: Collection[str]) -> None:
     """Raise PydanticCustomError for a field by which somebody meant to name modules: ignored, it would leave them out unnoticed."""
     if OURS not in known:
         return
-    carried = body.get(CARRIER)
     given = [(name, name, value) for name, value in body.items() if name not in known]
-    given += (
-        [(name, f"{CARRIER}.{name}", value) for name, value in carried.items()] if isinstance(carried, dict) else []
-    )
+    for carrier in CARRIERS:
+        carried = body.get(carrier)
+        if isinstance(carried, dict):
+            given += [(name, f"{carrier}.{name}", value) for name, value in carried.items()]
     for name, path, value in given:
-        meant = isinstance(name, str) and (name.lower() in MISPLACED or name.lower().startswith(OURS))
-        if meant and value is not None and value not in NOTHING:
+        plain = name.lower().removeprefix("x-") if isinstance(name, str) else ""
+        if (plain in MISPLACED or plain.startswith(OURS)) and value is not None and value not in NOTHING:
             raise field_error(
                 path[:64],
                 f'is not read here, and refused as it may name modules; write "{OURS}": {{"modules": ["NAME"]}} in the body itself',

@@ -208,6 +208,15 @@ def test_a_field_that_may_name_modules_and_is_not_read_is_refused(server: Live, 
     assert '"unbind": {"modules": ["NAME"]}' in refused.error["message"]
 
 
+@pytest.mark.parametrize("carrier", ["extra_headers", "extra_query", "extra_body"])
+@pytest.mark.parametrize("name", ["X-Unbind-Modules", "x-unbind-module", "unbind"])
+def test_a_header_that_a_client_wrote_into_the_body_is_refused(server: Live, carrier: str, name: str) -> None:
+    for path, body in BODIES.items():
+        refused = server.call(path, {**body, carrier: {"X-Trace": "1", name: "a"}})
+        assert (refused.status, refused.error["param"]) == (400, f"{carrier}.{name}")
+        assert '"unbind": {"modules": ["NAME"]}' in refused.error["message"]
+
+
 @pytest.mark.parametrize("name", ["X-Unbind-Module", "X_Unbind_Modules", "Unbind-Modules", "X-UNBIND-PROFILE"])
 def test_a_header_that_is_nearly_called_as_the_one_for_modules_is_refused(server: Live, name: str) -> None:
     for path, body in BODIES.items():
@@ -228,7 +237,14 @@ def test_a_parameter_of_the_address_that_may_name_modules_is_refused(server: Liv
 
 
 @pytest.mark.parametrize(
-    "given", [{"modules": None}, {"modules": []}, {"extra_body": {"top_k": 3}}, {"extra_body": "x"}]
+    "given",
+    [
+        {"modules": None},
+        {"modules": []},
+        {"extra_body": {"top_k": 3}},
+        {"extra_body": "x"},
+        {"extra_headers": {"X-Trace": "1", "X-Unbind-Modules": ""}},
+    ],
 )
 def test_what_names_no_module_passes(server: Live, given: dict[str, Any]) -> None:
     for path, body in BODIES.items():
