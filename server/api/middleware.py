@@ -143,7 +143,8 @@ class TimeLimit:
         except TimeoutError:
             if not limit.expired() or ended:
                 raise
-            text = f"the request took longer than {self._seconds:g} s and was given up; ask for fewer tokens"
+            took = f"the request took longer than {self._seconds:g} s, its wait in the queue counted, and was given up"
+            text = f"{took}; ask for fewer tokens, or when fewer requests wait"
             error = ApiError(504, text, code="request_timeout")
             if content_type is None:
                 await response(error, scope["path"])(scope, receive, send)

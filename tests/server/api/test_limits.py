@@ -28,6 +28,9 @@ def test_a_request_that_takes_too_long_is_given_up(
             late = running.complete(**endless, stream=stream)
             assert (late.status, late.error["code"]) == (504, "request_timeout")
             assert late.headers["x-should-retry"] == "false" and late.headers["x-request-id"]
+            assert (
+                "wait in the queue" in late.error["message"]
+            )  # none of it was computed: fewer tokens alone help nobody
         hold.set()
         decode = running.service.engine.runner.decode
 
