@@ -58,6 +58,11 @@ def test_without_a_key_anybody_on_this_machine_may_look(server: Live) -> None:
     assert (ready["status"], ready["modules"], ready["missing"]) == ("ready", ["one", "two"], [])
 
 
+def test_routers_whose_worker_has_an_address_with_a_profile_find_its_health(server: Live) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json"):
+        assert server.call(f"/p/safe{path}").status == 200, path
+
+
 def test_once_a_key_exists_only_keys_see_modules(guarded: Live) -> None:
     for path in WATCHED:
         refused = guarded.call(path)
