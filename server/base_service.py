@@ -28,7 +28,6 @@ from server.outage import Outage, Writing
 from server.probing.results import Canaries
 from server.ratelimit import RateLimiter
 from server.registry.access import Access, kept_admin_key
-from server.registry.anchor import Anchor
 from server.registry.estimate import Standing, standing
 from server.registry.objects import ObjectStore
 from server.registry.refusals import AWAY
@@ -40,6 +39,7 @@ from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from server.worker.process import GRACE_SECONDS, Supervisor
 from unbind_core.architecture import LoadedModel
+from unbind_core.files import Anchor
 from unbind_core.guard.book import GuardBook
 
 log = logging.getLogger("unbind.service")

@@ -23,10 +23,9 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
-from server.registry.anchor import Anchor
 from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, no_registry, unanswered, unusable
 from server.registry.tables import Base
-from unbind_core.files import locked, write_whole
+from unbind_core.files import Anchor, locked, write_whole
 
 log = logging.getLogger("unbind.registry")
 logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells of every look at the database
