@@ -68,12 +68,16 @@ class Offer:
             if {name: m.digest for name, m in scan.modules.items()} != {
                 name: entry.digest for name, entry in self._engine.modules.current.items()
             }:
+                before = self._labels
+                went = {name: one for name, one in self.scan.modules.items() if name not in scan.modules}
+                if went and scan.modules.keys() - self.scan.modules.keys():
+                    # What comes may stand in for what goes, as a module that joins others: no call is to meet neither.
+                    self.scan = await self._load(replace(scan, modules=went | scan.modules))
                 # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
                 # between would be refused. What was missed is demanded until it is loaded, else calls would do without.
                 staying = {name: scan.modules[name] for name in self.scan.modules.keys() & scan.modules.keys()}
                 missed = {name: scan.modules[name].record for name in self.scan.absent.keys() & scan.modules.keys()}
                 self.scan = replace(scan, modules=staying, absent=scan.absent | missed)
-                before = self._labels
                 scan = await self._load(scan)
                 if self._labels != before:
                     log.info("modules: %s", ", ".join(self._labels) or "none")

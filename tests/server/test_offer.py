@@ -80,6 +80,39 @@ def test_a_module_that_was_missed_is_missed_until_it_is_loaded(tmp_path: Path, m
     registry.close()
 
 
+def test_what_stands_in_for_others_is_demanded_before_they_go(tmp_path: Path, make_module: MakeModule) -> None:
+    settings = Settings(data_dir=tmp_path / "data")
+    registry, found, engine = open_registry(settings), Found(), Busy()
+    guards = GuardStore(ObjectStore(settings.published_store), registry.modules, guard_secret(settings))
+    offer = Offer(settings, found, guards, engine, Access(registry.transactions))
+
+    def stored(*names: str) -> Scan:
+        modules = [make_module(name) for name in names]
+        return Scan({m.name: StoredModule(m, m.digest, m.name, {**RECORD, "name": m.name}) for m in modules}, {})
+
+    async def run() -> None:
+        found.scanned = stored("first", "second", "other")
+        seen = list[tuple[set[str], set[str]]]()
+        for joined in (False, True):
+            if joined:
+                found.scanned = stored("both", "other")
+            loading = asyncio.create_task(offer.refresh())
+            while not loading.done():
+                await asyncio.sleep(0.001)
+                if joined:
+                    seen.append((offer.demanded_of_all, set(engine.modules.current)))
+                if engine.asked:
+                    engine.load()
+        await loading
+        assert offer.demanded_of_all == set(engine.modules.current) == {"both", "other"}
+        for demanded, loaded in seen:
+            assert {"first", "second"} <= demanded or "both" in demanded
+            assert "both" not in demanded or "both" in loaded
+
+    asyncio.run(run())
+    registry.close()
+
+
 def test_what_an_ended_request_leaves_takes_no_room_from_what_comes(make_module: MakeModule) -> None:
     bank = ModuleBank(torch.device("cpu"))
 
