@@ -42,7 +42,7 @@ def collect(registry: Registry, settings: Settings, takedown_id: str, model: dic
         "model": model,
         "takedown": takedown,
         "jobs": jobs,
-        "named_by": _named_by(access, settings, {record["name"] for record in made}),
+        "named_by": named_by(access, settings, {record["name"] for record in made}),
         "successors": _successors(registry, takedown, made, unreached),
         "audit": registry.audit_of(told),
         "report": None,
@@ -68,7 +68,7 @@ def _made_for(job: dict[str, Any]) -> Any:
     return ((job["result"] or {}).get("publish") or {}).get("fingerprint", "")
 
 
-def _named_by(access: Snapshot, settings: Settings, names: set[str]) -> list[str]:
+def named_by(access: Snapshot, settings: Settings, names: set[str]) -> list[str]:
     """The scopes whose rules demand one of these names: what may bind requests beside a record's own scope."""
     rules = {"settings": Rules(enforced=settings.enforced), **access.rules}
     rules |= {f"profile:{name}": profile for name, profile in settings.profiles.items()}
@@ -78,8 +78,11 @@ def _named_by(access: Snapshot, settings: Settings, names: set[str]) -> list[str
 def _successors(
     registry: Registry, takedown: dict[str, Any], made: list[dict[str, Any]], unreached: Unreached
 ) -> list[dict[str, Any]]:
-    """What is in force, by another takedown of the very same rows, in place of what this one ``made`` and was superseded."""
-    found = []
+    """What is in force, by another takedown of the very same rows or of these among others, in place of what this one ``made`` and
+    was superseded.
+    """
+    joined = (view for one in takedown["joined_by"] for view in registry.takedowns.get(one, unreached)["modules"])
+    found = [view for view in joined if view["in_force"] != InForce.NONE]
     for name, kind in ((own["name"], own["kind"]) for own in made if own["state"] == ModuleState.SUPERSEDED):
         for beside in registry.modules.versions(name):
             if beside["kind"] != kind or beside["state"] != ModuleState.ACTIVE or beside["takedown_id"] is None:

@@ -95,7 +95,7 @@ def _deleted(takedown: Mapping[str, Any]) -> str:
     if not takedown["purged_at"]:
         return "no"
     kept = ", ".join(takedown["rows_kept_by"])
-    return _time(takedown["purged_at"]) + (f", but for {kept}, with the same rows, they are kept" if kept else "")
+    return _time(takedown["purged_at"]) + (f", but for {kept}, which has them too, they are kept" if kept else "")
 
 
 def binding(payload: Mapping[str, Any]) -> str:
@@ -105,9 +105,10 @@ def binding(payload: Mapping[str, Any]) -> str:
     said = [_module_binds(module) for module in standing_modules[-1:] if module["in_force"] != InForce.NONE]
     said += [_guard_binds(guard)] if guard and guard["in_force"] != InForce.NONE else []
     when = f"As of {payload['made_at']}"
-    if not said and payload["successors"]:
-        followed = " ".join(_succeeded(record) for record in payload["successors"])
-        return f"{when}, this takedown itself binds {takedown['binds']}. {followed}"
+    followed = "".join(f" {_succeeded(record)}" for record in payload["successors"])
+    if not said and followed:
+        itself = takedown["binds"] if takedown["in_force"] == InForce.NONE else "nothing"
+        return f"{when}, this takedown itself binds {itself}.{followed}"
     if not said:
         return f"{when}, the service does nothing about these rows: the takedown binds {takedown['binds']}."
     named = (
@@ -115,7 +116,7 @@ def binding(payload: Mapping[str, Any]) -> str:
         if payload["named_by"]
         else ""
     )
-    return f"{when}, the {' The '.join(said)}{named}"
+    return f"{when}, the {' The '.join(said)}{named}{followed}"
 
 
 def _module_binds(module: Mapping[str, Any]) -> str:
@@ -130,7 +131,7 @@ def _succeeded(record: Mapping[str, Any]) -> str:
         f"version {record['version']} of '{record['name']}' ({record['id']}), made by takedown {record['takedown_id']}"
     )
     return (
-        f"Of the same rows, its {record['kind']} was superseded by {named}. That one is {standing(record)}. It binds "
+        f"Its {record['kind']} was superseded by {named}, which has these rows too. That one is {standing(record)}. It binds "
         f"{record['binds']}: what it keeps back there, the evidence of that takedown states."
     )
 

@@ -15,6 +15,7 @@ from sqlalchemy import Row, Select, func, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, last_word
+from server.registry.joining import replaced, stands_for
 from server.registry.lifecycle import (
     ALLOWED,
     LIVE,
@@ -233,7 +234,7 @@ def move(
     beside: Collection[str] | None = None,
     **detail: Any,
 ) -> None:
-    """Change the state; what stood in its place is superseded in the same transaction."""
+    """Change the state; what stood in its place, and what it joins, is superseded in the same transaction."""
     state = follow(ModuleState(row.state), action, row.kind)
     if state in LIVE and expired(row.expires_at, now):
         raise NotAllowed(
@@ -245,15 +246,14 @@ def move(
             f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
             "in for it; activate the takedown's module, or bring the file under another name"
         )
+    stood = replaced(row, stands_for(session, row) if state == ModuleState.ACTIVE else ())
     if state == ModuleState.ACTIVE and beside is not None and row.kind == Kind.MODULE:
-        others = session.scalars(
-            those_in_force().where(ModuleRow.fingerprint == row.fingerprint, ModuleRow.name != row.name)
-        ).all()
+        same_model = those_in_force().where(ModuleRow.fingerprint == row.fingerprint)
+        others = session.scalars(same_model.where(~stood, ModuleRow.id != row.id)).all()
         if {other.digest for other in others} != set(beside):
             names = ", ".join(sorted(other.name for other in others)) or "none"
             raise JointOutdated(f"beside module '{row.name}' these are in force by now: {names}")
-    other = live_version(session, row.name, row.fingerprint, row.kind) if state in LIVE else None
-    if other is not None and other is not row:
+    for other in session.scalars(select(ModuleRow).where(stood)).all() if state in LIVE else ():
         if state == ModuleState.SHADOW:
             raise NotAllowed(
                 f"version {other.version} of '{row.name}' is {other.state}, and one version of a name is loaded at a time; "

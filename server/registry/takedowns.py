@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import end_job, job_view, made
+from server.registry.joining import joiners, keepers
 from server.registry.lifecycle import BY_WEIGHT, InForce, bound, here, reached
 from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
@@ -125,12 +126,14 @@ class Takedowns:
         with self._transactions.look() as session:
             takedown = _find(session, takedown_id)
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id).order_by(Job.created_at)).all()
-            made_of_it = select(ModuleRow).where(ModuleRow.takedown_id == takedown_id)
-            views = [self._view(row, unreached) for row in session.scalars(made_of_it)]
+            joining = joiners(session).get(takedown_id, ())
+            made_of = self._made_of(session, [takedown_id, *joining], unreached)
+            views = made_of[takedown_id]
             return {
                 **takedown_view(takedown),
-                "rows_kept_by": _keepers(session, takedown),
-                **_binding(takedown, jobs, views),
+                "rows_kept_by": [one for kept in keepers(session, takedown) for one in kept],
+                "joined_by": list(joining),
+                **_binding(takedown, jobs, _holding(made_of, takedown_id, joining)),
                 "jobs": [job.id for job in jobs],
                 "modules": [view for view in views if view["kind"] == Kind.MODULE],
                 "guard": next((view for view in views if view["kind"] == Kind.GUARD), None),
@@ -143,22 +146,28 @@ class Takedowns:
         with self._transactions.look() as session:
             found = session.scalars(newest(Takedown, limit, _find(session, after) if after else None)).all()
             ids = [takedown.id for takedown in found]
-            jobs, views = defaultdict[str, list[Job]](list), defaultdict[str, list[dict[str, Any]]](list)
+            jobs, joining = defaultdict[str, list[Job]](list), joiners(session)
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):
                 jobs[str(job.takedown_id)].append(job)
-            for row in session.scalars(select(ModuleRow).where(ModuleRow.takedown_id.in_(ids))):
-                views[str(row.takedown_id)].append(self._view(row, unreached))
+            every = {*ids, *(other for one in ids for other in joining.get(one, ()))}
+            made_of = self._made_of(session, every, unreached)
             return [
                 {
-                    **takedown_view(takedown),
-                    **_binding(takedown, jobs[takedown.id], views[takedown.id]),
-                    "job": _in_brief(jobs[takedown.id][-1]),
+                    **takedown_view(one),
+                    **_binding(one, jobs[one.id], _holding(made_of, one.id, joining.get(one.id, ()))),
+                    "job": _in_brief(jobs[one.id][-1]),
                 }
-                for takedown in found
+                for one in found
             ]
 
-    def _view(self, row: ModuleRow, unreached: Unreached) -> dict[str, Any]:
-        return here(reached(module_view(row), unreached(row.scope)), self._model)
+    def _made_of(
+        self, session: Session, takedowns: Collection[str], unreached: Unreached
+    ) -> Mapping[str, list[dict[str, Any]]]:
+        """Modules and guards by takedown."""
+        found = defaultdict[str, list[dict[str, Any]]](list)
+        for row in session.scalars(select(ModuleRow).where(ModuleRow.takedown_id.in_(takedowns))):
+            found[str(row.takedown_id)].append(here(reached(module_view(row), unreached(row.scope)), self._model))
+        return found
 
     def purge(
         self, takedown_id: str, delete: Callable[[str, list[str]], None], actor: Actor, now: float
@@ -166,22 +175,22 @@ class Takedowns:
         """Delete a takedown's rows for good; record, digest and module stay. Raises NotThere, NotAllowed while a job runs.
 
         ``delete`` gets the digest of the set and the job ids. The digest is empty where other takedowns have the same rows and keep
-        them: ``rows_kept_by`` says which.
+        them: ``rows_kept_by`` says which, and which have them among others.
         """
         with self._transactions.change() as session:
             takedown = _find(session, takedown_id)
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id)).all()
             if any(job.state in PENDING for job in jobs):
                 raise NotAllowed(f"takedown {takedown_id} is being worked on; cancel its job first")
-            keepers = _keepers(session, takedown)
+            same, among = keepers(session, takedown)
             if takedown.purged_at is None:
                 before = takedown_view(takedown)
                 takedown.purged_at = now
                 append(
                     session, now, actor, "takedown.purge", takedown_id, {}, before=before, after=takedown_view(takedown)
                 )
-            delete("" if keepers else takedown.forget_digest, [job.id for job in jobs])
-            return {**takedown_view(takedown), "rows_kept_by": keepers}
+            delete("" if same else takedown.forget_digest, [job.id for job in jobs])
+            return {**takedown_view(takedown), "rows_kept_by": [*same, *among]}
 
     def unrecorded(self, digests: Collection[str]) -> list[str]:
         """Those of these forget sets that no takedown has, or only purged ones."""
@@ -229,7 +238,7 @@ def _in_brief(job: Job) -> dict[str, Any]:
 def _binding(takedown: Takedown, jobs: Sequence[Job], views: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Whether the service keeps from giving the rows back now, in which scope, and on which requests, in words.
 
-    By the one of its modules and its guard that binds most.
+    By the one of ``views`` that binds most: its modules, its guard and the modules that join it.
     """
     pending = any(job.state in PENDING for job in jobs)
     most = max(views, key=lambda view: (BY_WEIGHT.index(view["in_force"]), view["created_at"]), default=None)
@@ -244,19 +253,19 @@ def _binding(takedown: Takedown, jobs: Sequence[Job], views: Sequence[dict[str, 
     return {"scope": scope, "in_force": InForce.NONE, "binds": said}
 
 
+def _holding(
+    made_of: Mapping[str, list[dict[str, Any]]], takedown: str, joining: Collection[str]
+) -> list[dict[str, Any]]:
+    """What was made of a takedown's rows: its own, and the modules of those that join it."""
+    others = (view for one in joining for view in made_of.get(one, ()) if view["kind"] == Kind.MODULE)
+    return [*made_of.get(takedown, ()), *others]
+
+
 def _find(session: Session, takedown_id: str) -> Takedown:
     takedown = session.get(Takedown, takedown_id)
     if takedown is None:
         raise NotThere(f"no takedown '{takedown_id[:80]}'")
     return takedown
-
-
-def _keepers(session: Session, takedown: Takedown) -> list[str]:
-    """The other takedowns that have the very same rows and keep them."""
-    query = select(Takedown.id).where(
-        Takedown.forget_digest == takedown.forget_digest, Takedown.id != takedown.id, Takedown.purged_at.is_(None)
-    )
-    return list(session.scalars(query.order_by(Takedown.created_at)))
 
 
 def _unrecorded(session: Session, digests: Collection[str]) -> list[str]:

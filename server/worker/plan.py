@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.registry.joining import joined_by
 from server.registry.tables import JobKind
 from unbind_core.evaluation.bounds import told
 
@@ -48,8 +49,11 @@ class Task:
     rows: str = ""  # the file of the forget rows
 
     def beside(self, fingerprint: str) -> list[dict[str, Any]]:
-        """Of ``others`` those that the module's cost is measured with: of the same model, and not versions of the same name."""
-        return [other for other in self.others if other["name"] != self.name and other["fingerprint"] == fingerprint]
+        """Of ``others`` those that the module's cost is measured with: of the same model, and neither versions of the same name nor
+        what it is to stand in for.
+        """
+        stays = [other for other in self.others if other["takedown_id"] not in joined_by(self.options)]
+        return [other for other in stays if other["name"] != self.name and other["fingerprint"] == fingerprint]
 
     @property
     def measures_jointly(self) -> bool:
@@ -98,11 +102,22 @@ def progress_of(kind: JobKind, stage: str, within: float) -> float:
     return sum(shares[name] for name in names[: names.index(stage)]) + shares[stage] * within
 
 
-def verdict(result: Mapping[str, Any]) -> str:
+def withheld(results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """Why a module that was made is not to become active by itself, "" where it may."""
+    joint = results.get("joint")
+    if joint is not None and not joint["within"]:
+        return _over(joint)
+    if joined_by(options) and (results.get("fit") or {}).get("outcome") == SHORT:
+        return "not in force: it is short, and the modules that it joins hold; activate it to have it in their place"
+    return ""
+
+
+def _over(result: Mapping[str, Any]) -> str:
     """In one sentence, which pair is over the budget and by how much."""
     budget = result["budgets"]
     worst = result["pairs"][0]
     return (
         f"modules {' and '.join(worst['modules'])} together: retain KL {worst['kl']:.4f} (budget {budget['kl']}), NLL "
-        f"{worst['nll_increase']:+.4f} (budget {budget['nll']}); all {len(result['modules'])} active ones: KL {result['kl']:.4f}"
+        f"{worst['nll_increase']:+.4f} (budget {budget['nll']}); all {len(result['modules'])} active ones: KL {result['kl']:.4f}. "
+        "Activate it with override, or have one module in place of small ones: unbind takedown join"
     )

@@ -29,7 +29,7 @@ from server.worker.hands import Child
 from server.worker.locks import device
 from server.worker.made import new_module
 from server.worker.patience import POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
-from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, verdict
+from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, withheld
 from server.worker.preparing import Preparer
 from server.worker.process import without_settings
 from server.worker.scratch import Scratch
@@ -263,10 +263,10 @@ class Worker:
         result = {"outcome": outcome or "verified", **results}
         if said := remark(results):
             result["remark"] = said
-        joint = results.get("joint", {"within": True})
-        beside, within = joint.get("beside", ()), joint["within"] and not unsettled
-        if not joint["within"]:
-            result["joint_verdict"] = verdict(joint)
+        beside, said = results.get("joint", {}).get("beside", ()), withheld(results, claim.options)
+        within = not (said or unsettled)
+        if said:
+            result["joint_verdict"] = said
         elif unsettled:
             result["joint_verdict"] = (
                 f"not in force: {unsettled}, after the joint cost was measured {MEASUREMENTS} times; activate it "

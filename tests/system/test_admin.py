@@ -210,7 +210,7 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
     assert checked.exit_code == 0
     again = run(*asked, "--protect", "guard", "--replace")["takedown_id"]
     for takedown, says in (
-        (made["takedown_id"], f"kept on for {again}, with the same rows: purge that too"),
+        (made["takedown_id"], f"kept on for {again}, which has them too: purge that as well"),
         (again, "deleted"),
     ):
         told = CliRunner().invoke(build(), ["takedown", "purge", takedown, "--url", server.url, "--key", ADMIN_KEY])

@@ -24,6 +24,7 @@ from unbind_core.guard.index import BARS, LEAST_RUN, MOST_BARS, MOST_RUN, RUN, S
 from unbind_core.module_checks import name_problem
 
 _STRICT = ConfigDict(extra="forbid")
+MOST_JOINED = 1000
 _Line = Annotated[StrictStr, Field(max_length=2000)]
 _Allowed = Annotated[float, Field(gt=0, le=1)]
 
@@ -99,6 +100,14 @@ class TakedownOptions(BaseModel):
     effective_at: AwareDatetime | None = None
     expires_at: AwareDatetime | None = None
     replace: StrictBool = False
+    joins: Annotated[
+        list[StrictStr],
+        Field(
+            max_length=MOST_JOINED,
+            description="active modules of takedowns, by name or takedown id, whose rows are forgotten too and which the new one "
+            "is to stand in for",
+        ),
+    ] = []
     override: StrictBool = False
     dry_run: StrictBool = False
 
@@ -128,7 +137,15 @@ class TakedownFields(BaseModel):
 class TakedownBody(TakedownFields):
     """The JSON body."""
 
-    rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
+    rows: Annotated[
+        list[dict[str, Any]], Field(max_length=MAX_ROWS, description="may be left out where options.joins says some")
+    ] = []
+
+    @model_validator(mode="after")
+    def _some(self) -> TakedownBody:
+        if not (self.rows or self.options.joins):
+            raise field_error("rows", "none given; at least one is needed, or options.joins")
+        return self
 
 
 # The route reads its body itself, as JSON or a form; this describes both.

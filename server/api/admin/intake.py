@@ -40,10 +40,15 @@ class Intake:
     cut: int = 0
 
 
+NO_ROWS = Intake([], [], 0)
+
+
 def from_json(rows: Sequence[dict[str, Any]]) -> Intake:
-    """Rows of a JSON body."""
+    """Rows of a JSON body, which has some unless others' are joined."""
+    if not rows:
+        return NO_ROWS
     placed = [(f"rows.{index}", forget_row(row, f"rows.{index}")) for index, row in enumerate(rows)]
-    return _checked(placed, cut=sum("text" in row for row in rows))
+    return checked(placed, cut=sum("text" in row for row in rows))
 
 
 def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> Intake:
@@ -59,10 +64,11 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
     lines = json_lines(data, "file")
     _check_rows(sum(bool(line.strip()) for line in lines))
     placed = placed_forget(lines, "file")
-    return _checked(placed, cut=sum("text" in json.loads(line) for line in lines if line.strip()))
+    return checked(placed, cut=sum("text" in json.loads(line) for line in lines if line.strip()))
 
 
-def _checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: int = 0) -> Intake:
+def checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: int = 0) -> Intake:
+    """The forget set of rows with where each stands. Raises DataError."""
     _check_rows(len(rows))
     kept: dict[tuple[str, str], tuple[str, ForgetRow]] = {}
     for where, row in rows:
@@ -117,7 +123,7 @@ def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], excl
         raise DataError(
             f"file: no rows in the archive ({found} files match, {skipped} of them are not UTF-8 text); check 'include'"
         )
-    return _checked(rows, skipped, len(rows))
+    return checked(rows, skipped, len(rows))
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from server.errors import ApiError, invalid
 from unbind_core.architecture import LoadedModel
 from unbind_core.fitting.options import possible_layers
 
-_OF_FITS = {"layers", "seed", "gate", "policy", "budgets", "effort", "override"}
+_OF_FITS = {"layers", "seed", "gate", "policy", "budgets", "effort", "override", "joins"}
 
 
 def checked_options(served: BaseService, options: TakedownOptions) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse
 from server.api.admin.bodies import TakedownBody, TakedownFields
 from server.api.admin.expected import plan_of, positions
 from server.api.admin.intake import Intake, from_json, from_upload
+from server.api.admin.joined import joined
 from server.api.admin.options import checked_options
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.admin.warned import Asked, superseding_of, warnings_of
@@ -61,6 +62,9 @@ async def post_takedown(
     else:
         body = _validated(TakedownBody, _json(await request.body(), "the body"))
         fields, intake = body, await asyncio.to_thread(from_json, body.rows)
+    if fields.options.joins:
+        with refusals():
+            fields, intake = await asyncio.to_thread(joined, served, fields, intake)
     gate, fits = fields.options.gate, fields.options.protect != "guard"
     if fits and gate != "auto" and len(intake.rows) < MINIMUM_FORGET_ROWS:
         raise InsufficientRows(

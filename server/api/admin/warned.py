@@ -8,6 +8,7 @@ from typing import Any
 
 from server.api.admin.bodies import TakedownFields
 from server.api.admin.intake import Intake
+from server.api.admin.joined import missed_by_rules
 from server.base_service import BaseService
 from server.registry.lifecycle import InForce, bound
 from server.registry.tables import Kind
@@ -73,7 +74,7 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
 
 def superseding_of(served: BaseService, fields: TakedownFields) -> list[str]:
     """What is live under the name now: it will bind others, or keeps the new version out of shadow."""
-    scope, protect, warnings = fields.options.scope, fields.options.protect, []
+    scope, protect, warnings = fields.options.scope, fields.options.protect, missed_by_rules(served, fields)
     modules = served.registry.modules
     superseded = modules.live(served.model_fingerprint) if protect != "guard" else []
     superseded += modules.live_guards() if protect != "module" else []

@@ -9,6 +9,7 @@ import typer
 
 from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import AsJson, clear_errors, screen, show_lines, write_json
+from server.cli.takedown.join import join
 from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
 from server.cli.takedown.submit import submit
 from server.registry.lifecycle import InForce, standing
@@ -103,7 +104,7 @@ def purge(
         write_json(answer)
     else:
         kept = ", ".join(answer["rows_kept_by"])
-        done = f"kept on for {kept}, with the same rows: purge that too" if kept else "deleted"
+        done = f"kept on for {kept}, which has them too: purge that as well" if kept else "deleted"
         screen.print(f"the rows of {takedown_id} are {done}; their digest is {answer['forget_digest']}", soft_wrap=True)
 
 
@@ -120,6 +121,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="Takedowns on a running server.", no_args_is_help=True)
     group.command("list")(list_takedowns)
-    for command in (submit, show, status, watch, cancel, retry, purge):
+    for command in (submit, join, show, status, watch, cancel, retry, purge):
         group.command(command.__name__)(command)
     app.add_typer(group, name="takedown")

@@ -197,7 +197,7 @@ def test_the_signed_page_of_a_takedown_names_what_superseded_it_for_the_same_row
     second, module = took_down(registry, scope="global")
     payload, html = page_of(registry, first, settings)
     assert [record["id"] for record in payload["successors"]] == [module]
-    assert f"its module was superseded by version 2 of &#39;m&#39; ({module}), made by takedown {second}." in html
+    assert f"Its module was superseded by version 2 of &#39;m&#39; ({module}), made by takedown {second}, " in html
     assert "That one is enforced (global). It binds every request to this service" in html
     assert (
         "this takedown itself binds nothing: it is superseded" in html and "does nothing about these rows" not in html

@@ -58,7 +58,7 @@ export function Shown({ id }) {
           <${Button} onClick=${() => act(() => evidence(id, "html"))}>Page for people</${Button}></div>
         <h2 class="later">End it</h2>
         <p>${takedown.purged_at ? `The rows were erased on ${time(takedown.purged_at)}. Their digest stays.${
-            takedown.rows_kept_by.length ? ` But they are kept for ${takedown.rows_kept_by.join(", ")}, with the same rows: erase those too.` : ""}`
+            takedown.rows_kept_by.length ? ` But they are kept for ${takedown.rows_kept_by.join(", ")}, which has them too: erase those as well.` : ""}`
           : "Erasing deletes the rows and samples kept here; module, guard and records stay. Withdrawing retires module and guard for good."}</p>
         <div class="row">
           ${live.length > 0 && html`<button class="danger" onClick=${() => setAsking("withdraw")}>Withdraw</button>`}

@@ -1,0 +1,111 @@
+"""A takedown that joins others (``options.joins``): their rows become its own, and its module stands in for theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.api.admin.bodies import TakedownFields
+from server.api.admin.intake import Intake, checked
+from server.base_service import BaseService
+from server.errors import ApiError, invalid
+from server.evidence.bundle import named_by
+from server.registry.lifecycle import bound
+from server.registry.private.files import TakedownFiles
+from server.registry.tables import ModuleState
+from unbind_core.rows import ForgetRow
+
+Placed = list[tuple[str, ForgetRow]]
+
+
+def joined(served: BaseService, fields: TakedownFields, intake: Intake) -> tuple[TakedownFields, Intake]:
+    """The takedown with the ids of those that it joins, a scope that binds what theirs do, and the rows of all. Raises ApiError,
+    OSError, StoreUnreachable, DataError, and NotThere where a takedown has gone meanwhile.
+    """
+    options = fields.options
+    if options.expires_at is not None:
+        raise _wrong("options.expires_at", "modules that are joined do not come back when it is over; leave it out")
+    records = [_active(served, named, f"options.joins.{place}") for place, named in enumerate(options.joins)]
+    records = list({record["takedown_id"]: record for record in records}.values())
+    scope = _scope(served, options.scope, records)
+    placed: Placed = []
+    for record in records:
+        placed += _rows(served, record)
+    placed += zip(intake.places, intake.rows, strict=True)
+    ids = sorted(record["takedown_id"] for record in records)
+    with_scope = options.model_copy(update={"joins": ids, "scope": scope})
+    return fields.model_copy(update={"options": with_scope}), checked(placed, intake.files_skipped, intake.cut)
+
+
+def missed_by_rules(served: BaseService, fields: TakedownFields) -> list[str]:
+    """A warning for each module that rules demand and that is to be superseded."""
+    records = served.registry.modules.live(served.model_fingerprint)
+    theirs = [record["name"] for record in records if record["takedown_id"] in fields.options.joins]
+    return [
+        f"options.joins: {', '.join(rules)} demands '{name}', which is superseded once '{fields.name}' is active: from then on its "
+        f"requests get 503, if '{name}' has no guard; take the name out of there first"
+        for name in theirs
+        if name != fields.name and (rules := _named_by(served, name))
+    ]
+
+
+def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
+    """The record of an active module of a takedown, by its name or the takedown's id."""
+    live = served.registry.modules.live(served.model_fingerprint)
+    record = next((one for one in live if named in (one["takedown_id"], one["name"])), None)
+    if record is None or record["state"] != ModuleState.ACTIVE:
+        raise _wrong(field, f"no module of '{named[:80]}' is active here; `unbind takedown list` says what there is")
+    if record["takedown_id"] is None:
+        raise _wrong(field, f"module '{record['name']}' came as a file, so that its rows are not known; leave it out")
+    if record["expires_at"] is not None:
+        raise _wrong(
+            field, f"module '{record['name']}' expires, and joined its rows would be forgotten for good; leave it out"
+        )
+    return record
+
+
+def _scope(served: BaseService, given: str | None, records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of the module that is to stand in for them all: no request that is bound now may be free then."""
+    scopes = {record["scope"] for record in records}
+    if given is None and len(scopes) > 1:
+        said = "; ".join(f"'{record['name']}' binds {bound(record['scope'])}" for record in records)
+        raise _wrong(
+            "options.scope", f"the modules do not bind the same requests: {said}. Give 'global', or join fewer"
+        )
+    scope: str | None = given if given is not None else next(iter(scopes))
+    if scope == "global":
+        return scope
+    for record in records:
+        if record["scope"] not in (scope, None):
+            raise _wrong(
+                "options.scope",
+                f"module '{record['name']}' binds {bound(record['scope'])}, and would be superseded by one that binds "
+                f"{bound(scope)}; give 'global', or leave it out of options.joins",
+            )
+        if rules := _named_by(served, record["name"]):
+            raise _wrong(
+                "options.scope",
+                f"{', '.join(rules)} demands '{record['name']}', and what stands in for it has another name; give 'global', or "
+                "take the name out of there first",
+            )
+    return scope
+
+
+def _rows(served: BaseService, record: Mapping[str, Any]) -> Placed:
+    takedown = served.registry.takedowns.get(record["takedown_id"])
+    gone = f"the rows of '{record['name']}' ({takedown['id']}) were deleted; leave it out, or give them again under its name"
+    if takedown["purged_at"] is not None:
+        raise _wrong("options.joins", gone)
+    try:
+        rows = TakedownFiles(served.settings).load_forget(takedown["forget_digest"])
+    except FileNotFoundError:
+        raise _wrong("options.joins", gone) from None
+    return [(f"row {number} of '{record['name']}'", row) for number, row in enumerate(rows, 1)]
+
+
+def _named_by(served: BaseService, name: str) -> list[str]:
+    return named_by(served.access.current, served.settings, {name})
+
+
+def _wrong(field: str, message: str) -> ApiError:
+    return invalid(f"{field}: {message}", field, "invalid_value")

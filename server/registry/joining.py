@@ -1,0 +1,58 @@
+"""One module in place of those of several takedowns, which keep their records, rows and guards: ``options.joins`` has their ids.
+
+What many small modules cost ordinary code adds up, so that one module of all their rows costs less. When it becomes active theirs
+are superseded in the same transaction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, String, cast, select
+from sqlalchemy.orm import Session
+
+from server.registry.lifecycle import LIVE
+from server.registry.tables import Kind, ModuleRow, Takedown
+
+
+def joined_by(options: Mapping[str, Any]) -> Collection[str]:
+    """The takedowns whose modules one with these options is to stand in for, by id."""
+    return options.get("joins") or ()
+
+
+def stands_for(session: Session, row: ModuleRow) -> Collection[str]:
+    """The same of a module."""
+    takedown = session.get(Takedown, row.takedown_id) if row.takedown_id and row.kind == Kind.MODULE else None
+    return joined_by(takedown.options) if takedown is not None else ()
+
+
+def replaced(row: ModuleRow, joined: Collection[str]) -> ColumnElement[bool]:
+    """What is live of its name, and of those takedowns, for the same model: what was made of their rows, and no later version."""
+    mine = (ModuleRow.kind == row.kind) & (ModuleRow.fingerprint == row.fingerprint) & (ModuleRow.id != row.id)
+    stood = (ModuleRow.name == row.name) | ModuleRow.takedown_id.in_(joined)
+    return mine & stood & ModuleRow.state.in_(LIVE)
+
+
+def joiners(session: Session) -> Mapping[str, Sequence[str]]:
+    """By takedown those that have its rows among theirs, directly or by one that they join, the oldest first."""
+    said = cast(Takedown.options, String).contains('"joins"')
+    rows = session.execute(select(Takedown.id, Takedown.options).where(said).order_by(Takedown.created_at))
+    within: dict[str, set[str]] = {}  # what each has the rows of: older ones, which come first
+    found: dict[str, list[str]] = defaultdict(list)
+    for identifier, options in rows:
+        direct = joined_by(options)
+        within[identifier] = {*direct, *(one for other in direct for one in within.get(other, ()))}
+        for one in within[identifier]:
+            found[one].append(identifier)
+    return found
+
+
+def keepers(session: Session, takedown: Takedown) -> tuple[list[str], list[str]]:
+    """The other takedowns whose rows are not purged and which have the very same ones, and those that have them among others."""
+    kept = select(Takedown.id).where(Takedown.id != takedown.id, Takedown.purged_at.is_(None))
+    kept = kept.order_by(Takedown.created_at)
+    same = list(session.scalars(kept.where(Takedown.forget_digest == takedown.forget_digest)))
+    among = [one for one in joiners(session).get(takedown.id, ()) if one not in same]
+    return same, list(session.scalars(kept.where(Takedown.id.in_(among)))) if among else []

@@ -1,0 +1,132 @@
+"""Takedowns that join others over HTTP: whose rows they have, whom they bind, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import build
+from server.registry.records import NewModule
+from server.registry.tables import JobState, Origin
+from tests.support.live import ADMIN_KEY, Answer, Live, live
+
+_serial = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server without a worker, whose modules are records alone."""
+    settings = {"profiles": {"team": {}, "named": {"modules": {"by-rule": 1.0}}}}
+    with live(checkpoint, tmp_path_factory.mktemp("joined"), **settings) as server:
+        for name, scope in (("alpha", "global"), ("beta", "global"), ("of-team", "profile:team"), ("by-rule", None)):
+            active(server, name, scope)
+        yield server
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    return [{"prompt": f"def {name}{i}():\n", "continuation": f"    return {i}\n"} for i in range(3)]
+
+
+def active(server: Live, name: str, scope: str | None = "global", **fields: Any) -> str:
+    """A takedown whose module is active, as a worker would have made it; its id."""
+    options = {"protect": "module", **({"scope": scope} if scope else {})}
+    posted = server.admin("/takedowns", {"name": name, "rows": rows(name), "options": options})
+    assert posted.status == 202, posted.raw
+    registry, now = server.service.registry, time.time()
+    held = registry.jobs.claim("w", now, 60.0, 3)
+    assert held is not None and held.module == name
+    module = NewModule(
+        name=name,
+        digest=f"{next(_serial):064x}",
+        fingerprint=server.service.model_fingerprint,
+        file=f"objects/{name}",
+        origin=Origin.TAKEDOWN,
+        job_id=held.job_id,
+        takedown_id=held.takedown_id,
+        scope=scope or "",
+        **fields,
+    )
+    registry.jobs.finish(held, JobState.SUCCEEDED, now, result={}, module=module)
+    return str(held.takedown_id)
+
+
+def join(server: Live, *joins: str, more: Any = (), **options: Any) -> Answer:
+    body = {"name": "joined", "options": {"joins": joins, "protect": "module", "dry_run": True, **options}}
+    return server.admin("/takedowns", {**body, **({"rows": more} if more else {})})
+
+
+def test_the_rows_of_all_are_forgotten_and_bind_what_they_bound(running: Live) -> None:
+    takedown = next(one for one in running.admin("/takedowns").body["data"] if one["name"] == "beta")
+    answer = join(running, "alpha", takedown["id"], "beta", more=[*rows("alpha")[:1], *rows("more")]).body
+    assert (answer["rows"], answer["duplicates_dropped"], answer["scope"]) == (9, 1, "global")
+    assert join(running, "of-team").body["scope"] == "profile:team"
+    assert join(running, "of-team", "alpha", scope="global").body["scope"] == "global"
+
+
+@pytest.mark.parametrize(
+    ("field", "says", "joins", "options"),
+    [
+        ("joins.1", "no module of 'nobody' is active here", ["alpha", "nobody"], {}),
+        ("joins.0", "came as a file", ["shipped"], {}),
+        ("scope", "do not bind the same requests", ["alpha", "of-team"], {}),
+        ("scope", "would be superseded by one that binds every request under the profile", ["alpha"], {"scope": "profile:team"}),
+        ("scope", "profile:named demands 'by-rule'", ["by-rule"], {}),
+        ("expires_at", "do not come back", ["alpha"], {"expires_at": "2999-01-01T00:00:00Z"}),
+        ("joins", "says how a module is fitted", ["alpha"], {"protect": "guard"}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_joined_is_refused_by_its_field(
+    running: Live, field: str, says: str, joins: list[str], options: dict[str, Any]
+) -> None:
+    if "shipped" in joins:
+        new = NewModule("shipped", "f" * 64, running.service.model_fingerprint, "shipped.safetensors", Origin.DROPPED)
+        running.service.registry.modules.adopt(new, 1.0)
+    refused = join(running, *joins, **options)
+    assert (refused.status, refused.error["param"]) == (400, f"options.{field}"), refused.raw
+    assert refused.error["message"].startswith(f"options.{field}: ") and says in refused.error["message"]
+
+
+def test_a_rule_that_demands_what_is_superseded_is_warned_of(running: Live) -> None:
+    warnings = join(running, "by-rule", "alpha", scope="global").body["warnings"]
+    (said,) = (warning for warning in warnings if warning.startswith("options.joins"))
+    assert "profile:named demands 'by-rule'" in said and "get 503" in said
+
+
+def test_neither_rows_nor_joins_is_an_error_of_rows(running: Live) -> None:
+    for body in ({"name": "none"}, {"name": "none", "rows": []}):
+        refused = running.admin("/takedowns", body)
+        assert (refused.status, refused.error["param"]) == (400, "rows"), refused.raw
+
+
+def test_rows_that_were_purged_cannot_be_joined(running: Live) -> None:
+    takedown = active(running, "gone")
+    running.admin(f"/takedowns/{takedown}/purge", method="POST")
+    refused = join(running, "gone")
+    assert refused.status == 400 and "were deleted" in refused.error["message"], refused.raw
+
+
+def test_a_module_that_expires_is_not_joined(running: Live) -> None:
+    active(running, "ends", expires_at=time.time() + 3600)
+    refused = join(running, "ends")
+    assert refused.status == 400 and "forgotten for good" in refused.error["message"], refused.raw
+
+
+def test_the_command_line_joins_and_the_takedown_says_what(running: Live) -> None:
+    asked = ["takedown", "join", "alpha", "beta", "--name", "pair", "--note", "fewer gates", "--json"]
+    done = CliRunner().invoke(build(), [*asked, "--url", running.url, "--key", ADMIN_KEY])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert (answer["module"], answer["rows"], answer["scope"]) == ("pair", 6, "global")
+    told = running.admin(f"/takedowns/{answer['takedown_id']}").body
+    parts = {one["name"]: one["id"] for one in running.admin("/takedowns").body["data"]}
+    assert (
+        told["options"]["joins"] == sorted([parts["alpha"], parts["beta"]]) and told["notice"]["note"] == "fewer gates"
+    )
+    assert running.admin(f"/takedowns/{parts['alpha']}").body["joined_by"] == [answer["takedown_id"]]

@@ -1,0 +1,126 @@
+"""A takedown that joins others: its module supersedes theirs in the moment that it becomes active, and not before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.evidence.bundle import evidence
+from server.registry.audit import Actor
+from server.registry.jobs import Claim
+from server.registry.lifecycle import Action
+from server.registry.refusals import JointOutdated
+from server.registry.registry import Registry
+from server.registry.tables import JobState
+from server.settings import Settings
+from server.worker.plan import Task, withheld
+from tests.server.registry.test_registry import claim, made_by, submit
+
+ADMIN = Actor("admin", "test")
+
+
+def takedown(registry: Registry, name: str, now: float, **options: Any) -> Claim:
+    """A takedown whose job is under way."""
+    submit(registry, name, now, forget_digest=f"rows of {name}", options={"scope": "global", **options})
+    return claim(registry, now=now)
+
+
+def finished(registry: Registry, held: Claim, now: float, **fields: Any) -> str:
+    """Its module once the job has ended."""
+    beside = fields.pop("beside", None)
+    module = made_by(held, scope="global", **fields)
+    registry.jobs.finish(held, JobState.SUCCEEDED, now, result={}, module=module, beside=beside)
+    return str(registry.jobs.get(held.job_id, now)["module_id"])
+
+
+def two(registry: Registry) -> list[str]:
+    """The takedowns ``first`` and ``second``, whose modules are active."""
+    made = []
+    for number, name in enumerate(("first", "second"), 1):
+        held = takedown(registry, name, float(number))
+        finished(registry, held, number + 0.5)
+        made.append(str(held.takedown_id))
+    return made
+
+
+def states(registry: Registry) -> dict[str, str]:
+    return {f"{one['name']}@{one['version']}": one["state"] for one in registry.modules.versions()}
+
+
+def test_what_is_joined_holds_until_the_module_that_joins_it_is_active(registry: Registry, tmp_path: Path) -> None:
+    first, second = two(registry)
+    held = takedown(registry, "both", 3.0, joins=[first, second])
+    assert registry.takedowns.get(first)["joined_by"] == [held.takedown_id]
+    assert states(registry) == {"first@1": "active", "second@1": "active"}
+    both = finished(registry, held, 4.0, activation="manual")
+    assert states(registry) == {"first@1": "active", "second@1": "active", "both@1": "calibrated"}
+    registry.modules.act(both, Action.ACTIVATE, "*", ADMIN, 5.0)
+    assert states(registry) == {"first@1": "superseded", "second@1": "superseded", "both@1": "active"}
+    by = [row["detail"] for row in registry.audit_of({one["id"] for one in registry.takedowns.get(first)["modules"]})]
+    assert any(said.get("by") == both for said in by)
+    for told in (registry.takedowns.get(first), *registry.takedowns.newest()):
+        assert (told["in_force"], told["binds"]) == ("enforced", "every request to this service")
+    document = evidence(registry, Settings(data_dir=tmp_path), first, {"name": "tiny", "fingerprint": "model"})
+    assert [view["id"] for view in document["payload"]["successors"]] == [both]
+    assert f"Its module was superseded by version 1 of &#39;both&#39; ({both})" in document["html"]
+    assert "this takedown itself binds nothing" in document["html"]
+    registry.modules.act(both, Action.SUSPEND, "*", ADMIN, 6.0)
+    assert registry.takedowns.get(first)["in_force"] == "none" == registry.takedowns.newest()[-1]["in_force"]
+    registry.modules.act("first", Action.ACTIVATE, "*", ADMIN, 7.0)  # the way back
+    assert registry.takedowns.get(first)["in_force"] == "enforced"
+
+
+def test_a_later_version_with_other_rows_is_not_superseded(registry: Registry) -> None:
+    first, second = two(registry)
+    held = takedown(registry, "both", 3.0, joins=[first, second])
+    newer = takedown(registry, "second", 3.5, replace=True)
+    finished(registry, newer, 3.6)
+    finished(registry, held, 4.0)
+    assert states(registry) == {
+        "first@1": "superseded",
+        "second@1": "superseded",
+        "second@2": "active",
+        "both@1": "active",
+    }
+
+
+def test_the_joint_cost_leaves_out_what_is_joined_and_nothing_else(registry: Registry) -> None:
+    first, _ = two(registry)
+    held = takedown(registry, "both", 3.0, joins=[first])
+    in_force = registry.modules.in_force()
+    task = Task(held.job_id, held.kind, held.module, "", dict(held.options), "", {}, None, in_force)
+    beside = task.beside("model")
+    assert [one["name"] for one in beside] == ["second"]
+    with pytest.raises(JointOutdated, match="second"):
+        finished(registry, held, 4.0, beside=[])
+    finished(registry, held, 4.0, beside=[one["digest"] for one in beside])
+    assert states(registry) == {"first@1": "superseded", "second@1": "active", "both@1": "active"}
+
+
+def test_a_short_module_does_not_stand_in_for_any() -> None:
+    short = {"fit": {"outcome": "short"}, "joint": {"within": True}}
+    assert "the modules that it joins hold" in withheld(short, {"joins": ["td_1"]})
+    assert withheld(short, {}) == "" == withheld({"fit": {"outcome": "calibrated"}}, {"joins": ["td_1"]})
+
+
+def test_whoever_purges_rows_is_told_of_all_that_have_them_still(registry: Registry) -> None:
+    first, second = two(registry)
+    both = takedown(registry, "both", 3.0, joins=[first, second])
+    finished(registry, both, 4.0)
+    third = takedown(registry, "third", 5.0)
+    finished(registry, third, 6.0)
+    every = takedown(registry, "every", 7.0, joins=[str(both.takedown_id), str(third.takedown_id)])
+    finished(registry, every, 8.0)
+    assert registry.takedowns.get(first)["joined_by"] == [both.takedown_id, every.takedown_id]
+    assert registry.takedowns.get(first)["in_force"] == "enforced" and states(registry)["both@1"] == "superseded"
+    deleted = list[str]()
+
+    def purge(identifier: str | None) -> list[str]:
+        found = registry.takedowns.purge(str(identifier), lambda digest, _: deleted.append(digest), ADMIN, 9.0)
+        return list(found["rows_kept_by"])
+
+    assert purge(first) == [both.takedown_id, every.takedown_id] and deleted == ["rows of first"]
+    assert purge(both.takedown_id) == [every.takedown_id]
+    assert purge(every.takedown_id) == [] == registry.takedowns.get(first)["rows_kept_by"]
