@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Request
+from fastapi.dependencies.models import Dependant
 
 from server.api.caller import Caller, administrator
 from server.base_service import BaseService, base_service
@@ -45,7 +46,7 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
 
 def admin_router() -> APIRouter:
     """A router whose every route needs a key with the admin scope, and a data folder that keeps what is done."""
-    needed = [Depends(administrator), Depends(_kept), Depends(_without_nul)]
+    needed = [Depends(administrator), Depends(_kept), Depends(_without_nul), Depends(_known)]
     return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=needed)
 
 
@@ -60,6 +61,20 @@ async def _without_nul(request: Request) -> None:
         raise ApiError(400, "the path holds a NUL character, which no name has", code="invalid_value")
     if field := next((name for name, value in request.query_params.multi_items() if "\0" in value), None):
         raise ApiError(400, f"{field}: holds a NUL character, which no name has", param=field, code="invalid_value")
+
+
+async def _known(request: Request) -> None:
+    # Left out of account, "?all=true" would be answered as if nothing were asked for.
+    known = _parameters(request.scope["route"].dependant)
+    if field := next((name for name in request.query_params if name not in known), None):
+        there = f"this route takes {', '.join(sorted(known))}" if known else "this route takes none"
+        raise invalid(f"{field[:64]}: unknown parameter; {there}", field[:64], "invalid_value")
+
+
+def _parameters(dependant: Dependant) -> set[str]:
+    """The names of a route's parameters in the address behind the path."""
+    below = (name for part in dependant.dependencies for name in _parameters(part))
+    return {*(field.alias for field in dependant.query_params), *below}
 
 
 def acting(request: Request, caller: Annotated[Caller, Depends(administrator)]) -> Actor:

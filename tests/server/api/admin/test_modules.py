@@ -246,3 +246,18 @@ def test_an_active_module_that_cannot_be_loaded_is_not_done_without_in_its_scope
         assert server.complete().error["code"] == "module_unavailable" and server.call("/ready").status == 503
         act(server, "gone", "retire")
         assert server.complete().status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("/modules?all=true", "after, limit, name, state"),
+        ("/takedowns?states=x&limit=2", "after, limit"),
+        ("/jobs/x?a=", "none"),
+    ],
+)
+def test_a_parameter_that_an_admin_route_does_not_know_is_refused(server: Live, path: str, known: str) -> None:
+    name = path.partition("?")[2].partition("=")[0]
+    refused = server.admin(path)
+    assert (refused.status, refused.error["param"]) == (400, name), refused.raw
+    assert refused.error["message"] == f"{name}: unknown parameter; this route takes {known}"
