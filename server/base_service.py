@@ -33,7 +33,7 @@ from server.registry.objects import ObjectStore
 from server.registry.refusals import AWAY
 from server.registry.registry import open_registry
 from server.registry.retention import Retention
-from server.registry.trail import Abandoned
+from server.registry.trail import PAUSE_SECONDS, Abandoned
 from server.settings import Settings
 from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
@@ -48,7 +48,6 @@ END_SECONDS = 2.0  # for looks that are under way when the server ends
 LOOKS = 5  # of so many in a row one must succeed, else what is looked at counts as away
 STORE_REFRESHES = 10  # the store is looked at so much less often: each look at a bucket is paid for
 JOBS_REFRESHES = 5  # jobs take minutes
-TRAIL_PAUSE_SECONDS = 0.01  # after each page of the audit trail
 
 
 class BaseService(ABC):
@@ -275,7 +274,7 @@ class BaseService(ABC):
         failing = Outage("the check of the audit trail", log)
         while True:
             try:
-                if not await asyncio.to_thread(trail.check, TRAIL_PAUSE_SECONDS):
+                if not await asyncio.to_thread(trail.check, PAUSE_SECONDS):
                     await asyncio.to_thread(trail.follow)  # other machines' changes move only the heads kept there
                 failing.ends()
             except Abandoned:

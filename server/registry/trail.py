@@ -10,7 +10,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,13 +25,30 @@ from server.registry import audit
 from unbind_core.files import locked
 
 log = logging.getLogger("unbind.audit")
-PAGE = 500  # entries read in one transaction
+PAGE = 100  # entries read in one transaction, and for some milliseconds without a break
+PAUSE_SECONDS = 0.002  # after each of them where requests are answered meanwhile
 REMEMBERED = 100  # problems that are held in memory
 Head = tuple[int, str]  # the newest entry's number and digest
 
 
 class Abandoned(Exception):
     """The check was ended before it came to the end of the trail."""
+
+
+@dataclass
+class _Run:
+    """A check of the whole trail that is under way: who asks for one meanwhile waits for this one."""
+
+    done: Future[list[str]] = field(default_factory=Future)
+    joined: bool = False  # somebody, since the last page was asked for
+    again: int = (
+        0  # up to this number entries had been read when the last of them came, who must know how they are since
+    )
+
+    def turns(self, after: int) -> None:
+        """The entries behind number ``after`` are read next."""
+        if self.joined:
+            self.joined, self.again = False, after
 
 
 class Trail:
@@ -41,6 +61,8 @@ class Trail:
         self._refused: str | None = None  # why the head could not move on
         self._found: list[str] = []  # what the last check of the whole chain found
         self._leaving = threading.Event()
+        self._joining = threading.Lock()
+        self._run: _Run | None = None  # that takes others in
         if head is not None:
             with suppress(OSError):  # told of by the first change
                 # Once: a data folder that is lost later must not come back empty, in the way of the one to be put back.
@@ -74,9 +96,51 @@ class Trail:
         Reads pages in transactions of their own and waits ``pause`` seconds between them. Raises SQLAlchemyError; Abandoned
         after ``leave``.
         """
+        return self.checking(pause).result()
+
+    def checking(self, pause: float = 0.0) -> Future[list[str]]:
+        """``check`` on a thread of its own, or the one that is under way, which then reads once more what it had read by now: all
+        who wait for it hear of every entry as it was after they had asked.
+        """
+        with self._joining:
+            if self._run is not None:
+                self._run.joined = True
+                return self._run.done
+            run = self._run = _Run()
+        run.done.set_running_or_notify_cancel()  # from now on nobody's leaving ends it for the others
+        threading.Thread(target=self._go, args=(run, pause), name="unbind-trail", daemon=True).start()
+        return run.done
+
+    def _go(self, run: _Run, pause: float) -> None:
+        try:
+            found = self._whole(run, pause)
+            self._note(self._refused if found else None, found[:REMEMBERED])
+        except BaseException as error:  # noqa: BLE001 - whoever waits hears of it
+            with self._joining:
+                self._run = None if self._run is run else self._run
+            run.done.set_exception(error)
+        else:
+            run.done.set_result(found)
+
+    def _whole(self, run: _Run, pause: float) -> list[str]:
         kept, damaged = self.kept()
-        found = [*damaged, *audit.problems(self.entries(pause=pause), kept)]
-        self._note(self._refused if found else None, found[:REMEMBERED])
+        last = 0
+
+        def read() -> Iterator[dict[str, Any]]:
+            nonlocal last
+            for entry in self.entries(pause=pause, turns=run.turns):
+                yield entry
+                last = entry["id"]
+
+        found = [*damaged, *audit.problems(read(), kept)]
+        with self._joining:  # who comes from now on begins anew
+            run.turns(last)
+            self._run = None
+        if run.again:
+            # with the entry behind them, whose predecessor they must end with; where there is none, the head knows their end
+            former = takewhile(lambda entry: entry["id"] <= run.again + 1, self.entries(pause=pause))
+            head = kept if kept is not None and kept[0] <= run.again else None
+            found += [problem for problem in audit.problems(former, head) if problem not in found]
         return found
 
     def kept(self) -> tuple[Head | None, list[str]]:
@@ -85,9 +149,14 @@ class Trail:
             return None, []
         return _parsed(self.head.read_text(encoding="ascii", errors="replace"))
 
-    def entries(self, after: int = 0, pause: float = 0.0) -> Iterator[dict[str, Any]]:
-        """The entries that follow number ``after``, in order. Raises Abandoned."""
+    def entries(
+        self, after: int = 0, pause: float = 0.0, turns: Callable[[int], None] = lambda _: None
+    ) -> Iterator[dict[str, Any]]:
+        """The entries that follow number ``after``, in order; ``turns`` hears after which number each page begins, before it is
+        read. Raises Abandoned.
+        """
         while True:
+            turns(after)
             with self._look() as session:
                 page = audit.rows(session, after=after, limit=PAGE)
             if not page:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
 
 from server.api.admin.routes import Served, admin_router, refusals
 from server.registry.audit import Wanted
+from server.registry.trail import PAUSE_SECONDS
 
 router = admin_router()
 Said = Annotated[str, Query(max_length=200)]
@@ -30,8 +32,10 @@ def list_audit(
 
 
 @router.get("/audit/verify")
-def verify_audit(served: Served) -> dict[str, Any]:
-    """Everything that shows tampering, measured against the head that is kept outside the database."""
+async def verify_audit(served: Served) -> dict[str, Any]:
+    """Everything that shows tampering, measured against the head that is kept outside the database. Who asks while it is being
+    checked waits for the same check, which then reads again what it had read before.
+    """
     with refusals():
-        problems = served.registry.audit_problems()
+        problems = await asyncio.shield(asyncio.wrap_future(served.registry.trail.checking(PAUSE_SECONDS)))
     return {"object": "audit.verification", "whole": not problems, "problems": problems}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
 from typer.testing import CliRunner
 
 from server.cli import build
 from server.registry.audit import FIELDS, Actor, append, digest_of
 from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry, open_registry
-from server.registry.trail import Abandoned, read_head, unguarded
+from server.registry.trail import Abandoned, Trail, read_head, unguarded
 from server.settings import Settings
 
 ADMIN = Actor("operator", "test")
@@ -252,6 +255,68 @@ def test_a_check_can_be_left_between_two_pages(trail: Registry) -> None:
     trail.trail.leave()
     with pytest.raises(Abandoned):
         trail.trail.check()
+
+
+class Slowly:
+    """Looks of a registry, the ``number``th of which waits until it may go on."""
+
+    def __init__(self, registry: Registry, number: int) -> None:
+        self._registry, self._number, self.looks = registry, number, 0
+        self.waits, self.may = threading.Event(), threading.Event()
+
+    @contextmanager
+    def look(self) -> Iterator[Session]:
+        self.looks += 1
+        if self.looks == self._number:
+            self.waits.set()
+            assert self.may.wait(60)
+        with self._registry.transactions.look() as session:
+            yield session
+
+
+@pytest.mark.parametrize(
+    ("statements", "says"),
+    [
+        ((), ""),
+        (("UPDATE audit SET actor = 'nobody' WHERE id = 2",), "row 2: its content was changed"),
+        (("DELETE FROM audit WHERE id = 1",), "row 1: missing"),
+        (("UPDATE audit SET actor = 'nobody' WHERE id = 6",), "row 6: its content was changed"),
+    ],
+)
+def test_who_asks_during_a_check_shares_it_and_hears_of_what_was_done_behind_it(
+    trail: Registry, monkeypatch: pytest.MonkeyPatch, statements: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr("server.registry.trail.PAGE", 2)
+    slowly = Slowly(trail, 3)
+    own = Trail(slowly.look, trail.trail.head)
+    first = own.checking()
+    assert slowly.waits.wait(60)  # four entries were read
+    tamper(trail, *statements)
+    others = [own.checking() for _ in range(5)]
+    slowly.may.set()
+    found = first.result(60)
+    assert [other.result(60) for other in others] == [found] * 5
+    assert any(says in problem for problem in found) if says else found == []
+    assert slowly.looks <= 8  # six entries, and once more those that were read: no run for each
+    assert own.check() == found
+
+
+def test_a_check_that_fails_fails_for_all_who_wait_and_the_next_begins_anew(
+    trail: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.registry.trail.PAGE", 2)
+    slowly = Slowly(trail, 2)
+    own = Trail(slowly.look, None)
+    waiting = [own.checking(), own.checking()]
+    assert slowly.waits.wait(60)
+    waiting[0].cancel()  # one who leaves takes nothing from the others
+    own.leave()
+    slowly.may.set()
+    for each in waiting:
+        with pytest.raises(Abandoned):
+            each.result(60)
+    anew = own.checking()
+    assert anew is not waiting[0] and isinstance(anew.exception(60), Abandoned)
 
 
 def test_guards_that_were_taken_away_or_made_harmless_are_missed(registry: Registry) -> None:
