@@ -16,9 +16,8 @@ from typing import Any, Literal
 from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
-from server.registry.audit import Actor, append, digest_of
+from server.registry.audit import Actor, Mark, append, digest_of, mark_of
 from server.registry.lifecycle import LIVE
-from server.registry.modules import Mark, mark_of
 from server.registry.refusals import AlreadyThere, NotAllowed, Stale
 from server.registry.tables import KeyRow, ModuleRow, RulesRow
 from server.registry.transactions import Transactions

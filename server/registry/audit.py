@@ -8,6 +8,7 @@ own transaction.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ _COLUMNS = [
 ]  # and no objects of rows, which take longer than the database
 _LOCK = 7_235_310_414  # PostgreSQL's advisory lock for appending: two appenders would seal the same predecessor
 _APPENDED = "audit_appended"
+# After so long records are read again though no change is told of: somebody may have written by hand.
+WHOLE_SECONDS = 60.0
+Mark = tuple[tuple[int, str] | None, int]
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,13 @@ def newest(session: Session) -> tuple[int, str] | None:
     """Number and digest of the last row, None where there is none."""
     last = session.execute(select(AuditRow.id, AuditRow.digest).order_by(AuditRow.id.desc()).limit(1)).first()
     return (last.id, last.digest) if last else None
+
+
+def mark_of(session: Session) -> Mark:
+    """What is another wherever records may have changed: every change ends the audit trail with another entry. It is read before
+    the records are, so that they are as it says or newer.
+    """
+    return newest(session), int(time.monotonic() / WHOLE_SECONDS)
 
 
 @dataclass(frozen=True)

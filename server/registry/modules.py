@@ -10,26 +10,24 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, func, select
+from sqlalchemy import ColumnElement, Row, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry import records
-from server.registry.audit import Actor, newest
+from server.registry.audit import Actor, Mark, mark_of
 from server.registry.lifecycle import LIVE, Action, check_revision, follow
 from server.registry.records import CLOCK, GUARD_PREFIX, NewModule, module_view
-from server.registry.refusals import AWAY, JointOutdated, NotAllowed
-from server.registry.tables import Kind, ModuleRow, ModuleState, Origin
+from server.registry.refusals import AWAY, JointOutdated, NotAllowed, NotThere
+from server.registry.tables import Kind, ModuleRow, ModuleState, Origin, by_name, of_digest
 from server.registry.transactions import Transactions
 
 log = logging.getLogger("unbind.modules")
-# After so long records are read again though no change is told of: somebody may have written by hand.
-WHOLE_SECONDS = 60.0
 SKEW_SECONDS = 60.0  # by which the clocks of servers may differ and none undoes what another did
 RETURN_SECONDS = 60.0  # between two times at which one record comes back
-Mark = tuple[tuple[int, str] | None, int]
 
 
 @dataclass
@@ -56,9 +54,22 @@ class Modules:
 
     def versions(self, name: str | None = None) -> list[dict[str, Any]]:
         """Every version, by name and age; a name's modules before its guards."""
-        query = select(ModuleRow).order_by(ModuleRow.name, ModuleRow.kind.desc(), ModuleRow.version)
         with self._transactions.look() as session:
-            return [module_view(row) for row in session.scalars(query if name is None else query.filter_by(name=name))]
+            return [module_view(row) for row in session.scalars(by_name(select(ModuleRow), name))]
+
+    def listed(
+        self, name: str | None, limit: int, after: str = "", wanted: Callable[[Any], bool] | None = None
+    ) -> list[dict[str, Any]]:
+        """The first ``versions``, or those behind the id ``after``, whose kind, name and digest are ``wanted``. Raises NotThere."""
+        brief: Any = select(ModuleRow.id, ModuleRow.kind, ModuleRow.name, ModuleRow.digest)
+        with self._transactions.look() as session:
+            behind = session.get(ModuleRow, after) if after else None
+            if after and (behind is None or name not in (None, behind.name) or (wanted and not wanted(behind))):
+                raise NotThere(f"no module '{after}'")
+            found = session.execute(by_name(brief, name, behind).limit(limit if wanted is None else None))
+            ids = [row.id for row in islice(filter(wanted, found), limit)]
+            rows = {row.id: row for row in session.scalars(select(ModuleRow).where(ModuleRow.id.in_(ids)))}
+            return [module_view(rows[identifier]) for identifier in ids]
 
     def live(self, fingerprint: str) -> list[dict[str, Any]]:
         """The modules that servers of this model load: active or in shadow."""
@@ -196,7 +207,7 @@ class Modules:
         """
         try:
             with self._transactions.change() as session:
-                row = session.scalar(_of_digest(new.digest))
+                row = session.scalar(of_digest(new.digest))
                 if row is None:
                     live = records.live_version(session, new.name, new.fingerprint)
                     waits = live is not None and (live.origin, live.file) != (new.origin, new.file)
@@ -207,12 +218,12 @@ class Modules:
                 return module_view(row)
         except IntegrityError:  # another server adopted it at the same moment
             with self._transactions.look() as session:
-                return module_view(session.scalars(_of_digest(new.digest)).one())
+                return module_view(session.scalars(of_digest(new.digest)).one())
 
     def held(self, name: str, digest: str) -> bool:
         """Whether a takedown's record holds the name, so that a file of this digest, which is not known, cannot have it."""
         with self._transactions.look() as session:
-            known = session.scalar(_of_digest(digest))
+            known = session.scalar(of_digest(digest))
             return known is None and records.takedown_holding(session, name) is not None
 
     def pass_time(self, now: float) -> None:
@@ -277,18 +288,6 @@ class Modules:
                 if row is not None:
                     holder = records.takedown_holding(session, row.name)
                     records.set_state(session, row, ModuleState.SUPERSEDED, "superseded", CLOCK, now, by=holder)
-
-
-def _of_digest(digest: str) -> Select[ModuleRow]:
-    """The module, which no other has the bytes of."""
-    return select(ModuleRow).where(ModuleRow.digest == digest, ModuleRow.kind == Kind.MODULE)
-
-
-def mark_of(session: Session) -> Mark:
-    """What is another wherever records may have changed: every change ends the audit trail with another entry. It is read before
-    the records are, so that they are as it says or newer.
-    """
-    return newest(session), int(time.monotonic() / WHOLE_SECONDS)
 
 
 def _next_due(session: Session) -> float:

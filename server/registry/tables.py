@@ -226,3 +226,20 @@ def newest(table: type[Listed], limit: int, behind: Listed | None = None) -> Sel
     if behind is not None:  # of those that came at one moment each has its place
         query = query.where(tuple_(table.created_at, table.id) < tuple_(behind.created_at, behind.id))
     return query
+
+
+def by_name(query: Select[Any], name: str | None = None, behind: ModuleRow | None = None) -> Select[Any]:
+    """Every version, or those of a name, by name and age, its modules before its guards; or what follows the one ``behind``."""
+    of, kind, place = ModuleRow.name, ModuleRow.kind, tuple_(ModuleRow.version, ModuleRow.id)
+    query = query.order_by(of, kind.desc(), ModuleRow.version, ModuleRow.id)
+    if name is not None:
+        query = query.where(of == name)
+    if behind is not None:
+        later = (kind < behind.kind) | ((kind == behind.kind) & (place > tuple_(behind.version, behind.id)))
+        query = query.where(of >= behind.name, (of > behind.name) | later)
+    return query
+
+
+def of_digest(digest: str) -> Select[ModuleRow]:
+    """The module, which no other has the bytes of."""
+    return select(ModuleRow).where(ModuleRow.digest == digest, ModuleRow.kind == Kind.MODULE)

@@ -39,19 +39,16 @@ async def list_modules(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> dict[str, Any]:
     """The modules and guards a request can name, by name, and the files that could not be loaded and why; or all versions."""
-    with refusals():
+
+    def loaded(row: Any) -> bool:
+        return _loaded(served, row.kind, row.name, row.digest)
+
+    with refusals("module of this list"):
         await served.offer.refresh()
-        records = await asyncio.to_thread(served.registry.modules.versions, name)
+        records = await asyncio.to_thread(
+            served.registry.modules.listed, name, limit + 1, after, loaded if state == "loaded" else None
+        )
     data = [_described(served, record) for record in records]
-    if state == "loaded":
-        data = [module for module in data if module["loaded"]]
-    if after:
-        place = next((number for number, module in enumerate(data, 1) if module["id"] == after), None)
-        if place is None:
-            raise ApiError(
-                400, "after: no module of this list has this id; begin anew", param="after", code="invalid_value"
-            )
-        data = data[place:]
     found = {**served.offer.scan.problems, **served.offer.guards.problems}
     problems = [{"file": file, "reason": reason} for file, reason in sorted(found.items())]
     return {"object": "list", "data": data[:limit], "has_more": len(data) > limit, "problems": problems}
@@ -182,16 +179,21 @@ async def _changed(served: BaseService, record: dict[str, Any]) -> JSONResponse:
     return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 
 
+def _loaded(served: BaseService, kind: str, name: str, digest: str) -> bool:
+    """Whether a version is what a request can name here now."""
+    if kind == Kind.GUARD:
+        index = served.guards.indexes.get(name)
+        return index is not None and index.digest == digest
+    stored, current = served.offer.scan.modules.get(name), served.modules.current.get(name)
+    return stored is not None and current is not None and stored.digest == current.digest == digest
+
+
 def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
+    loaded = _loaded(served, record["kind"], record["name"], record["digest"])
     record = reached(record, unreached(served, record["scope"] or ""))
     if record["kind"] == Kind.GUARD:
-        index = served.guards.indexes.get(record["name"])
-        guards = index is not None and index.digest == record["digest"]
-        return {**record, "loaded": guards, **_withheld(served, record)}
-    stored = served.offer.scan.modules.get(record["name"])
-    loaded = stored is not None and stored.digest == record["digest"]
-    current = served.modules.current.get(record["name"])
-    if loaded and current is not None and current.digest == record["digest"]:
+        return {**record, "loaded": loaded, **_withheld(served, record)}
+    if loaded:
         canary = served.canaries.about(record["name"], record["digest"])
         told = {"canary": canary} if canary else {}
         return {**served.modules.describe(record["name"]), **record, "loaded": True, **told}

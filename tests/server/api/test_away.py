@@ -183,7 +183,7 @@ if PROGRAMS:
 def test_damage_to_the_registry_is_told_until_the_end_and_a_module_can_be_suspended(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.registry.modules.WHOLE_SECONDS", 0.1)  # records are read again so often
+    monkeypatch.setattr("server.registry.audit.WHOLE_SECONDS", 0.1)  # records are read again so often
     with live(checkpoint, tmp_path, refresh_seconds=REFRESH) as server:
         adopt(server, "held", "global")
         file = tmp_path / "data" / "unbind.sqlite"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.registry import modules, records
+from server.registry import audit, modules, records
 from server.registry.audit import Actor, digest_of
 from server.registry.lifecycle import Action
 from server.registry.records import NewModule
@@ -107,6 +107,6 @@ def test_two_servers_whose_clocks_disagree_do_not_undo_each_other_all_the_time(
         right.pass_time(10.0 + second)
     assert [row["action"] for row in registry.audit(limit=100)].count("module.return") == 1
     monkeypatch.setattr(modules, "RETURN_SECONDS", 0.0)
-    monkeypatch.setattr(modules, "WHOLE_SECONDS", 1e-9)  # the next look is at everything
+    monkeypatch.setattr(audit, "WHOLE_SECONDS", 1e-9)  # the next look is at everything
     right.pass_time(40.0)
     assert states(registry) == ["active"]

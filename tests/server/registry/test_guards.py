@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from sqlalchemy.exc import StatementError
 
 from server.guarding import build_guard, guard_secret, kept_guard
 from server.guards import GuardStore
+from server.registry import records
 from server.registry.audit import Actor
 from server.registry.lifecycle import Action
 from server.registry.objects import ObjectStore
@@ -221,3 +223,51 @@ def test_the_key_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     file.write_text("half a ke")
     with pytest.raises(UnbindError, match=r"guard\.key: holds no key of 32 bytes; restore it"):
         guard_secret(settings)
+
+
+def test_versions_are_listed_page_by_page_and_only_those_of_the_page_are_described(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ((Kind.MODULE, "one model"), (Kind.MODULE, "another"), (Kind.GUARD, ""))
+    new = [
+        NewModule(name, f"{number}", model, "file", Origin.TAKEDOWN, kind=kind)
+        for number in range(2)
+        for name in ("b", "B", "é", "a_b", "a-b")
+        for kind, model in kinds
+    ]
+    with registry.transactions.change() as session:
+        for number, one in enumerate(new):  # no two modules have the same bytes, and guards may
+            own = replace(one, digest=f"m{number}") if one.kind == Kind.MODULE else one
+            records.add(session, own, "auto", ADMIN, float(number))
+    every, modules = registry.modules.versions(), registry.modules
+    assert len(every) == len(new)
+    described: list[str] = []
+    view = records.module_view
+    monkeypatch.setattr("server.registry.modules.module_view", lambda row: described.append(row.id) or view(row))
+    for limit in (1, 2, 7, 30):
+        for name, wanted in (
+            (None, None),
+            ("b", None),
+            (None, lambda row: row.kind == "guard"),
+            ("é", lambda _: False),
+        ):
+            expected = [one["id"] for one in every if name in (None, one["name"])]
+            if wanted is not None:
+                expected = [one for one in expected if one.startswith("grd_") and name is None]
+            found: list[str] = []
+            while page := modules.listed(name, limit, found[-1] if found else "", wanted):
+                assert len(page) <= limit and described == [one["id"] for one in page]
+                described.clear()
+                found += [one["id"] for one in page]
+            assert found == expected
+    guard, other = (
+        next(one for one in every if one["kind"] == "guard"),
+        next(one for one in every if one["name"] == "b"),
+    )
+    for name, after, wanted in (
+        (None, "nobody", None),
+        ("é", other["id"], None),
+        (None, guard["id"], lambda row: row.kind == "module"),
+    ):
+        with pytest.raises(NotThere):
+            modules.listed(name, 5, after, wanted)

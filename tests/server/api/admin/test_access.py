@@ -353,7 +353,7 @@ def test_keys_and_rules_are_read_again_only_where_somebody_has_changed_the_regis
     assert not looking.current.rules
     with registry.engine.begin() as connection:  # by hand, and told of nowhere
         connection.exec_driver_sql("DELETE FROM api_keys")
-    monkeypatch.setattr("server.registry.modules.WHOLE_SECONDS", 1e-9)
+    monkeypatch.setattr("server.registry.audit.WHOLE_SECONDS", 1e-9)
     looking.refresh()
     assert not looking.current.keys
     registry.close()

@@ -108,6 +108,20 @@ def test_the_list_of_takedowns_is_read_to_its_end_page_by_page(running: Live) ->
         assert refused.error["message"] == f"after: no {kind[:-1]} has this id; begin anew"
 
 
+def test_the_list_of_modules_goes_on_behind_those_that_are_in_it(running: Live) -> None:
+    for name in ("in-list", "out-of-list"):
+        assert post(running, name, **ALONE).status == 202
+    gone = act(running, "out-of-list", "retire").body
+    for query, listed in (("", False), ("&state=all", True)):
+        every = [entry["id"] for entry in running.admin(f"/modules?limit=1000{query}").body["data"]]
+        assert (gone["id"] in every) is listed and len(every) > 2
+        pages = Client(running.url, ADMIN_KEY).whole(f"/modules?limit=2{query}")["data"]
+        assert [entry["id"] for entry in pages] == every
+    refused = running.admin(f"/modules?after={gone['id']}")
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
+    assert refused.error["message"] == "after: no module of this list has this id; begin anew"
+
+
 @pytest.mark.parametrize("named", ["", ".", "..", "../keys", "a?limit=1", "a#b", "a/evidence", "%2e", "é \u2028"])
 def test_commands_ask_for_what_they_are_given_and_nothing_else(running: Live, named: str) -> None:
     for command in (["takedown", "show"], ["takedown", "status"], ["module", "suspend"], ["evidence", "get"]):
