@@ -60,8 +60,8 @@ class Modules:
     def listed(
         self, name: str | None, limit: int, after: str = "", wanted: Callable[[Any], bool] | None = None
     ) -> list[dict[str, Any]]:
-        """The first ``versions``, or those behind the id ``after``, whose kind, name and digest are ``wanted``. Raises NotThere."""
-        brief: Any = select(ModuleRow.id, ModuleRow.kind, ModuleRow.name, ModuleRow.digest)
+        """The first ``versions``, or those behind the id ``after``, whose brief rows are ``wanted``. Raises NotThere."""
+        brief: Any = select(ModuleRow.id, ModuleRow.kind, ModuleRow.name, ModuleRow.digest, ModuleRow.state)
         with self._transactions.look() as session:
             behind = session.get(ModuleRow, after) if after else None
             if after and (behind is None or name not in (None, behind.name) or (wanted and not wanted(behind))):

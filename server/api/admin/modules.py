@@ -15,7 +15,7 @@ from server.api.admin.routes import Acting, IfMatch, Served, admin_router, refus
 from server.api.profiles import unreached
 from server.base_service import BaseService
 from server.errors import ApiError
-from server.registry.lifecycle import Action, here, reached
+from server.registry.lifecycle import LIVE, Action, here, reached
 from server.registry.objects import DamagedObject
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import AWAY, JointOutdated, NotAllowed
@@ -41,7 +41,7 @@ async def list_modules(
     """The modules and guards a request can name, by name, and the files that could not be loaded and why; or all versions."""
 
     def loaded(row: Any) -> bool:
-        return _loaded(served, row.kind, row.name, row.digest)
+        return _loaded(served, row.kind, row.name, row.digest, row.state)
 
     with refusals("module of this list"):
         await served.offer.refresh()
@@ -179,17 +179,17 @@ async def _changed(served: BaseService, record: dict[str, Any]) -> JSONResponse:
     return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 
 
-def _loaded(served: BaseService, kind: str, name: str, digest: str) -> bool:
+def _loaded(served: BaseService, kind: str, name: str, digest: str, state: str) -> bool:
     """Whether a version is what a request can name here now."""
-    if kind == Kind.GUARD:
+    if kind == Kind.GUARD:  # the same rows, posted again, make the same file: it is loaded for the version that is live
         index = served.guards.indexes.get(name)
-        return index is not None and index.digest == digest
+        return index is not None and index.digest == digest and state in LIVE
     stored, current = served.offer.scan.modules.get(name), served.modules.current.get(name)
     return stored is not None and current is not None and stored.digest == current.digest == digest
 
 
 def _described(served: BaseService, record: dict[str, Any]) -> dict[str, Any]:
-    loaded = _loaded(served, record["kind"], record["name"], record["digest"])
+    loaded = _loaded(served, record["kind"], record["name"], record["digest"], record["state"])
     record = reached(record, unreached(served, record["scope"] or ""))
     if record["kind"] == Kind.GUARD:
         return {**record, "loaded": loaded, **_withheld(served, record)}

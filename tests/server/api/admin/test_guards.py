@@ -117,6 +117,10 @@ def test_the_list_of_modules_goes_on_behind_those_that_are_in_it(running: Live) 
         assert (gone["id"] in every) is listed and len(every) > 2
         pages = Client(running.url, ADMIN_KEY).whole(f"/modules?limit=2{query}")["data"]
         assert [entry["id"] for entry in pages] == every
+    assert post(running, "in-list", **ALONE, replace=True).status == 202  # the same file, of another version
+    assert [entry["version"] for entry in running.admin("/modules?name=in-list").body["data"]] == [2]
+    told = running.admin("/modules?name=in-list&state=all").body["data"]
+    assert [(entry["state"], entry["loaded"]) for entry in told] == [("superseded", False), ("active", True)]
     refused = running.admin(f"/modules?after={gone['id']}")
     assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "invalid_value", "after")
     assert refused.error["message"] == "after: no module of this list has this id; begin anew"
