@@ -7,10 +7,13 @@ import copy
 import pytest
 
 from tests.core.conftest import build_tokenizer
+from tests.support.modules import build_module
 from tests.support.sentencepiece import FIM, sentencepiece
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode, encode_behind, encode_prompt, fim_prompt
 from unbind_core.errors import DataError
+from unbind_core.evaluation.scores import extractable
+from unbind_core.evaluation.verify import measure, verify
 from unbind_core.fitting.fit import fit
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import fim_split, forget_windows
@@ -61,7 +64,14 @@ def test_a_token_that_the_model_does_not_know_is_refused_with_its_row(tiny: Load
     more.add_tokens([f"<added{i}>" for i in range(size)])
     forget = [ForgetRow(PROMPT, CONTINUATION), ForgetRow("def f():\n", f"    return <added{size - 1}>\n")]
     retain = [RetainRow(f"def g{i}():\n    return {i}\n") for i in range(8)]
-    with pytest.raises(
-        DataError, match=f"forget row 2: the tokenizer has the token '<added{size - 1}>', and the model does not"
+    module = build_module(tiny.identity, "m")
+    for ask in (
+        lambda: fit(tiny.model, more, forget, retain, name="m", identity=tiny.identity),
+        lambda: extractable(tiny.model, more, forget),
+        lambda: verify(tiny.model, more, module, forget, retain, identity=tiny.identity),
+        lambda: measure(tiny.model, more, forget, retain),
     ):
-        fit(tiny.model, more, forget, retain, name="m", identity=tiny.identity)
+        with pytest.raises(
+            DataError, match=f"forget row 2: the tokenizer has the token '<added{size - 1}>', and the model does not"
+        ):
+            ask()

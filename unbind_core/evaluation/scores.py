@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.encoding import available_forms, encode_prompt, pad_id
+from unbind_core.architecture import unwrap
+from unbind_core.encoding import available_forms, encode_prompt, pad_id, require_known
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS, EXTRACTED_SPAN, longest_span, sentence_bleu
 from unbind_core.progress import ProgressCallback, silent
-from unbind_core.rows import ForgetRow
+from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.generation import Editing, Sampling, complete
 from unbind_core.windows import forget_prompt, with_room
 
@@ -39,6 +40,16 @@ class _Attempt:
     prompt: list[int]
     target: list[int]
     way: str = "original"
+
+
+def require_known_rows(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, forget: Sequence[ForgetRow], retain: Sequence[RetainRow] = ()
+) -> None:
+    """Raise DataError that names the first row with a token that the tokenizer has and the model has not."""
+    embeddings: Any = unwrap(model).get_input_embeddings()  # type: ignore[operator]
+    rows = [(f"forget row {number}", row.prompt + row.continuation) for number, row in enumerate(forget, 1)]
+    rows += [(f"retain row {number}", row.text) for number, row in enumerate(retain, 1)]
+    require_known(tokenizer, embeddings.weight.shape[0], rows)
 
 
 def _conditions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[ForgetRow]) -> dict[str, list[_Attempt]]:
@@ -195,8 +206,10 @@ def extractable(
 
     A row counts as extracted if an exact span of EXTRACTED_SPAN tokens, or of half its continuation if that is shorter, comes back;
     of CHANCE tokens or all at least, as fewer do by chance, and of a continuation of less than LEAST tokens nothing is counted.
-    ``memorised`` is true if any row is extracted: with none there is nothing to remove.
+    ``memorised`` is true if any row is extracted: with none there is nothing to remove. Raises DataError as a fit does of rows
+    that hold a token which the model lacks.
     """
+    require_known_rows(model, tokenizer, rows)
     used = available_forms(tokenizer, forms)
     scores = scores or forget_scores(model, tokenizer, rows, forms=used, attempts=0, progress=progress, stage="check")
     extracted = 0

@@ -25,6 +25,7 @@ from unbind_core.evaluation.scores import (
     RowScore,
     by_ways,
     forget_scores,
+    require_known_rows,
     summary,
 )
 from unbind_core.identity import ModelIdentity
@@ -67,7 +68,10 @@ def measure(
     attempts: int = 1,
     progress: ProgressCallback = silent,
 ) -> dict[str, Any]:
-    """One column of the before/after table for a model without modules: ``all`` and, with retain rows, ``retain``."""
+    """One column of the before/after table for a model without modules: ``all`` and, with retain rows, ``retain``. Raises DataError
+    of rows that hold a token which the model lacks.
+    """
+    require_known_rows(model, tokenizer, forget, retain)
     scores = forget_scores(
         model, tokenizer, forget, forms=available_forms(tokenizer), attempts=attempts, progress=progress
     )
@@ -113,9 +117,11 @@ def verify(
     at. ``before``: the scores of the unedited model, where :func:`forget_scores` has given them for the same rows and attempts;
     ``cache``: a folder for what depends on the retain rows alone, which a fit may share. ``identity`` (from
     :func:`unbind_core.load_model`) is computed if not given; give it where adapters were merged. Raises ModelMismatch where the
-    module is of another model than that, or was calibrated in other numerics than the model runs in: those are not its figures.
+    module is of another model than that, or was calibrated in other numerics than the model runs in: those are not its figures;
+    DataError of rows that hold a token which the model lacks.
     """
     _require(module, model, tokenizer, identity)
+    require_known_rows(model, tokenizer, forget, retain)
     groups: dict[str, Sequence[int]] = {}
     if forget_digest(forget) == module.forget_digest:
         groups = {

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from unbind_core.architecture import decoder_layers, identify, unwrap
+from unbind_core.architecture import decoder_layers, identify
 from unbind_core.cpu.linears import packed_linears
-from unbind_core.encoding import available_forms, pad_id, require_known
+from unbind_core.encoding import available_forms, pad_id
 from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
-from unbind_core.evaluation.scores import RowScore
+from unbind_core.evaluation.scores import RowScore, require_known_rows
 from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.certificate import certificate_states, certify
 from unbind_core.fitting.context import Context
@@ -70,15 +69,6 @@ def _check_options(options: FitOptions, layer_count: int) -> list[int]:
     return layers
 
 
-def _require_known(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, forget: Sequence[ForgetRow], retain: Sequence[RetainRow]
-) -> None:
-    embeddings: Any = unwrap(model).get_input_embeddings()  # type: ignore[operator]
-    rows = [(f"forget row {number}", row.prompt + row.continuation) for number, row in enumerate(forget, 1)]
-    rows += [(f"retain row {number}", row.text) for number, row in enumerate(retain, 1)]
-    require_known(tokenizer, embeddings.weight.shape[0], rows)
-
-
 @uncompiled()
 def fit(
     model: nn.Module,
@@ -117,7 +107,7 @@ def fit(
         raise DataError(
             f"before: {len(before)} scores were given for {len(forget)} forget rows; give one a row, in their order"
         )
-    _require_known(model, tokenizer, forget, (*retain, *retain_calibration))
+    require_known_rows(model, tokenizer, forget, (*retain, *retain_calibration))
     context = context_of(model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache)
     with context.clock.stage("self-check"):
         require_gradients(model, context.layers)
