@@ -128,6 +128,7 @@ def retain_completions(
         pad=pad_id(tokenizer),
         end=tokenizer.eos_token_id,
         cache=cache and cache / f"paths-{key}.safetensors",
+        progress=progress,
     )
 
 

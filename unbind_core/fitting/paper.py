@@ -134,7 +134,7 @@ def fit_paper(context: Context) -> tuple[UnbindModule, FitReport]:
         forget_replay = Replay(model, context.forget_windows(parts.forget_validation), layers, pad=pad)
         calibration = context.retain_windows(parts.retain_calibration)
         shared = {"pad": pad, "cache": context.cache, "fingerprint": context.identity.fingerprint}
-        retain = retain_replay(model, calibration, layers, **shared)  # type: ignore[arg-type]
+        retain = retain_replay(model, calibration, layers, progress=progress, **shared)  # type: ignore[arg-type]
     with clock.stage("retain completions"):
         completions = retain_completions(
             model,

@@ -171,7 +171,13 @@ def calibration(context: Context) -> tuple[Replay, RetainCompletions]:
     with context.clock.stage("calibration states"):
         windows = context.retain_windows(context.parts.retain_calibration)
         replay = retain_replay(
-            context.model, windows, [layer], pad=context.pad, cache=context.cache, fingerprint=fingerprint
+            context.model,
+            windows,
+            [layer],
+            pad=context.pad,
+            cache=context.cache,
+            fingerprint=fingerprint,
+            progress=context.progress,
         )
     with context.clock.stage("retain completions"):
         completions = retain_completions(
