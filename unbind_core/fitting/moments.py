@@ -1,8 +1,8 @@
-"""Streaming, mergeable FP64 moments of hidden states: what a fit keeps of the text it has read; and the paper's two directions,
+"""Streaming FP64 moments of hidden states: what a fit keeps of the text it has read; and the paper's two directions,
 which follow from them: which tells forget from retain states (Section 4.1), and which raises the loss (Section 4.2).
 
-``fit(A + B) = merge(fit(A), fit(B))``. Retain moments do not depend on the forget set, so they are computed once per
-model, retain set and window policy and kept on disk (``save_moments``, ``load_moments``).
+Adding rows part by part gives what all of them at once give. Retain moments do not depend on the forget set, so they are computed
+once per model, retain set and window policy and kept on disk (``save_moments``, ``load_moments``).
 """
 
 from __future__ import annotations
@@ -44,24 +44,13 @@ class Moments:
         if states.shape[0] == 0:
             return
         rows = states.to(torch.float64)
-        mean = rows.mean(0)
-        centred = rows - mean
-        self._merge(rows.shape[0], mean, centred.T @ centred)
-        self.norm_sum += float(rows.norm(dim=1).sum())
-
-    def merge(self, other: Moments) -> None:
-        """Take in what another accumulator has seen (Chan's parallel update)."""
-        self._merge(other.count, other.mean.to(self.device), other.scatter.to(self.device))
-        self.norm_sum += other.norm_sum
-
-    def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        if count == 0:
-            return
-        total = self.count + count
-        gap = mean - self.mean
-        self.scatter += scatter + torch.outer(gap, gap) * (self.count * count / total)
+        count, mean = rows.shape[0], rows.mean(0)
+        total, gap, centred = self.count + count, mean - self.mean, rows - mean
+        # Chan's update of what was seen by what comes
+        self.scatter += centred.T @ centred + torch.outer(gap, gap) * (self.count * count / total)
         self.mean += gap * (count / total)
         self.count = total
+        self.norm_sum += float(rows.norm(dim=1).sum())
 
     @property
     def covariance(self) -> Tensor:
@@ -93,12 +82,6 @@ class CrossMoments:
         self.product += states.to(torch.float64).T @ gradients.to(torch.float64)
         self.gradient += gradients.to(torch.float64).sum(0)
         self.count += states.shape[0]
-
-    def merge(self, other: CrossMoments) -> None:
-        """Take in what another accumulator has seen."""
-        self.product += other.product.to(self.device)
-        self.gradient += other.gradient.to(self.device)
-        self.count += other.count
 
     @property
     def symmetric(self) -> Tensor:

@@ -39,30 +39,9 @@ def test_streaming_equals_batch(sizes: list[int]) -> None:
     assert streamed.mean_norm == pytest.approx(float(rows.norm(dim=1).mean()))
 
 
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 30))
-def test_merge_is_associative_and_commutative(first: int, second: int, third: int) -> None:
-    parts = [states(n, 4, n) for n in (first, second, third)]
-
-    def merged(order: list[int], nested: bool) -> Moments:
-        a, b, c = (moments(parts[i]) for i in order)
-        if nested:
-            b.merge(c)
-            a.merge(b)
-        else:
-            a.merge(b)
-            a.merge(c)
-        return a
-
-    results = [merged([0, 1, 2], True), merged([0, 1, 2], False), merged([2, 0, 1], False)]
-    for other in results[1:]:
-        torch.testing.assert_close(other.mean, results[0].mean)
-        torch.testing.assert_close(other.scatter, results[0].scatter)
-
-
-def test_merging_nothing_changes_nothing() -> None:
+def test_no_rows_change_nothing() -> None:
     full = moments(states(9, 3, 2))
     before = full.scatter.clone()
-    full.merge(Moments(3))
     full.add(torch.zeros(0, 3))
     assert full.count == 9
     assert torch.equal(full.scatter, before)
@@ -119,9 +98,7 @@ def test_the_axis_minimises_the_quadratic_form_against_a_thousand_directions() -
     h, g = states(80, 7, 5), states(80, 7, 6)
     cross = CrossMoments(7)
     cross.add(h[:30], g[:30])
-    rest = CrossMoments(7)
-    rest.add(h[30:], g[30:])
-    cross.merge(rest)
+    cross.add(h[30:], g[30:])
     matrix = (h.T @ g + g.T @ h) / 160
     torch.testing.assert_close(cross.symmetric, matrix)
     axis = output_axis(cross)
