@@ -21,6 +21,7 @@ MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
 PIECE_LINES = 60
 SHORTEST_PIECE_LINES = 20
+MAX_GLOBS, MAX_GLOB_CHARACTERS = 100, 1000  # reading one takes the square of its characters
 ROW_FILES = (".jsonl", ".ndjson")  # in an archive they would be cut into rows as if they were source code
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines cuts
 
@@ -53,6 +54,11 @@ def from_json(rows: Sequence[dict[str, Any]]) -> Intake:
 
 def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> Intake:
     """Rows of an uploaded file: .zip, .tar.gz or JSONL, told apart by content."""
+    for option, globs in (("include", include), ("exclude", exclude)):
+        if len(globs) > MAX_GLOBS or any(len(glob) > MAX_GLOB_CHARACTERS for glob in globs):
+            raise DataError(
+                f"{option}: at most {MAX_GLOBS} patterns of {MAX_GLOB_CHARACTERS} characters are taken; give fewer or shorter ones"
+            )
     if data[:4] == b"PK\x03\x04":
         return _from_files(zip_files(data), include, exclude)
     if data[:2] == b"\x1f\x8b":

@@ -282,9 +282,9 @@ def test_hostile_rows_over_http_are_bad_requests(server: Live, body: bytes) -> N
 VALUES_OF_PARTS = ["\ud800", '{"\\ud800": 1}', "[" * 100_000, "[" * 3, '{"claimant": "\\ud800"}', ""]
 
 
-def with_part(part: str, value: str) -> tuple[bytes, dict[str, str]]:
+def with_part(part: str, value: str, kind: str = "jsonl") -> tuple[bytes, dict[str, str]]:
     """A whole form but for one part."""
-    body, headers = multipart(GROUND["jsonl"], **DRY, **({} if part in DRY else {part: "?"}))
+    body, headers = multipart(GROUND[kind], **DRY, **({} if part in DRY else {part: "?"}))
     head = f'name="{part}"\r\n\r\n'.encode()
     before, after = body.split(head)
     _, _, after = after.partition(b"\r\n--b")
@@ -310,5 +310,15 @@ def test_a_form_without_its_file_is_a_bad_request(server: Live) -> None:
 @pytest.mark.parametrize("part", ["include", "exclude"])
 @pytest.mark.parametrize("value", VALUES_OF_PARTS)
 def test_patterns_of_a_form_may_be_any_text(server: Live, part: str, value: str) -> None:
-    body, headers = with_part(part, value)
-    assert server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers).status == 200
+    body, headers = with_part(part, value, "zip")
+    answer = server.call("/admin/v1/takedowns", body, key=ADMIN_KEY, headers=headers)
+    long = f"{part}: at most 100 patterns of 1000"
+    told = long if len(value) > 1000 else "0 files match" if part == "include" else "nothing"
+    assert answer.status == 200 or told in answer.error["message"], answer.raw
+
+
+@pytest.mark.parametrize("globs", [["[" * 100_000], ["*"] * 101])
+def test_patterns_that_would_take_for_ever_are_refused(globs: list[str]) -> None:
+    for include, exclude in ((globs, []), ([], globs)):
+        with pytest.raises(DataError, match="clude: at most 100 patterns of 1000 characters"):
+            from_upload(GROUND["zip"], include, exclude)
