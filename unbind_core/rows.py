@@ -70,7 +70,8 @@ def split_text(text: str) -> tuple[str, str]:
     return text[:at], text[at:]
 
 
-def _objects(lines: Iterable[str], origin: str) -> Iterable[tuple[str, dict[str, Any]]]:
+def json_objects(lines: Iterable[str], origin: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The objects of JSONL, each behind its file and line, for what is said of it later; raises DataError that names them."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -131,12 +132,7 @@ def json_lines(data: bytes, origin: str) -> list[str]:
 
 def parse_forget(source: Path | Iterable[str], origin: str | None = None) -> list[ForgetRow]:
     """Forget rows from a JSONL file or its lines; raises DataError naming ``origin`` (the file), line and field; OSError passes."""
-    return [row for _, row in placed_forget(source, origin)]
-
-
-def placed_forget(source: Path | Iterable[str], origin: str | None = None) -> list[tuple[str, ForgetRow]]:
-    """As ``parse_forget``, each row behind its file and line, for what is said of it later."""
-    return [(where, forget_row(value, where)) for where, value in _read(source, origin, "forget rows")]
+    return [forget_row(value, where) for where, value in _read(source, origin, "forget rows")]
 
 
 def parse_retain(source: Path | Iterable[str], origin: str | None = None) -> list[RetainRow]:
@@ -155,9 +151,9 @@ def _read(source: Path | Iterable[str], origin: str | None, unnamed: str) -> Ite
             f"{unnamed}: '{source[:80]}' is a string; give a file as Path(...), or the lines of one in a list"
         )
     if not isinstance(source, Path):
-        return _objects(source, origin or unnamed)
+        return json_objects(source, origin or unnamed)
     origin = origin or str(source)
-    return _objects(json_lines(source.read_bytes(), origin), origin)
+    return json_objects(json_lines(source.read_bytes(), origin), origin)
 
 
 def retain_digest(row: RetainRow) -> str:

@@ -6,7 +6,6 @@ large one. How archives are read: ``archives.py``. How files become rows: see ``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -15,7 +14,7 @@ from typing import Any
 
 from server.api.admin.archives import shown, tar_files, zip_files
 from unbind_core.errors import DataError, InsufficientRows
-from unbind_core.rows import ForgetRow, forget_row, json_lines, placed_forget
+from unbind_core.rows import ForgetRow, forget_row, json_lines, json_objects
 
 MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
@@ -69,8 +68,24 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
         raise DataError("file: binary, but neither .zip nor .tar.gz; give JSONL in UTF-8, or one of these")
     lines = json_lines(data, "file")
     _check_rows(sum(bool(line.strip()) for line in lines))
-    placed = placed_forget(lines, "file")
-    return checked(placed, cut=sum("text" in json.loads(line) for line in lines if line.strip()))
+    if any(include) or any(exclude):
+        option = "include" if any(include) else "exclude"
+        raise DataError(
+            f"{option}: chooses files of an archive, and this is JSONL, of which every row is taken; leave it out"
+        )
+    placed: list[tuple[str, ForgetRow]] = []
+    cut = 0
+    try:
+        for where, value in json_objects(lines, "file"):
+            placed.append((where, forget_row(value, where)))
+            cut += "text" in value
+    except DataError as error:
+        if placed or data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[", b'"'):
+            raise
+        raise DataError(
+            f"{error}. Source code is given as .zip or .tar.gz, also one file alone (tar czf rows.tar.gz FILE), and cut into rows"
+        ) from None
+    return checked(placed, cut=cut)
 
 
 def checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: int = 0) -> Intake:

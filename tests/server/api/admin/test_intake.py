@@ -19,7 +19,7 @@ from server.api.admin import intake
 from server.api.admin.archives import MAX_FILES
 from server.api.admin.intake import from_json, from_upload, pieces
 from tests.support.live import ADMIN_KEY, TIMEOUT, live, until
-from unbind_core.errors import UnbindError
+from unbind_core.errors import DataError, UnbindError
 
 ROWS = [{"prompt": f"def f{i}():\n", "continuation": f"    return {i}\n"} for i in range(4)]
 SOURCE = "".join(f"def function_{i}(value):\n    first = value + {i}\n    return first\n\n\n" for i in range(40))
@@ -85,6 +85,13 @@ def test_a_source_file_is_cut_where_a_new_block_begins() -> None:
     assert list(pieces("one line\n")) == [] and list(pieces("")) == []
 
 
+def test_what_chooses_files_of_an_archive_is_refused_beside_rows() -> None:
+    for option, include, exclude in (("include", ["*.py"], []), ("exclude", [], ["*.py"])):
+        with pytest.raises(DataError, match=f"{option}: chooses files of an archive, and this is JSONL"):
+            from_upload(jsonl(ROWS), include, exclude)
+    assert from_upload(jsonl(ROWS), [""], [""]) == from_upload(jsonl(ROWS), [], [])  # what a form left empty
+
+
 @given(st.text(max_size=3000))
 def test_no_text_is_lost_by_cutting(text: str) -> None:
     lines = text.splitlines()
@@ -98,6 +105,8 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (b"", "it is empty"),
         (b"  \n\n", "it is empty"),
         (jsonl(ROWS)[:-20], "file line 4: not JSON"),
+        (SOURCE.encode(), r"file line 1: not JSON .*one file alone \(tar czf rows.tar.gz FILE\), and cut into rows"),
+        (b"\n\xef\xbb\xbfimport os\n", "file line 2: not JSON .*Source code is given as .zip or .tar.gz"),
         (b"\x7fELF\x00\x00", "binary, but neither"),
         (jsonl(ROWS).decode().encode("utf-16"), "binary, but neither"),
         ('{"text": "über"}'.encode("latin-1"), r"not UTF-8 \(byte 10\)"),
