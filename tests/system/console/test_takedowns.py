@@ -68,6 +68,10 @@ def test_secrets_are_guarded_by_letters_and_the_list_of_guards_says_so(browser: 
         page.get_by_role("button", name="Dry run").click()
         plan = page.get_by_role("region", name="What it will take")
         expect(plan).to_contain_text("1 were given as one text and cut")
+        page.get_by_label("Words and signs of a run").fill("50")
+        page.get_by_role("button", name="Dry run").click()
+        expect(page.get_by_role("alert").filter(has_text="50")).to_be_visible()  # none of these is as long
+        page.get_by_label("Words and signs of a run").fill("")
         page.get_by_label("Rows or code").fill(json.dumps({"prompt": 'KEY = "', "continuation": key}))
         page.get_by_role("button", name="Submit").click()
         expect(page.get_by_role("heading", level=1)).to_contain_text("secret-keys")

@@ -23,7 +23,7 @@ const ACTIVATION = {
   shadow: "Measure only at first (shadow)",
   manual: "Not before somebody activates it",
 }
-const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "50", secrets: false, replace: false }
+const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "", secrets: false, replace: false }
 
 function Choice({ label, id, hint, choices, value, onChange, ...rest }) {
   return html`<${Field} label=${label} id=${id} hint=${hint}><select id=${id} value=${value} ...${rest} onChange=${event => onChange(event.target.value)}>
@@ -39,7 +39,7 @@ function options(form) {
   const guarded = form.protect === "guard" || form.action !== BEGIN.action || form.run !== BEGIN.run || form.secrets
   if (guarded && form.protect !== "module") said.guard = { action: form.action }
   if (said.guard && form.secrets) said.guard.secrets = true
-  if (said.guard && !(form.secrets && form.run === BEGIN.run)) said.guard.run = Number(form.run)
+  if (said.guard && form.run !== BEGIN.run) said.guard.run = Number(form.run)
   return said
 }
 
@@ -100,7 +100,7 @@ export function New() {
         ${form.protect !== "module" && html`<${Choice} label="What the guard does" id="action" choices=${ACTION} value=${form.action} onChange=${change("action")}
             hint=${`Where an answer would complete a run of the rows.${form.action === "steer" ? " After three such tokens the answer ends." : ""}`} />
           <${Field} label="Words and signs of a run" id="run" hint="8 to 1,000; 50 unless given, and 12 letters and digits of secrets. Shorter rows are not guarded.">
-            <input id="run" type="number" min="8" max="1000" value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>
+            <input id="run" type="number" min="8" max="1000" placeholder=${form.secrets ? "12" : "50"} value=${form.run} onInput=${event => change("run")(event.target.value)} /></${Field}>
           <div class="field"><label class="pick"><input type="checkbox" checked=${form.secrets} onChange=${event => change("secrets")(event.target.checked)} />
             The rows are secrets, as keys and passwords: what continues each is guarded letter by letter</label>
             ${form.secrets && html`<p class="hint">Give JSON lines with prompt and continuation, which is the secret alone. Of anything else a part is not guarded.</p>`}</div>`}
