@@ -197,3 +197,12 @@ def test_every_option_says_what_it_is() -> None:
     command: Any = get_command(build())
     options = command.commands["takedown"].commands["submit"].params
     assert len(options) > 20 and [option.name for option in options if not option.help] == []
+
+
+def test_a_job_that_has_ended_is_said_not_to_have_been_cancelled(running: Live) -> None:
+    body = {"name": "held", "rows": ROWS[:1], "options": {"protect": "guard", "guard": {"run": 8}}}
+    job = running.admin("/takedowns", body).body["job_id"]
+    for more in ([], ["--json"]):
+        told = CliRunner().invoke(build(), ["takedown", "cancel", job, "--url", running.url, "--key", ADMIN_KEY, *more])
+        assert told.exit_code == 0 and "succeeded" in told.stdout
+        assert " ".join(told.stderr.split()) == f"job {job} has succeeded already: nothing was cancelled"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import AsJson, clear_errors, screen, show_lines, write_json
+from server.cli.console import AsJson, clear_errors, notes, screen, show_lines, write_json
 from server.cli.takedown.join import join
 from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
 from server.cli.takedown.submit import submit
@@ -82,8 +82,10 @@ def watch(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = Fa
 
 
 def cancel(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
-    """Ask a job to stop."""
-    _post(job_id, "cancel", url, key, as_json)
+    """Ask a job to stop; one that has ended stays as it is."""
+    job = _post(job_id, "cancel", url, key, as_json)
+    if job["state"] in ENDED and job["state"] != "cancelled":
+        notes.print(f"job {job['id']} has {job['state']} already: nothing was cancelled", soft_wrap=True)
 
 
 def retry(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
@@ -108,13 +110,14 @@ def purge(
         screen.print(f"the rows of {takedown_id} are {done}; their digest is {answer['forget_digest']}", soft_wrap=True)
 
 
-def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> None:
+def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> dict[str, Any]:
     with clear_errors():
-        job = Client(url, key).call(address("jobs", job_id, what), method="POST")
+        job: dict[str, Any] = Client(url, key).call(address("jobs", job_id, what), method="POST")
     if as_json:
         write_json(job)
     else:
         show_jobs([job])
+    return job
 
 
 def register(app: typer.Typer) -> None:
