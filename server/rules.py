@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from unbind_core.fields import NAME
+
 MAX_STRENGTH = 10.0
 MAX_MODULES = 4096
-ModuleName = Annotated[str, StringConstraints(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+ModuleName = Annotated[str, StringConstraints(strict=True, pattern=f"^{NAME}$")]
 Strength = Annotated[float, Field(gt=0, le=MAX_STRENGTH, allow_inf_nan=False)]
 WhenOpen = Literal["allow", "strip", "refuse"]  # the loosest first
 

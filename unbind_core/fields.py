@@ -13,6 +13,7 @@ from typing import Any
 from unbind_core.partitions import are_whole_numbers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # a whole name of a module
 MOST_NESTED = 16  # levels of the free fields: reports have four
 _LARGEST = 2.0**127  # what single precision, in which modules are applied, can hold
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unbind_core.fields import is_number, numerics_problem
+from unbind_core.fields import NAME, is_number, numerics_problem
 from unbind_core.module_file import CORRECTIONS, DETECTORS, shown
 from unbind_core.partitions import RowsByPart
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 POLICIES = ("silent", "rewrite")
 MAX_GATE_WINDOW = 256  # positions
 MAX_RANK = {"lowrank": 256, "network": 1024}  # of a correction: a network's hidden units
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
 
 def name_problem(name: str) -> str | None:
     """What is wrong with a module's name; None where nothing is. Asked before a fit, too, which would be lost to it."""
-    if _NAME.fullmatch(name):
+    if re.fullmatch(NAME, name):
         return None
     return "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
 

@@ -20,6 +20,7 @@ from pydantic import (
 from server.api.admin.intake import MAX_ROWS
 from server.errors import field_error
 from server.registry.lifecycle import SCOPE
+from unbind_core.fields import NAME
 from unbind_core.guard.index import BARS, LEAST_RUN, MOST_BARS, MOST_RUN, RUN, SECRET_RUN, Action
 from unbind_core.module_checks import name_problem
 
@@ -127,9 +128,7 @@ class TakedownFields(BaseModel):
     """What comes with the rows."""
 
     model_config = _STRICT
-    name: Annotated[
-        StrictStr, AfterValidator(_name), Field(json_schema_extra={"pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"})
-    ]
+    name: Annotated[StrictStr, AfterValidator(_name), Field(json_schema_extra={"pattern": f"^{NAME}$"})]
     notice: Notice = Notice()
     options: TakedownOptions = TakedownOptions()
 
