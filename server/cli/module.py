@@ -115,6 +115,9 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
             table.add_row(Text("calibrated", style="bold"), ", ".join(str(part) for part in value.values() if part))
         elif field == "canary":
             table.add_row(Text("canary", style="bold"), value["told"])
+        elif field == "warnings":
+            for warning in value:
+                table.add_row(Text("warning", style="yellow"), warning)
         elif not isinstance(value, dict):
             table.add_row(Text(field, style="bold"), str(shown_field(field, value)))
     screen.print(table)

@@ -1,7 +1,7 @@
 """One module in place of those of several takedowns, which keep their records, rows and guards: ``options.joins`` has their ids.
 
 What many small modules cost ordinary code adds up, so that one module of all their rows costs less. When it becomes active theirs
-are superseded in the same transaction.
+are superseded in the same transaction. Where it is superseded by one that has not all of those rows, what it superseded comes back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, String, cast, select
 from sqlalchemy.orm import Session
 
+from server.registry.audit import rows_about
 from server.registry.lifecycle import LIVE
-from server.registry.tables import Kind, ModuleRow, Takedown
+from server.registry.tables import Kind, ModuleRow, ModuleState, Takedown
 
 
 def joined_by(options: Mapping[str, Any]) -> Collection[str]:
@@ -56,3 +57,34 @@ def keepers(session: Session, takedown: Takedown) -> tuple[list[str], list[str]]
     same = list(session.scalars(kept.where(Takedown.forget_digest == takedown.forget_digest)))
     among = [one for one in joiners(session).get(takedown.id, ()) if one not in same]
     return same, list(session.scalars(kept.where(Takedown.id.in_(among)))) if among else []
+
+
+def left(session: Session, ended: ModuleRow, new: Collection[str] = ()) -> Sequence[ModuleRow]:
+    """What this module stands in for and nothing does once it is out of use, of what modules that join it superseded: the newest
+    first, as one may have the rows of others. ``new``: takedowns whose modules are about to be active.
+    """
+    joining = joiners(session) if stands_for(session, ended) else {}
+    within = {one for one, by in joining.items() if ended.takedown_id in by}
+    if not within:
+        return ()
+    live = select(ModuleRow.name, ModuleRow.takedown_id, ModuleRow.state).where(
+        ModuleRow.kind == Kind.MODULE, ModuleRow.fingerprint == ended.fingerprint, ModuleRow.state.in_(LIVE)
+    )
+    others = session.execute(live.where(ModuleRow.id != ended.id)).all()
+    names = {ended.name, *(one.name for one in others)}
+    standing = {*new, *(one.takedown_id for one in others if one.state == ModuleState.ACTIVE)}
+    superseded = select(ModuleRow).where(ModuleRow.takedown_id.in_(within), ModuleRow.state == ModuleState.SUPERSEDED)
+    superseded = superseded.where(ModuleRow.kind == Kind.MODULE, ModuleRow.fingerprint == ended.fingerprint)
+    rows = session.scalars(superseded.order_by(ModuleRow.created_at.desc())).all()
+    said = {entry["subject"]: entry["detail"].get("by") for entry in rows_about(session, [row.id for row in rows])}
+    made_by = select(ModuleRow.id, ModuleRow.takedown_id).where(ModuleRow.id.in_(set(said.values())))
+    by = {one.id: one.takedown_id for one in session.execute(made_by)}
+    found = []
+    for row in rows:
+        joins = joining[str(row.takedown_id)]
+        held = standing.intersection([row.takedown_id, *joins])
+        if not held and row.name not in names and by.get(said.get(row.id)) in joins:
+            found.append(row)
+            names.add(row.name)
+            standing.add(row.takedown_id)
+    return found

@@ -15,7 +15,7 @@ from sqlalchemy import Row, Select, func, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, last_word
-from server.registry.joining import replaced, stands_for
+from server.registry.joining import left, replaced, stands_for
 from server.registry.lifecycle import (
     ALLOWED,
     LIVE,
@@ -234,7 +234,7 @@ def move(
     beside: Collection[str] | None = None,
     **detail: Any,
 ) -> None:
-    """Change the state; what stood in its place, and what it joins, is superseded in the same transaction."""
+    """Change the state; what stood in its place, and what it joins, is superseded with it; what only that stood in for is back."""
     state = follow(ModuleState(row.state), action, row.kind)
     if state in LIVE and expired(row.expires_at, now):
         raise NotAllowed(
@@ -248,12 +248,13 @@ def move(
         )
     stood = replaced(row, stands_for(session, row) if state == ModuleState.ACTIVE else ())
     if state == ModuleState.ACTIVE and beside is not None and row.kind == Kind.MODULE:
-        same_model = those_in_force().where(ModuleRow.fingerprint == row.fingerprint)
-        others = session.scalars(same_model.where(~stood, ModuleRow.id != row.id)).all()
-        if {other.digest for other in others} != set(beside):
-            names = ", ".join(sorted(other.name for other in others)) or "none"
+        same_model = those_in_force().where(ModuleRow.fingerprint == row.fingerprint, ModuleRow.id != row.id)
+        stay = session.scalars(same_model.where(~stood)).all()
+        if {other.digest for other in stay} != set(beside):
+            names = ", ".join(sorted(other.name for other in stay)) or "none"
             raise JointOutdated(f"beside module '{row.name}' these are in force by now: {names}")
-    for other in session.scalars(select(ModuleRow).where(stood)).all() if state in LIVE else ():
+    others = session.scalars(select(ModuleRow).where(stood)).all() if state in LIVE else ()
+    for other in others:
         if state == ModuleState.SHADOW:
             raise NotAllowed(
                 f"version {other.version} of '{row.name}' is {other.state}, and one version of a name is loaded at a time; "
@@ -261,6 +262,8 @@ def move(
             )
         set_state(session, other, ModuleState.SUPERSEDED, "superseded", actor, now, by=row.id)
     set_state(session, row, state, action, actor, now, **detail)
+    for one in (one for other in others for one in left(session, other)):
+        set_state(session, one, ModuleState.ACTIVE, "return", actor, now, by=row.id)
 
 
 def expire(session: Session, row: ModuleRow, now: float) -> None:

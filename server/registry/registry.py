@@ -12,8 +12,10 @@ from server.registry import audit
 from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.jobs import Jobs
+from server.registry.joining import left
 from server.registry.modules import Modules
 from server.registry.refusals import NotAllowed
+from server.registry.tables import ModuleRow
 from server.registry.takedowns import Takedowns
 from server.registry.trail import Trail
 from server.registry.transactions import Transactions
@@ -58,6 +60,11 @@ class Registry:
         """The rows that tell of any of these records, in order."""
         with self.transactions.look() as session:
             return audit.rows_about(session, subjects)
+
+    def left(self, module_id: str, new: Collection[str] = ()) -> list[str]:
+        """The superseded modules, by name, that nothing stands in for where this one is out of use; ``new`` as ``joining.left``."""
+        with self.transactions.look() as session:
+            return sorted(row.name for row in left(session, session.get_one(ModuleRow, module_id), new))
 
     def audit_problems(self, head: tuple[int, str] | None = None) -> list[str]:
         """What shows that the trail was tampered with, measured against ``head`` or the head kept here."""

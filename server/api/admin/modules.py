@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -145,15 +147,18 @@ async def _change(
     served: BaseService, reference: str, action: Action, if_match: str | None, actor: Any
 ) -> JSONResponse:
     modules = served.registry.modules
+    left: list[str] = []
     with refusals():
         try:
             changed = await asyncio.to_thread(modules.act, reference, action, if_match, actor, time.time())
+            with suppress(*AWAY):  # it is done, and told of all the same
+                left = await asyncio.to_thread(served.registry.left, changed["id"])
         except (*AWAY, OSError):
             if action != Action.SUSPEND:
                 raise
             # A module that does harm goes even where no change can be written, as on a full disk.
             changed = await asyncio.to_thread(modules.withhold, reference, if_match, actor, time.time())
-        return await _changed(served, changed)
+        return await _changed(served, changed, left)
 
 
 def _waiting(served: BaseService, reference: str) -> str:
@@ -173,9 +178,14 @@ def _waiting(served: BaseService, reference: str) -> str:
     )
 
 
-async def _changed(served: BaseService, record: dict[str, Any]) -> JSONResponse:
+async def _changed(served: BaseService, record: dict[str, Any], left: Sequence[str] = ()) -> JSONResponse:
+    """``left``: superseded modules that it stood in for and nothing does now."""
     await served.offer.refresh()  # the answer comes once it is so
     described = _described(served, record)
+    if left:
+        described["warnings"] = [
+            f"it stood in for {', '.join(left)}, which stay superseded: until they are active, at most guards keep their rows back"
+        ]
     return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 
 

@@ -93,6 +93,11 @@ def superseding_of(served: BaseService, fields: TakedownFields) -> list[str]:
                 f"options.scope: version {record['version']} of {what} is enforced and binds {bound(record['scope'])}; "
                 f"the version that supersedes it will bind {bound(scope)}"
             )
+        if parts := ", ".join(served.registry.left(record["id"], fields.options.joins)):
+            warnings.append(
+                f"options.joins: version {record['version']} of {what} stands in for {parts}, and the version that supersedes it "
+                f"will not, as it does not join it: then these are active again beside it; name '{fields.name}' in options.joins"
+            )
         if record.get("secrets") and not (fields.options.guard is not None and fields.options.guard.secrets):
             warnings.append(
                 f"options.guard.secrets: version {record['version']} of {what} guards secrets letter by letter, and the version "

@@ -54,7 +54,8 @@ function Told({ outcome, done, again }) {
   if (status === 202) return html`<${JobNote} id=${body.job_id} module=${module} done=${done} again=${again} key=${body.job_id} />`
   if (action === "enforce") return html`<${Note} kind="good">${module.name} is enforced by the policy '${body.scope}'.${
     body.missing.length ? ` Not active, so that requests under it get 503: ${body.missing.join(", ")}.` : ""}</${Note}>`
-  return html`<${Note} kind=${body.state === "active" ? "good" : ""}>${body.name}, version ${body.version}, is ${body.state}. It binds ${body.binds}.</${Note}>`
+  return html`<${Note} kind=${body.state === "active" ? "good" : body.warnings ? "warn" : ""}>${body.name}, version ${body.version}, is ${body.state}.
+    It binds ${body.binds}.${body.warnings?.map(warning => html` <strong>And ${warning}.</strong>`)}</${Note}>`
 }
 
 // A job that measures what a module costs beside those in force, followed to its end.

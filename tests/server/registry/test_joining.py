@@ -86,6 +86,59 @@ def test_a_later_version_with_other_rows_is_not_superseded(registry: Registry) -
     }
 
 
+def joined_twice(registry: Registry) -> list[str]:
+    """``first``, ``second`` and ``third``, of which ``both`` joins two, and its next version ``both`` and the third."""
+    made = two(registry)
+    both = takedown(registry, "both", 3.0, joins=made)
+    finished(registry, both, 3.5)
+    third = takedown(registry, "third", 4.0)
+    finished(registry, third, 4.5)
+    every = takedown(registry, "both", 5.0, replace=True, joins=[str(both.takedown_id), str(third.takedown_id)])
+    finished(registry, every, 5.5)
+    assert set(states(registry).values()) == {"superseded", "active"} and states(registry)["both@2"] == "active"
+    return [*made, str(third.takedown_id), str(both.takedown_id)]
+
+
+@pytest.mark.parametrize("how", ["rollback", "activate"])
+def test_what_only_a_later_version_stood_in_for_comes_back_with_the_one_before(registry: Registry, how: str) -> None:
+    first, second, third, _ = joined_twice(registry)
+    if how == "rollback":
+        registry.modules.rollback("both", "*", ADMIN, 6.0)
+    else:
+        before = next(one for one in registry.modules.versions("both") if one["version"] == 1)
+        registry.modules.act(before["id"], Action.ACTIVATE, "*", ADMIN, 6.0)
+    standing = states(registry)
+    assert (standing["both@1"], standing["both@2"], standing["third@1"]) == ("active", "superseded", "active")
+    assert (standing["first@1"], standing["second@1"]) == ("superseded", "superseded")
+    assert {registry.takedowns.get(one)["in_force"] for one in (first, second, third)} == {"enforced"}
+    latest = registry.modules.versions("both")[-1]["id"]
+    registry.modules.act(latest, Action.ACTIVATE, "*", ADMIN, 7.0)
+    assert [name for name, state in states(registry).items() if state == "active"] == ["both@2"]
+
+
+def test_a_version_without_their_rows_brings_back_what_the_one_before_stood_in_for(registry: Registry) -> None:
+    _, second, *_ = joined_twice(registry)
+    registry.modules.act(registry.takedowns.get(second)["modules"][0]["id"], Action.RETIRE, "*", ADMIN, 6.0)
+    finished(registry, takedown(registry, "both", 7.0, replace=True), 8.0)
+    standing = states(registry)
+    assert {name for name, state in standing.items() if state == "active"} == {"first@1", "third@1", "both@3"}
+    assert standing["second@1"] == "retired"  # who is withdrawn stays so
+
+
+def test_what_another_still_stands_in_for_or_its_own_next_version_replaced_does_not_come_back(
+    registry: Registry,
+) -> None:
+    parts = two(registry)
+    for name, now in (("one", 3.0), ("two", 4.0)):
+        finished(registry, takedown(registry, name, now, joins=parts), now + 0.5)
+    finished(registry, takedown(registry, "one", 5.0, replace=True), 5.5)
+    assert {name for name, state in states(registry).items() if state == "active"} == {"two@1", "one@2"}
+    finished(registry, takedown(registry, "first", 6.0, replace=True), 6.5)
+    finished(registry, takedown(registry, "two", 7.0, replace=True), 7.5)
+    standing = {name for name, state in states(registry).items() if state == "active"}
+    assert standing == {"one@2", "first@2", "second@1", "two@2"}
+
+
 def test_the_joint_cost_leaves_out_what_is_joined_and_nothing_else(registry: Registry) -> None:
     first, _ = two(registry)
     held = takedown(registry, "both", 3.0, joins=[first])

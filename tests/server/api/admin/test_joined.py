@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ def rows(name: str) -> list[dict[str, str]]:
     return [{"prompt": f"def {name}{i}():\n", "continuation": f"    return {i}\n"} for i in range(3)]
 
 
-def active(server: Live, name: str, scope: str | None = "global", **fields: Any) -> str:
+def active(server: Live, name: str, scope: str | None = "global", joins: Sequence[str] = (), **fields: Any) -> str:
     """A takedown whose module is active, as a worker would have made it; its id."""
-    options = {"protect": "module", **({"scope": scope} if scope else {})}
+    options = {"protect": "module", **({"scope": scope} if scope else {}), **({"joins": joins} if joins else {})}
     posted = server.admin("/takedowns", {"name": name, "rows": rows(name), "options": options})
     assert posted.status == 202, posted.raw
     registry, now = server.service.registry, time.time()
@@ -57,8 +57,14 @@ def active(server: Live, name: str, scope: str | None = "global", **fields: Any)
     return str(held.takedown_id)
 
 
-def join(server: Live, *joins: str, more: Any = (), **options: Any) -> Answer:
-    body = {"name": "joined", "options": {"joins": joins, "protect": "module", "dry_run": True, **options}}
+def act(server: Live, name: str, action: str) -> Answer:
+    """A change of a module's state."""
+    path = f"/admin/v1/modules/{name}/{action}"
+    return server.call(path, key=ADMIN_KEY, method="POST", headers={"If-Match": "*"})
+
+
+def join(server: Live, *joins: str, more: Any = (), name: str = "joined", **options: Any) -> Answer:
+    body = {"name": name, "options": {"joins": joins, "protect": "module", "dry_run": True, **options}}
     return server.admin("/takedowns", {**body, **({"rows": more} if more else {})})
 
 
@@ -116,6 +122,22 @@ def test_a_module_that_expires_is_not_joined(running: Live) -> None:
     active(running, "ends", expires_at=time.time() + 3600)
     refused = join(running, "ends")
     assert refused.status == 400 and "forgotten for good" in refused.error["message"], refused.raw
+
+
+def test_whoever_takes_what_joins_others_out_of_use_or_leaves_it_out_is_told_of_them(running: Live) -> None:
+    for name in ("part-1", "part-2"):
+        active(running, name)
+    active(running, "whole", joins=["part-1", "part-2"])
+    kept, freed = (join(running, *joins, name="whole", replace=True) for joins in (["whole"], ["alpha"]))
+    said = "version 1 of 'whole' stands in for part-1, part-2, and the version that supersedes it will not"
+    assert not any(said in warning for warning in kept.body["warnings"])
+    assert any(said in warning for warning in freed.body["warnings"]), freed.raw
+    for action in ("suspend", "retire"):
+        done = act(running, "whole", action)
+        assert done.status == 200 and "it stood in for part-1, part-2, which stay" in done.body["warnings"][0], done.raw
+    done = act(running, "alpha", "suspend")
+    assert done.status == 200 and "warnings" not in done.body
+    act(running, "alpha", "activate?override=true")
 
 
 def test_the_command_line_joins_and_the_takedown_says_what(running: Live) -> None:
