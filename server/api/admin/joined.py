@@ -37,6 +37,16 @@ def joined(served: BaseService, fields: TakedownFields, intake: Intake) -> tuple
     return fields.model_copy(update={"options": with_scope}), checked(placed, intake.files_skipped, intake.cut)
 
 
+def joined_before(
+    served: BaseService, fields: TakedownFields, intake: Intake, made: str
+) -> tuple[TakedownFields, Intake]:
+    """The same where the very same request ``made`` that takedown. Raises as ``joined``, without its refusals of what is joined."""
+    record = {"name": fields.name, "takedown_id": made}
+    options = served.registry.takedowns.get(made)["options"]
+    said = fields.options.model_copy(update={"joins": options["joins"], "scope": options.get("scope")})
+    return fields.model_copy(update={"options": said}), checked(_rows(served, record), intake.files_skipped, intake.cut)
+
+
 def missed_by_rules(served: BaseService, fields: TakedownFields) -> list[str]:
     """A warning for each module that rules demand and that is to be superseded."""
     records = served.registry.modules.live(served.model_fingerprint)

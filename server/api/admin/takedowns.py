@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from server.api.admin.bodies import TakedownBody, TakedownFields
 from server.api.admin.expected import plan_of, positions
 from server.api.admin.intake import Intake, from_json, from_upload
-from server.api.admin.joined import joined
+from server.api.admin.joined import joined, joined_before
 from server.api.admin.options import checked_options
 from server.api.admin.routes import Acting, Served, admin_router, refusals
 from server.api.admin.warned import Asked, superseding_of, warnings_of
@@ -62,15 +62,20 @@ async def post_takedown(
     else:
         body = _validated(TakedownBody, _json(await request.body(), "the body"))
         fields, intake = body, await asyncio.to_thread(from_json, body.rows)
+    posted = ""
     if fields.options.joins:
+        posted = _request_digest(fields, forget_digest(intake.rows), fields.options.model_dump(mode="json"))
         with refusals():
-            fields, intake = await asyncio.to_thread(joined, served, fields, intake)
+            made = await asyncio.to_thread(_made, served, fields, idempotency_key, posted)
+            # What the same request joined before is superseded by now, maybe, and its names may mean others.
+            work = joined if made is None else partial(joined_before, made=made)
+            fields, intake = await asyncio.to_thread(work, served, fields, intake)
     gate, fits = fields.options.gate, fields.options.protect != "guard"
     if fits and gate != "auto" and len(intake.rows) < MINIMUM_FORGET_ROWS:
         raise InsufficientRows(
             f"rows: {len(intake.rows)} different; options.gate '{gate}' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
         )
-    asked = Asked(fields, checked_options(served, fields.options), intake)
+    asked = Asked(fields, checked_options(served, fields.options), intake, posted)
     answer: dict[str, Any] = {
         "rows": len(intake.rows),
         "duplicates_dropped": intake.duplicates_dropped,
@@ -149,9 +154,7 @@ def _submit(
             files.save_forget(rows)
 
     digest, fingerprint = forget_digest(rows), served.model_fingerprint
-    # Not the canonical form: digests that are kept already, for keys that may still be used again, were written so.
-    given = {"name": fields.name, "rows": digest, "notice": fields.notice.model_dump(), "options": options}
-    request_digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+    request_digest = asked.posted or _request_digest(fields, digest, options)
     same = takedowns.known(fields.name, fingerprint, fields.options.replace, key, request_digest, time.time())
     if same is not None:
         return same, False
@@ -190,6 +193,21 @@ def _submit(
                 503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"}
             ) from None
         raise
+
+
+def _made(served: BaseService, fields: TakedownFields, key: str | None, posted: str) -> str | None:
+    """The takedown that the same request made before."""
+    if key is None or fields.options.dry_run:
+        return None
+    known, replaces = served.registry.takedowns.known, fields.options.replace
+    job = known(fields.name, served.model_fingerprint, replaces, key, posted, time.time())
+    return job["takedown_id"] if job is not None else None
+
+
+def _request_digest(fields: TakedownFields, rows: str, options: Mapping[str, Any]) -> str:
+    """Not the canonical form: digests that are kept already, for keys that may still be used again, were written so."""
+    given = {"name": fields.name, "rows": rows, "notice": fields.notice.model_dump(), "options": options}
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 @router.get("/takedowns")

@@ -20,11 +20,12 @@ MANY_ROWS, PART_ROWS = 60, 40
 
 @dataclass(frozen=True)
 class Asked:
-    """A takedown as it was asked for. ``options``: as the worker reads them."""
+    """A takedown as it was asked for. ``options``: as the worker reads them; ``posted``: digest of a body that joins others."""
 
     fields: TakedownFields
     options: dict[str, Any]
     intake: Intake
+    posted: str = ""
 
 
 def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:

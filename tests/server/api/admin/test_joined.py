@@ -39,6 +39,11 @@ def active(server: Live, name: str, scope: str | None = "global", joins: Sequenc
     options = {"protect": "module", **({"scope": scope} if scope else {}), **({"joins": joins} if joins else {})}
     posted = server.admin("/takedowns", {"name": name, "rows": rows(name), "options": options})
     assert posted.status == 202, posted.raw
+    return made(server, name, scope, **fields)
+
+
+def made(server: Live, name: str, scope: str | None, **fields: Any) -> str:
+    """The takedown of the job that waits, once that has made its module."""
     registry, now = server.service.registry, time.time()
     held = registry.jobs.claim("w", now, 60.0, 3)
     assert held is not None and held.module == name
@@ -138,6 +143,26 @@ def test_whoever_takes_what_joins_others_out_of_use_or_leaves_it_out_is_told_of_
     done = act(running, "alpha", "suspend")
     assert done.status == 200 and "warnings" not in done.body
     act(running, "alpha", "activate?override=true")
+
+
+def test_the_same_request_again_gives_the_same_job_though_what_it_joined_is_superseded_by_now(running: Live) -> None:
+    active(running, "again-1")
+    options = {"joins": ["again-1"], "protect": "module", "dry_run": False}
+    body, headers = {"name": "again", "options": options}, {"Idempotency-Key": "once"}
+
+    def post(**others: Any) -> Answer:
+        return running.call("/admin/v1/takedowns", {**body, **others}, key=ADMIN_KEY, headers=headers)
+
+    first = post().body
+    assert first["created"] and post().body["job_id"] == first["job_id"]
+    made(running, "again", "global")
+    assert {one["name"]: one["state"] for one in running.service.registry.modules.versions("again-1")} == {
+        "again-1": "superseded"
+    }
+    repeated = post()
+    assert repeated.status == 202 and not repeated.body["created"], repeated.raw
+    assert [repeated.body[name] for name in ("job_id", "rows", "scope")] == [first["job_id"], 3, "global"]
+    assert post(name="another").status == 409
 
 
 def test_the_command_line_joins_and_the_takedown_says_what(running: Live) -> None:
