@@ -105,8 +105,8 @@ class TakedownOptions(BaseModel):
         list[StrictStr],
         Field(
             max_length=MOST_JOINED,
-            description="active modules of takedowns, by name or takedown id, whose rows are forgotten too and which the new one "
-            "is to stand in for",
+            description="modules of takedowns, by name or takedown id, that are active or that an active one joins: their rows are "
+            "forgotten too, and the new one is to stand in for them",
         ),
     ] = []
     override: StrictBool = False

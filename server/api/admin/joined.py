@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from server.api.admin.bodies import TakedownFields
@@ -12,7 +13,8 @@ from server.errors import ApiError, invalid
 from server.evidence.bundle import named_by
 from server.registry.lifecycle import bound
 from server.registry.private.files import TakedownFiles
-from server.registry.tables import ModuleState
+from server.registry.refusals import NotThere
+from server.registry.tables import Kind, ModuleState
 from unbind_core.rows import ForgetRow
 
 Placed = list[tuple[str, ForgetRow]]
@@ -60,10 +62,13 @@ def missed_by_rules(served: BaseService, fields: TakedownFields) -> list[str]:
 
 
 def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
-    """The record of an active module of a takedown, by its name or the takedown's id."""
+    """The record of a module of a takedown, by its name or the takedown's id, that is active or that an active one joins."""
     live = served.registry.modules.live(served.model_fingerprint)
-    record = next((one for one in live if named in (one["takedown_id"], one["name"])), None)
-    if record is None or record["state"] != ModuleState.ACTIVE:
+    found = next((one for one in live if named in (one["takedown_id"], one["name"])), None)
+    record: Mapping[str, Any] | None = found or _stood_in_for(
+        served, named, [one for one in live if one["state"] == ModuleState.ACTIVE]
+    )
+    if record is None or record["state"] not in (ModuleState.ACTIVE, ModuleState.SUPERSEDED):
         raise _wrong(field, f"no module of '{named[:80]}' is active here; `unbind takedown list` says what there is")
     if record["takedown_id"] is None:
         raise _wrong(field, f"module '{record['name']}' came as a file, so that its rows are not known; leave it out")
@@ -72,6 +77,21 @@ def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
             field, f"module '{record['name']}' expires, and joined its rows would be forgotten for good; leave it out"
         )
     return record
+
+
+def _stood_in_for(served: BaseService, named: str, active: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The newest superseded module of this name, or of this takedown, whose rows one of the ``active`` has among its own."""
+    takedowns = served.registry.takedowns
+    found: list[dict[str, Any]] = []
+    with suppress(NotThere):  # as of a name
+        found += takedowns.get(named)["modules"]
+    for record in reversed(found or served.registry.modules.versions(named)):
+        superseded = (record["kind"], record["state"]) == (Kind.MODULE, ModuleState.SUPERSEDED)
+        if superseded and record["fingerprint"] == served.model_fingerprint and record["takedown_id"] is not None:
+            joining = takedowns.get(record["takedown_id"])["joined_by"]
+            if any(one["takedown_id"] in joining for one in active):
+                return dict(record)
+    return None
 
 
 def _scope(served: BaseService, given: str | None, records: Sequence[Mapping[str, Any]]) -> str | None:

@@ -13,7 +13,7 @@ from server.cli.takedown.submit import NO_SCOPE
 
 
 def join(
-    joins: Annotated[list[str], typer.Argument(help="Active modules by name, or the takedowns that made them by id.")],
+    joins: Annotated[list[str], typer.Argument(help="Modules by name, or the takedowns that made them by id.")],
     name: Annotated[str, typer.Option(help="Name of the module that is to stand in for them.")],
     note: Annotated[str | None, typer.Option(help="Why; the evidence says so.")] = None,
     activation: Annotated[str, typer.Option(help="auto, manual or shadow.")] = "auto",

@@ -36,7 +36,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def active(server: Live, name: str, scope: str | None = "global", joins: Sequence[str] = (), **fields: Any) -> str:
     """A takedown whose module is active, as a worker would have made it; its id."""
-    options = {"protect": "module", **({"scope": scope} if scope else {}), **({"joins": joins} if joins else {})}
+    options = {"protect": "module", "replace": True, "joins": joins, **({"scope": scope} if scope else {})}
     posted = server.admin("/takedowns", {"name": name, "rows": rows(name), "options": options})
     assert posted.status == 202, posted.raw
     return made(server, name, scope, **fields)
@@ -163,6 +163,23 @@ def test_the_same_request_again_gives_the_same_job_though_what_it_joined_is_supe
     assert repeated.status == 202 and not repeated.body["created"], repeated.raw
     assert [repeated.body[name] for name in ("job_id", "rows", "scope")] == [first["job_id"], 3, "global"]
     assert post(name="another").status == 409
+
+
+def test_one_takedown_is_withdrawn_and_the_others_are_joined_anew(running: Live) -> None:
+    parts = [active(running, name) for name in ("stays-1", "stays-2", "goes")]
+    active(running, "three", joins=["stays-1", "stays-2", "goes"])
+    assert act(running, "goes", "retire").status == 200
+    again = join(running, "stays-1", parts[1], name="three", replace=True)
+    assert (again.status, again.body["rows"]) == (200, 6), again.raw
+    assert not any("stands in for" in warning for warning in again.body["warnings"])
+    refused = join(running, "goes", name="three", replace=True)
+    assert refused.status == 400 and "no module of 'goes' is active here" in refused.error["message"]
+    active(running, "three", joins=["stays-1", "stays-2"])
+    states = {f"{one['name']}@{one['version']}": one["state"] for one in running.service.registry.modules.versions()}
+    assert states["three@2"] == "active" and {states["stays-1@1"], states["stays-2@1"]} == {"superseded"}
+    assert states["goes@1"] == "retired"
+    act(running, "three", "suspend")
+    assert join(running, "stays-1").status == 400  # which nothing stands in for now
 
 
 def test_the_command_line_joins_and_the_takedown_says_what(running: Live) -> None:
