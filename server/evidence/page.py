@@ -11,7 +11,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from server.evidence import plots
-from server.registry.lifecycle import BY_WEIGHT, InForce, standing
+from server.registry.lifecycle import BY_WEIGHT, LIVE, InForce, standing
+from server.registry.tables import Kind, ModuleState
 from unbind_core.evaluation.bounds import told
 
 _TEMPLATES = Environment(
@@ -105,7 +106,7 @@ def binding(payload: Mapping[str, Any]) -> str:
     said = [_module_binds(module) for module in standing_modules[-1:] if module["in_force"] != InForce.NONE]
     said += [_guard_binds(guard)] if guard and guard["in_force"] != InForce.NONE else []
     when = f"As of {payload['made_at']}"
-    followed = "".join(f" {_succeeded(record)}" for record in payload["successors"])
+    followed = "".join(f" {_succeeded(record, takedown)}" for record in payload["successors"])
     if not said and followed:
         itself = takedown["binds"] if takedown["in_force"] == InForce.NONE else "nothing"
         return f"{when}, this takedown itself binds {itself}.{followed}"
@@ -126,12 +127,21 @@ def _module_binds(module: Mapping[str, Any]) -> str:
     return f"module is calibrated and available, and not enforced. It binds {module['binds']}: only there the {keeps}"
 
 
-def _succeeded(record: Mapping[str, Any]) -> str:
+def _succeeded(record: Mapping[str, Any], takedown: Mapping[str, Any]) -> str:
+    """What is said of a ``record`` of another takedown that has the rows of this one, whose own may be in force beside it."""
+    own = takedown["modules"] if record["kind"] == Kind.MODULE else [takedown["guard"]]
+    states = {one["state"] for one in own if one}
+    superseded = ModuleState.SUPERSEDED in states and not states & LIVE
     named = (
         f"version {record['version']} of '{record['name']}' ({record['id']}), made by takedown {record['takedown_id']}"
     )
+    begins = (
+        f"Its {record['kind']} was superseded by {named}, which"
+        if superseded
+        else f"Another {record['kind']}, {named},"
+    )
     return (
-        f"Its {record['kind']} was superseded by {named}, which has these rows too. That one is {standing(record)}. It binds "
+        f"{begins} has these rows too. That one is {standing(record)}. It binds "
         f"{record['binds']}: what it keeps back there, the evidence of that takedown states."
     )
 

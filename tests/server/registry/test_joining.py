@@ -72,6 +72,20 @@ def test_what_is_joined_holds_until_the_module_that_joins_it_is_active(registry:
     assert registry.takedowns.get(first)["in_force"] == "enforced"
 
 
+def test_the_evidence_says_superseded_only_of_what_is_so(registry: Registry, tmp_path: Path) -> None:
+    first, second = two(registry)
+    both = takedown(registry, "both", 3.0, joins=[first, second])
+    finished(registry, both, 4.0)
+    registry.modules.act("first", Action.ACTIVATE, "*", ADMIN, 5.0)
+    registry.modules.act("second", Action.RETIRE, "*", ADMIN, 5.0)
+    for takedown_id in (first, second):
+        document = evidence(
+            registry, Settings(data_dir=tmp_path), takedown_id, {"name": "tiny", "fingerprint": "model"}
+        )
+        assert "was superseded by" not in document["html"]
+        assert "Another module, version 1 of &#39;both&#39;" in document["html"]
+
+
 def test_a_later_version_with_other_rows_is_not_superseded(registry: Registry) -> None:
     first, second = two(registry)
     held = takedown(registry, "both", 3.0, joins=[first, second])
