@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
+from tests.server.api.admin.test_joined import active
 from tests.support.live import Live, live
 from tests.system.conftest import ADMIN_KEY
 from tests.system.console.conftest import complaints, go, opened
@@ -79,6 +80,32 @@ def test_secrets_are_guarded_by_letters_and_the_list_of_guards_says_so(browser: 
         said = page.get_by_role("region", name="Modules and guards").get_by_role("row").filter(has_text="secret-keys")
         expect(said).to_contain_text("steers away at runs of 12 letters and digits; 1 row")
         assert complaints(page) == []
+
+
+def test_what_joins_a_takedown_is_shown_and_told_of_where_one_is_withdrawn(browser: Browser, server: Live) -> None:
+    parts = [active(server, name) for name in ("part-1", "part-2")]
+    whole = active(server, "whole", joins=parts)
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.goto(f"{server.url}/#/takedowns/{parts[0]}")
+        made = page.locator("section").filter(has=page.get_by_role("heading", name="What was made"))
+        expect(made).to_contain_text("Its rows are also in what joins it: whole (enforced).")
+        page.get_by_role("button", name="Withdraw").click()
+        asked = page.get_by_role("dialog")
+        expect(asked).to_contain_text("its rows stay in the module of whole")
+        asked.get_by_role("button", name="Withdraw").click()
+        expect(made).to_contain_text("retired")
+        assert complaints(page) == []
+        made.get_by_role("link", name="whole").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("whole")
+        for name in ("part-1", "part-2"):
+            expect(made.get_by_role("link", name=name)).to_be_visible()
+        page.get_by_role("button", name="Withdraw").click()
+        expect(page.get_by_role("dialog")).to_contain_text("What it joins stays superseded")
+        page.goto(f"{server.url}/#/modules")
+        page.get_by_role("button", name="Suspend whole, version 1").click()
+        page.get_by_role("dialog").get_by_role("button", name="Suspend").click()
+        expect(page.get_by_text("it stood in for part-2, which stay superseded")).to_be_visible()
+    assert server.admin(f"/takedowns/{whole}").body["in_force"] == "none"
 
 
 def test_a_folder_and_a_source_file_are_packed_and_cut_by_the_server(

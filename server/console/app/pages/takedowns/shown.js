@@ -8,13 +8,14 @@ import { Job } from "./job.js"
 import { Report } from "./report.js"
 import { NOTICE, SCOPES, standing } from "./words.js"
 
-const SHOWN_JOBS = 5
+const SHOWN_JOBS = 5, SHOWN_JOINS = 20
 const OPTIONS = { protect: "What is made", policy: "In place of the rows", activation: "Activation", scope: "Whom it binds", gate: "Gate", replace: "Replaces" }
 
 async function look(id) {
   const takedown = await get("/admin/v1/takedowns/" + encodeURIComponent(id))
   const jobs = await Promise.all(takedown.jobs.slice(-SHOWN_JOBS).map(job => get("/admin/v1/jobs/" + job)))
-  return { takedown, jobs, job: jobs.at(-1) }
+  const of = ids => Promise.all((ids ?? []).slice(-SHOWN_JOINS).map(other => get("/admin/v1/takedowns/" + other)))
+  return { takedown, jobs, job: jobs.at(-1), joining: await of(takedown.joined_by), joined: await of(takedown.options.joins) }
 }
 
 export function Shown({ id }) {
@@ -38,17 +39,22 @@ export function Shown({ id }) {
 
   if (!data) return html`<${Title} title="Takedown" /><${Problem} error=${error} />
     ${error?.status === 404 && html`<${Empty} title="There is no such takedown">Choose one of <a href="#/takedowns">the list</a>.</${Empty}>`}`
-  const { takedown, job, jobs } = data
+  const { takedown, job, jobs, joining, joined } = data
   const state = standing({ job, in_force: takedown.in_force })
   const made = [...takedown.modules, ...(takedown.guard ? [takedown.guard] : [])]
-  const live = made.filter(record => record.allowed.includes("retire") && record.state !== "superseded")
+  // What another stands in for would be active again without it, and is withdrawn, too.
+  const live = made.filter(record => record.allowed.includes("retire") && (record.state !== "superseded" || joining.length))
   return html`<${Title} title=${takedown.name} lead=${html`Binds ${takedown.binds}.`}><${Badge} kind=${state.kind}>${state.word}</${Badge}>
       <a href="#/takedowns">All takedowns</a></${Title}>
     <${Problem} error=${problem ?? error} />
     <${Job} job=${job} takedown=${takedown} act=${act} ask=${setAsking} />
     <${Report} job=${jobs.findLast(one => one.result?.verify) ?? job} />
     <section class="card"><h2>What was made</h2>${made.length ? html`<${Made} made=${made} />`
-      : html`<p class="hint">Nothing yet. A module appears here once its job is done.</p>`}</section>
+      : html`<p class="hint">Nothing yet. A module appears here once its job is done.</p>`}
+      <${Others} takedowns=${joining} count=${takedown.joined_by.length} lead="Its rows are also in what joins it">Where such a module is
+        active, it stands in for the one above.</${Others}>
+      <${Others} takedowns=${joined} count=${takedown.options.joins?.length} lead="It joins">Once its module is active, it stands in for
+        theirs.</${Others}></section>
     <div class="two">
       <${Asked} takedown=${takedown} jobs=${jobs} />
       <section class="card"><h2>Evidence</h2>
@@ -70,6 +76,8 @@ export function Shown({ id }) {
       The job can be tried again; finished stages are kept.</${Ask}>`}
     ${asking === "withdraw" && html`<${Ask} title=${`Withdraw ${takedown.name}?`} yes="Withdraw" onNo=${() => setAsking(null)}
       onYes=${() => act(() => withdraw(live))}>${counted(live.length, "record")} will be retired, which is for good: nothing of it binds any request then.
+      ${joining.length > 0 && html`<strong>But its rows stay in the module of ${joining.at(-1).name} until that is made anew without them.</strong> `}
+      ${joined.length > 0 && html`<strong>What it joins stays superseded: to have that hold, activate it first.</strong> `}
       To put it out of use for a while, suspend it on the page Modules.</${Ask}>`}
     ${asking === "erase" && html`<${Ask} title=${`Erase the rows of ${takedown.name}?`} yes="Erase" onNo=${() => setAsking(null)}
       onYes=${() => act(() => send("POST", `/admin/v1/takedowns/${takedown.id}/purge`))}>They cannot be had back. The module can no longer be measured
@@ -90,6 +98,10 @@ const Made = ({ made }) => html`<${Table} stacked label="Module and guard" colum
   ${made.map(record => html`<tr key=${record.id} role="row"><th scope="row" role="rowheader"><a href=${"#/modules/" + record.id}>${record.kind}</a></th>
     <${Cell} of="Version">${record.version}</${Cell}><${Cell} of="State"><${Badge} kind=${record.state === "active" ? "good" : ""}>${record.state}</${Badge}></${Cell}>
     <${Cell} of="Binds" class="words">${record.binds}</${Cell}><${Cell} of="File" class="mono">${short(record.digest)}</${Cell}></tr>`)}</${Table}>`
+
+const Others = ({ takedowns, count, lead, children }) => takedowns.length > 0 && html`<p>${lead}: ${takedowns.map((one, place) =>
+  html`${place ? ", " : ""}<a key=${one.id} href=${"#/takedowns/" + one.id}>${one.name}</a> (${one.in_force === "none" ? "not in force" : one.in_force})`)}${
+  count > takedowns.length ? ` and ${count - takedowns.length} more` : ""}. ${children}</p>`
 
 function Asked({ takedown, jobs }) {
   const said = Object.entries(OPTIONS).filter(([name]) => name in takedown.options)
