@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import rows_about
 from server.registry.lifecycle import LIVE
-from server.registry.tables import Kind, ModuleRow, ModuleState, Takedown
+from server.registry.tables import Kind, ModuleRow, ModuleState, RulesRow, Takedown
 
 
 def joined_by(options: Mapping[str, Any]) -> Collection[str]:
@@ -27,6 +27,21 @@ def stands_for(session: Session, row: ModuleRow) -> Collection[str]:
     """The same of a module."""
     takedown = session.get(Takedown, row.takedown_id) if row.takedown_id and row.kind == Kind.MODULE else None
     return joined_by(takedown.options) if takedown is not None else ()
+
+
+def superseding(session: Session, row: ModuleRow) -> Collection[str]:
+    """Those of them whose modules go when it is active. What rules have demanded by name since it was asked for stays: nobody was
+    told, and every request under them would be refused.
+    """
+    joined = stands_for(session, row)
+    if not joined:
+        return ()
+    asked = session.get_one(Takedown, row.takedown_id).created_at
+    said = session.scalars(select(RulesRow.rules).where(RulesRow.updated_at > asked)).all()
+    demanded = {name for rules in said for part in ("modules", "enforced") for name in rules.get(part) or ()}
+    mine = (ModuleRow.kind == Kind.MODULE) & (ModuleRow.name != row.name) & ModuleRow.name.in_(demanded)
+    stays = select(ModuleRow.takedown_id).where(mine, ModuleRow.takedown_id.in_(joined), ModuleRow.state.in_(LIVE))
+    return set(joined) - set(session.scalars(stays))
 
 
 def replaced(row: ModuleRow, joined: Collection[str]) -> ColumnElement[bool]:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from server.evidence.bundle import evidence
+from server.registry.access import Access
 from server.registry.audit import Actor
 from server.registry.jobs import Claim
 from server.registry.lifecycle import Action
 from server.registry.refusals import JointOutdated
 from server.registry.registry import Registry
 from server.registry.tables import JobState
+from server.rules import Rules
 from server.settings import Settings
 from server.worker.plan import Task, withheld
 from tests.server.registry.test_registry import claim, made_by, submit
@@ -151,6 +153,17 @@ def test_what_another_still_stands_in_for_or_its_own_next_version_replaced_does_
     finished(registry, takedown(registry, "two", 7.0, replace=True), 7.5)
     standing = {name for name, state in states(registry).items() if state == "active"}
     assert standing == {"one@2", "first@2", "second@1", "two@2"}
+
+
+@pytest.mark.parametrize("part", ["modules", "enforced"])
+def test_what_a_policy_has_named_since_stays_active_beside_what_joins_it(registry: Registry, part: str) -> None:
+    first, second = two(registry)
+    access = Access(registry.transactions)
+    access.put_rules("profile:old", Rules(enforced={"second": 1.0}), ADMIN, 2.5)  # told of when it was posted
+    held = takedown(registry, "both", 3.0, joins=[first, second])
+    access.put_rules("global", Rules.model_validate({part: {"first": 1.0}}), ADMIN, 3.5)
+    finished(registry, held, 4.0)
+    assert states(registry) == {"first@1": "active", "second@1": "superseded", "both@1": "active"}
 
 
 def test_the_joint_cost_leaves_out_what_is_joined_and_nothing_else(registry: Registry) -> None:
