@@ -69,9 +69,14 @@ class Offer:
                 name: entry.digest for name, entry in self._engine.modules.current.items()
             }:
                 before = self._labels
+                kept = {name: one for name, one in self.scan.modules.items() if name in scan.modules}
                 went = {name: one for name, one in self.scan.modules.items() if name not in scan.modules}
-                if went and scan.modules.keys() - self.scan.modules.keys():
-                    # What comes may stand in for what goes, as a module that joins others: no call is to meet neither.
+                others = {name: one for name, one in kept.items() if one.digest != scan.modules[name].digest}
+                # What comes, or another version, may stand in for what goes, as a module that joins others, or for rows that the
+                # version before had: no call is to meet neither.
+                if (went or others) and scan.modules.keys() - kept.keys():
+                    self.scan = await self._load(replace(scan, modules=went | scan.modules | others))
+                if went and others:
                     self.scan = await self._load(replace(scan, modules=went | scan.modules))
                 # What goes is demanded no longer before it goes, what comes is demanded once it is there: else the calls
                 # between would be refused. What was missed is demanded until it is loaded, else calls would do without.

@@ -113,6 +113,39 @@ def test_what_stands_in_for_others_is_demanded_before_they_go(tmp_path: Path, ma
     registry.close()
 
 
+def test_another_version_that_joins_more_or_fewer_leaves_no_call_without_both(
+    tmp_path: Path, make_module: MakeModule
+) -> None:
+    settings = Settings(data_dir=tmp_path / "data")
+    registry, found, engine = open_registry(settings), Found(), Busy()
+    guards = GuardStore(ObjectStore(settings.published_store), registry.modules, guard_secret(settings))
+    offer = Offer(settings, found, guards, engine, Access(registry.transactions))
+    few, more = make_module("both"), make_module("both", seed=1)  # the rows of first; and of second, too
+    assert few.digest != more.digest
+
+    def stored(*modules: UnbindModule) -> Scan:
+        return Scan({m.name: StoredModule(m, m.digest, m.name, {**RECORD, "name": m.name}) for m in modules}, {})
+
+    async def run() -> None:
+        for scanned in (stored(few, make_module("second")), stored(more), stored(few, make_module("second"))):
+            began = not engine.modules.current
+            found.scanned = scanned
+            loading = asyncio.create_task(offer.refresh())
+            while not loading.done():
+                await asyncio.sleep(0.001)
+                if not began:
+                    whole = engine.modules.current["both"].digest == more.digest
+                    assert whole or "second" in offer.demanded_of_all
+                    assert "second" not in offer.demanded_of_all or "second" in engine.modules.current
+                if engine.asked:
+                    engine.load()
+            await loading
+            assert offer.demanded_of_all == set(engine.modules.current) == set(scanned.modules)
+
+    asyncio.run(run())
+    registry.close()
+
+
 def test_what_an_ended_request_leaves_takes_no_room_from_what_comes(make_module: MakeModule) -> None:
     bank = ModuleBank(torch.device("cpu"))
 
