@@ -177,7 +177,7 @@ def test_a_killed_worker_s_job_is_taken_over_and_published_once(server: ServerPr
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"name": "x", "rows": []}, "rows", "at least 1"),
+        ({"name": "x", "rows": []}, "rows", "at least one"),
         ({"name": "x", "rows": ROWS[:2], "options": {"gate": "paper"}}, "rows", "needs 3, 'auto' needs one"),
         ({"name": "x", "rows": ROWS[:2], "options": {"gate": "paper-strict"}}, "rows", "'paper-strict' needs 3"),
         ({"name": "x", "rows": ROWS, "options": {"gate": "none"}}, "options.gate", "auto"),
