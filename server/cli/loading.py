@@ -21,6 +21,23 @@ from server.http.connections import ServerConfig
 from server.settings import Settings
 from unbind_core.errors import UnbindError
 
+ASKED_SECONDS = 1.0  # for who has connected to send a request, before the connection is closed unanswered
+LOOK_SECONDS = 0.005  # between two looks at who has
+
+
+class _Loading(uvicorn.Server):
+    """Ends once it has answered whoever it accepted: it may have been a moment before."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nobody else, then answer, then end."""
+        for server in self.servers:
+            server.close()
+        for _ in range(round(ASKED_SECONDS / LOOK_SECONDS)):
+            if all(one.cycle is not None for one in self.server_state.connections):  # type: ignore[union-attr]
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        await super().shutdown(sockets)
+
 
 async def _not_ready(scope: Scope, receive: Receive, send: Send) -> None:
     """The whole application."""
@@ -51,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
 def not_ready(bound: socket.socket, settings: Settings) -> Iterator[None]:
     """Answer 200 at ``/health`` and 503 at everything else inside the block; afterwards connections wait for who comes next."""
     bound.listen(2048)
-    server = uvicorn.Server(ServerConfig(_not_ready, settings, lifespan="off", timeout_graceful_shutdown=1))
+    server = _Loading(ServerConfig(_not_ready, settings, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([bound.dup()],), name="unbind-loading", daemon=True)
     thread.start()
     while thread.is_alive() and not server.started:  # else it would not hear that it is to end

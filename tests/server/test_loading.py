@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,22 @@ def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_n
         caller.join(20)
     assert later == [200]
     bound.close()
+
+
+def test_who_has_connected_is_answered_before_the_port_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.cli.loading.ASKED_SECONDS", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as bound, ExitStack() as loading:
+        loading.enter_context(not_ready(bound, Settings()))
+        with socket.create_connection(bound.getsockname()) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\n")
+            assert _call(bound.getsockname()[1], "GET", "/health")[0] == 200  # so that the one before has been accepted
+            ends = threading.Thread(target=loading.close)
+            ends.start()
+            ends.join(0.3)
+            client.sendall(b"Host: here\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        ends.join(20)
+        assert not ends.is_alive()
 
 
 def test_a_server_whose_engine_is_still_starting_is_alive_and_not_ready(checkpoint: Path, tmp_path: Path) -> None:
