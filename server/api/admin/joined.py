@@ -29,7 +29,7 @@ def joined(served: BaseService, fields: TakedownFields, intake: Intake) -> tuple
         raise _wrong("options.expires_at", "modules that are joined do not come back when it is over; leave it out")
     records = [_active(served, named, f"options.joins.{place}") for place, named in enumerate(options.joins)]
     records = list({record["takedown_id"]: record for record in records}.values())
-    scope = _scope(served, options.scope, records)
+    scope = _scope(served, fields, records)
     placed: Placed = []
     for record in records:
         placed += _rows(served, record)
@@ -94,9 +94,9 @@ def _stood_in_for(served: BaseService, named: str, active: Sequence[Mapping[str,
     return None
 
 
-def _scope(served: BaseService, given: str | None, records: Sequence[Mapping[str, Any]]) -> str | None:
+def _scope(served: BaseService, fields: TakedownFields, records: Sequence[Mapping[str, Any]]) -> str | None:
     """Of the module that is to stand in for them all: no request that is bound now may be free then."""
-    scopes = {record["scope"] for record in records}
+    given, scopes = fields.options.scope, {record["scope"] for record in records}
     if given is None and len(scopes) > 1:
         said = "; ".join(f"'{record['name']}' binds {bound(record['scope'])}" for record in records)
         raise _wrong(
@@ -112,7 +112,7 @@ def _scope(served: BaseService, given: str | None, records: Sequence[Mapping[str
                 f"module '{record['name']}' binds {bound(record['scope'])}, and would be superseded by one that binds "
                 f"{bound(scope)}; give 'global', or leave it out of options.joins",
             )
-        if rules := _named_by(served, record["name"]):
+        if record["name"] != fields.name and (rules := _named_by(served, record["name"])):
             raise _wrong(
                 "options.scope",
                 f"{', '.join(rules)} demands '{record['name']}', and what stands in for it has another name; give 'global', or "

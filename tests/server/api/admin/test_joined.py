@@ -104,6 +104,12 @@ def test_what_cannot_be_joined_is_refused_by_its_field(
     assert refused.error["message"].startswith(f"options.{field}: ") and says in refused.error["message"]
 
 
+def test_a_rule_that_demands_the_version_before_goes_on_to_bind(running: Live) -> None:
+    answer = join(running, "by-rule", name="by-rule", replace=True)
+    assert (answer.status, answer.body["scope"]) == (200, None), answer.raw
+    assert not any("by-rule' has no guard" in warning for warning in answer.body["warnings"])
+
+
 def test_a_rule_that_demands_what_is_superseded_is_warned_of(running: Live) -> None:
     warnings = join(running, "by-rule", "alpha", scope="global").body["warnings"]
     (said,) = (warning for warning in warnings if warning.startswith("options.joins"))
