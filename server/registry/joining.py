@@ -55,22 +55,27 @@ def joiners(session: Session) -> Mapping[str, Sequence[str]]:
     """By takedown those that have its rows among theirs, directly or by one that they join, the oldest first."""
     said = cast(Takedown.options, String).contains('"joins"')
     rows = session.execute(select(Takedown.id, Takedown.options).where(said).order_by(Takedown.created_at))
-    within: dict[str, set[str]] = {}  # what each has the rows of: older ones, which come first
+    direct = {identifier: joined_by(options) for identifier, options in rows}
     found: dict[str, list[str]] = defaultdict(list)
-    for identifier, options in rows:
-        direct = joined_by(options)
-        within[identifier] = {*direct, *(one for other in direct for one in within.get(other, ()))}
-        for one in within[identifier]:
+    for identifier, joins in direct.items():
+        within, waiting = set[str](), [*joins]
+        while waiting:  # not by age: a clock may have gone back between two of them
+            if (one := waiting.pop()) not in within:
+                within.add(one)
+                waiting += direct.get(one, ())
+        for one in within:
             found[one].append(identifier)
     return found
 
 
-def keepers(session: Session, takedown: Takedown) -> tuple[list[str], list[str]]:
-    """The other takedowns whose rows are not purged and which have the very same ones, and those that have them among others."""
+def keepers(session: Session, takedown: Takedown, joining: Collection[str]) -> tuple[list[str], list[str]]:
+    """The other takedowns whose rows are not purged and which have the very same ones, and those of its joiners, ``joining``, which
+    have them among others.
+    """
     kept = select(Takedown.id).where(Takedown.id != takedown.id, Takedown.purged_at.is_(None))
     kept = kept.order_by(Takedown.created_at)
     same = list(session.scalars(kept.where(Takedown.forget_digest == takedown.forget_digest)))
-    among = [one for one in joiners(session).get(takedown.id, ()) if one not in same]
+    among = [one for one in joining if one not in same]
     return same, list(session.scalars(kept.where(Takedown.id.in_(among)))) if among else []
 
 

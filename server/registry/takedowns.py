@@ -131,7 +131,7 @@ class Takedowns:
             views = made_of[takedown_id]
             return {
                 **takedown_view(takedown),
-                "rows_kept_by": [one for kept in keepers(session, takedown) for one in kept],
+                "rows_kept_by": [one for kept in keepers(session, takedown, joining) for one in kept],
                 "joined_by": list(joining),
                 **_binding(takedown, jobs, _holding(made_of, takedown_id, joining)),
                 "jobs": [job.id for job in jobs],
@@ -182,7 +182,7 @@ class Takedowns:
             jobs = session.scalars(select(Job).where(Job.takedown_id == takedown_id)).all()
             if any(job.state in PENDING for job in jobs):
                 raise NotAllowed(f"takedown {takedown_id} is being worked on; cancel its job first")
-            same, among = keepers(session, takedown)
+            same, among = keepers(session, takedown, joiners(session).get(takedown_id, ()))
             if takedown.purged_at is None:
                 before = takedown_view(takedown)
                 takedown.purged_at = now

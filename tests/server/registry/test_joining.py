@@ -204,3 +204,13 @@ def test_whoever_purges_rows_is_told_of_all_that_have_them_still(registry: Regis
     assert purge(first) == [both.takedown_id, every.takedown_id] and deleted == ["rows of first"]
     assert purge(both.takedown_id) == [every.takedown_id]
     assert purge(every.takedown_id) == [] == registry.takedowns.get(first)["rows_kept_by"]
+
+
+def test_what_joins_a_joined_one_has_its_rows_though_the_clock_went_back(registry: Registry) -> None:
+    first, second = two(registry)
+    both = takedown(registry, "both", 3.0, joins=[first, second])
+    finished(registry, both, 4.0)
+    every = takedown(registry, "every", 2.9, joins=[str(both.takedown_id)])
+    finished(registry, every, 5.0)
+    assert registry.takedowns.get(first)["joined_by"] == [every.takedown_id, both.takedown_id]
+    assert registry.takedowns.get(first)["in_force"] == "enforced" and states(registry)["both@1"] == "superseded"
