@@ -54,7 +54,9 @@ def histograms(folder: Path, found: Sequence[Line], commands: Commands | None) -
             axes.bar(places, shares, 1 / activations.BINS, align="edge", alpha=0.6, label=label)
         axes.axvline(1.0, color="0.3", linewidth=1)
         axes.set(xlabel="in thresholds: opens at 1", ylabel="share of positions", yscale="log", title=one["system"])
-    axes.legend(fontsize=7)
+    axes.legend(
+        loc="upper right", fontsize=7
+    )  # the best place takes a second to find on a busy machine, and matplotlib warns
     figure.tight_layout()
     return figure
 
@@ -77,7 +79,7 @@ def curves(found: Sequence[Line], what: str, extra: Sequence[tuple[str, str]] = 
         for key, label in (("fr", "forgetting (FR)"), ("ur", "utility (UR)"), *extra):
             axes.plot([_number(name) for name in names], [one[f"{name}: {key}"] for name in names], "o-", label=label)
         axes.set(xlabel=what, ylim=(-MARGIN, 1 + MARGIN) if not extra else None, title=one["system"])
-    axes.legend(fontsize=7)
+    axes.legend(loc="lower left", fontsize=7)
     figure.tight_layout()
     return figure
 
