@@ -108,6 +108,41 @@ def test_what_joins_a_takedown_is_shown_and_told_of_where_one_is_withdrawn(brows
     assert server.admin(f"/takedowns/{whole}").body["in_force"] == "none"
 
 
+def test_takedowns_are_joined_by_choosing_them(browser: Browser, server: Live) -> None:
+    parts = [active(server, name) for name in ("small-1", "small-2", "small-3")]
+    server.admin("/policies/global", {"enforced": {"small-1": 1.0}}, method="PUT")
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        go(page, "Takedowns")
+        page.get_by_role("link", name="Join", exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Join takedowns")
+        page.get_by_label("Name", exact=True).fill("smalls")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_role("alert").filter(has_text="choose one module at least")).to_be_visible()
+        chosen = page.get_by_role("group", name="What it joins")
+        expect(chosen.get_by_role("checkbox", name="small-1")).to_have_accessible_description(
+            "Binds every request to this service."
+        )
+        for name in ("small-2", "small-1"):
+            chosen.get_by_label(name).check()
+        expect(chosen).to_contain_text("2 of")
+        page.get_by_role("button", name="Dry run").click()
+        plan = page.get_by_role("region", name="What it will take")
+        expect(plan).to_contain_text("6 rows")
+        expect(plan).to_contain_text("demands 'small-1'")
+        page.get_by_text("And more rows").click()
+        page.get_by_label("Rows or code").fill(ROWS)
+        expect(plan).to_have_count(0)
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text("smalls")
+        expect(page.get_by_text("demands 'small-1'")).to_be_visible()  # what the server warned of is still there
+        expect(page.get_by_text("It joins: ")).to_contain_text("small-1 (enforced), small-2 (enforced).")
+        assert complaints(page) == []
+    made = next(one for one in server.admin("/takedowns").body["data"] if one["name"] == "smalls")
+    assert made["row_count"] == 9 and set(made["options"]["joins"]) == set(parts[:2])
+    assert made["options"]["scope"] == "global"
+    server.admin("/policies/global", {"enforced": {}}, method="PUT")
+
+
 def test_a_folder_and_a_source_file_are_packed_and_cut_by_the_server(
     browser: Browser, server: Live, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-// Takedowns: all of them with what each binds; a new one (#/takedowns/new); one with its job and report (#/takedowns/ID).
+// Takedowns: all of them with what each binds; a new one (#/takedowns/new), or one that joins others (#/takedowns/join); one with its job and report (#/takedowns/ID).
 import { html, useState } from "../../vendor/htm-preact.js"
 import { get } from "../api.js"
 import { counted, time } from "../format.js"
@@ -12,7 +12,7 @@ const PAGE = 100
 export function Takedowns({ path }) {
   const [which] = path
   useFocus(which)
-  if (which === "new") return html`<${New} />`
+  if (["new", "join"].includes(which)) return html`<${New} joining=${which === "join"} key=${which} />`
   return which ? html`<${Shown} id=${which} key=${which} />` : html`<${List} />`
 }
 
@@ -22,6 +22,7 @@ function List() {
   const { data, error } = useData(() => get(`/admin/v1/takedowns?limit=${PAGE}&after=${after}`), 2, [after])
   const takedowns = data?.data
   return html`<${Title} title="Takedowns" lead="What was asked to be forgotten, how far that is, and which requests it binds now.">
+      ${takedowns?.length > 1 && html`<a class="button" href="#/takedowns/join">Join</a>`}
       <a class="button main" href="#/takedowns/new">New takedown</a></${Title}>
     <${Problem} error=${error} />
     ${takedowns?.length === 0 && html`<${Empty} title="Nothing was asked to be forgotten yet">

@@ -1,11 +1,13 @@
-// A new takedown: rows, on whose word, what is made of them and whom it binds; a dry run says what it will take.
+// A new takedown: rows, on whose word, what is made of them and whom it binds; a dry run says what it will take. `joining`: one whose
+// module is to have the rows of others, and to stand in for theirs.
 import { html, useRef, useState } from "../../../vendor/htm-preact.js"
 import { get, send } from "../../api.js"
 import { Button, Field, Problem, Title, useData } from "../../parts.js"
 import { announce } from "../../session.js"
 import { DryRun } from "./dry.js"
+import { joinable, Joins } from "./joins.js"
 import { given, NO_ROWS, Rows } from "./rows.js"
-import { NOTICE, SCOPES } from "./words.js"
+import { NOTICE, SCOPES, WARNINGS } from "./words.js"
 
 const PROTECT = {
   "": "Guard at once, module once fitted",
@@ -13,6 +15,7 @@ const PROTECT = {
   module: "Module alone, once it is fitted",
 }
 const POLICY = { "": "Other code, as if unseen (rewrite)", silent: "Nothing: the answer ends (silent)" }
+const JOINED = { "": "Guard at once, module once fitted", module: "Module alone, once it is fitted" }
 const ACTION = {
   steer: "Another token (steer)",
   stop: "The end of the answer (stop)",
@@ -23,7 +26,7 @@ const ACTIVATION = {
   shadow: "Measure only at first (shadow)",
   manual: "Not before somebody activates it",
 }
-const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "", secrets: false, replace: false }
+const BEGIN = { name: "", scope: "", protect: "", policy: "", activation: "auto", action: "steer", run: "", secrets: false, replace: false, joins: [] }
 
 function Choice({ label, id, hint, choices, value, onChange, ...rest }) {
   return html`<${Field} label=${label} id=${id} hint=${hint}><select id=${id} value=${value} ...${rest} onChange=${event => onChange(event.target.value)}>
@@ -32,7 +35,9 @@ function Choice({ label, id, hint, choices, value, onChange, ...rest }) {
 
 // What the form says, as `options` of the API: what is left at its default is left out.
 function options(form) {
-  const said = { scope: form.scope === "named" ? null : form.scope, replace: form.replace }
+  const said = { replace: form.replace }
+  if (form.scope) said.scope = form.scope === "named" ? null : form.scope
+  if (form.joins.length) said.joins = form.joins
   if (form.activation !== "auto") said.activation = form.activation
   if (form.protect) said.protect = form.protect
   if (form.policy && form.protect !== "guard") said.policy = form.policy
@@ -45,12 +50,12 @@ function options(form) {
 
 async function post({ form, notice, rows }, dry, key) {
   const found = await given(rows)
-  if (!found) throw { message: "rows: none given; paste some, or choose a file or a folder", param: "rows" }
+  if (!found && !form.joins.length) throw { message: "rows: none given; paste some, or choose a file or a folder", param: "rows" }
   const said = {
     name: form.name.trim(), options: { ...options(form), dry_run: dry },
     notice: Object.fromEntries(Object.entries(notice).filter(([, text]) => text.trim())),
   }
-  if (found.rows) return send("POST", "/admin/v1/takedowns", { ...said, rows: found.rows }, key)
+  if (!found?.file) return send("POST", "/admin/v1/takedowns", { ...said, ...found }, key)
   const body = new FormData()
   body.append("name", said.name)
   for (const part of ["notice", "options"]) body.append(part, JSON.stringify(said[part]))
@@ -59,23 +64,25 @@ async function post({ form, notice, rows }, dry, key) {
   return send("POST", "/admin/v1/takedowns", body, key)
 }
 
-export function New() {
+export function New({ joining }) {
   const [form, setForm] = useState(BEGIN), [notice, setNotice] = useState({}), [rows, setRows] = useState(NO_ROWS)
   const [problem, setProblem] = useState(null), [plan, setPlan] = useState(null)
   const key = useRef(null) // one for each thing asked, so that what is sent twice is made once
-  const { data: scopes } = useData(reachable)
+  const { data: scopes } = useData(reachable), { data: modules, error } = useData(() => joining && joinable(), 0, [joining])
 
   const changed = set => value => { key.current = null; setPlan(null); set(value) }
   const change = name => value => changed(setForm)({ ...form, [name]: value })
   async function ask(dry) {
     setProblem(null)
-    if (!form.scope) return setProblem({ message: "Say whom it binds: every request, or only those that name it, are under a profile or have a key." })
+    if (joining && !form.joins.length) return setProblem({ message: "Say what it joins: choose one module at least." })
+    if (!joining && !form.scope) return setProblem({ message: "Say whom it binds: every request, or only those that name it, are under a profile or have a key." })
     key.current ??= crypto.getRandomValues(new Uint32Array(4)).join("-")
     try {
       const answer = await post({ form, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
       announce(dry ? "The plan is below." : "The takedown was submitted.")
-      if (dry) setPlan(answer)
-      else location.hash = "#/takedowns/" + answer.takedown_id
+      if (dry) return setPlan(answer)
+      WARNINGS.set(answer.takedown_id, answer.warnings)
+      location.hash = "#/takedowns/" + answer.takedown_id
     } catch (error) {
       if (!error.message) throw error
       setPlan(null)
@@ -83,15 +90,21 @@ export function New() {
     }
   }
 
-  return html`<${Title} title="New takedown" lead="What is given here goes to this server alone. It is readable by the service's account, appears in no log, and can be erased."/>
+  const rest = Object.fromEntries(Object.entries(SCOPES).filter(([scope]) => !joining || scope !== "named"))
+  return html`<${Title} title=${joining ? "Join takedowns" : "New takedown"} lead=${joining ? "One module in place of those of several small takedowns: what each costs ordinary code adds up. Theirs hold until it is active; their guards and records stay."
+      : "What is given here goes to this server alone. It is readable by the service's account, appears in no log, and can be erased."}/>
+    <${Problem} error=${error} />
     <form class="card" onSubmit=${event => { event.preventDefault(); ask(true) }}>
-      <${Rows} rows=${rows} set=${changed(setRows)} />
+      ${joining && modules && html`<${Joins} modules=${modules} chosen=${form.joins} set=${change("joins")} />`}
+      ${joining ? html`<details><summary>And more rows</summary><${Rows} rows=${rows} set=${changed(setRows)} /></details>`
+        : html`<${Rows} rows=${rows} set=${changed(setRows)} />`}
       <div class="two">
         <${Field} label="Name" id="name" hint="Of the module and the guard: letters, digits, dot, dash and underscore.">
           <input id="name" required maxlength="64" value=${form.name} onInput=${event => change("name")(event.target.value)} /></${Field}>
-        <${Choice} label="Whom it binds" id="scope" choices=${{ "": "Choose", ...SCOPES, ...scopes }} value=${form.scope} onChange=${change("scope")}
-          hint="A promise to a claimant needs one that is enforced: every request." />
-        <${Choice} label="What is made" id="protect" choices=${PROTECT} value=${form.protect} onChange=${change("protect")}
+        <${Choice} label="Whom it binds" id="scope" choices=${{ "": joining ? "The requests that theirs bind" : "Choose", ...rest, ...scopes }} value=${form.scope} onChange=${change("scope")}
+          hint=${joining ? "Where theirs bind different requests, it has to be every request: nobody who is bound now is free then."
+            : "A promise to a claimant needs one that is enforced: every request."} />
+        <${Choice} label="What is made" id="protect" choices=${joining ? JOINED : PROTECT} value=${form.protect} onChange=${change("protect")}
           hint="A guard keeps every answer from holding a run of these rows; a module has the model go on as if it never saw them." />
         <${Choice} label="When the module holds" id="activation" choices=${ACTIVATION} value=${form.activation} onChange=${change("activation")} />
       </div>

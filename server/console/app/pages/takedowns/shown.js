@@ -2,11 +2,11 @@
 import { html, useRef, useState } from "../../../vendor/htm-preact.js"
 import { get, send } from "../../api.js"
 import { counted, save, short, time } from "../../format.js"
-import { Ask, Badge, Button, Cell, Empty, Problem, Table, Title, useData } from "../../parts.js"
+import { Ask, Badge, Button, Cell, Empty, Note, Problem, Table, Title, useData } from "../../parts.js"
 import { announce } from "../../session.js"
 import { Job } from "./job.js"
 import { Report } from "./report.js"
-import { NOTICE, SCOPES, standing } from "./words.js"
+import { NOTICE, SCOPES, standing, WARNINGS } from "./words.js"
 
 const SHOWN_JOBS = 5, SHOWN_JOINS = 20
 const OPTIONS = { protect: "What is made", policy: "In place of the rows", activation: "Activation", scope: "Whom it binds", gate: "Gate", replace: "Replaces" }
@@ -47,6 +47,7 @@ export function Shown({ id }) {
   return html`<${Title} title=${takedown.name} lead=${html`Binds ${takedown.binds}.`}><${Badge} kind=${state.kind}>${state.word}</${Badge}>
       <a href="#/takedowns">All takedowns</a></${Title}>
     <${Problem} error=${problem ?? error} />
+    ${WARNINGS.get(id)?.map(text => html`<${Note} kind="warn" key=${text}>${text}</${Note}>`)}
     <${Job} job=${job} takedown=${takedown} act=${act} ask=${setAsking} />
     <${Report} job=${jobs.findLast(one => one.result?.verify) ?? job} />
     <section class="card"><h2>What was made</h2>${made.length ? html`<${Made} made=${made} />`

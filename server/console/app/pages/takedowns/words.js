@@ -22,6 +22,9 @@ export const KIND = { takedown: "making the module", verify: "measuring again", 
 export const NOTICE = { claimant: "Claimant", work: "Work", reference: "Reference", received_at: "Notice received", note: "Note" }
 export const SCOPES = { global: "Every request to this service", named: "Only requests that name it" }
 
+// What the server warned of when a takedown was submitted, by its id: shown on its page while this one is open.
+export const WARNINGS = new Map()
+
 // An outcome -> [kind of badge, in a word, what it means and what to do].
 const OUTCOME = {
   active: ["good", "active", "The module was made and is active."],
@@ -32,7 +35,7 @@ const OUTCOME = {
   nothing_to_remove: ["", "nothing to remove", "The model does not recite these rows, so no module was made. The evidence shows the check; a guard holds all the same."],
   ineffective: ["bad", "no gate met the budgets", "Nothing was made. Give fewer rows in one takedown, or wider budgets, and submit again."],
   not_adopted: ["bad", "does not hold here", "The module does not hold on the model that runs now. Submit the takedown again."],
-  over_joint_budget: ["warn", "too costly together", "Together with the modules in force it costs more than its budget. Activate it by hand if you accept that."],
+  over_joint_budget: ["warn", "too costly together", "Together with the modules in force it costs more than its budget. Activate it by hand if you accept that, or join small takedowns into one module first (Takedowns, Join)."],
   joint_unsettled: ["warn", "not settled", "The modules in force kept changing while the cost was measured. Activate it once they rest."],
 }
 export const outcome = name => OUTCOME[name] ?? ["", name, ""]
