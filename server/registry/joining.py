@@ -29,17 +29,17 @@ def stands_for(session: Session, row: ModuleRow) -> Collection[str]:
     return joined_by(takedown.options) if takedown is not None else ()
 
 
-def superseding(session: Session, row: ModuleRow) -> Collection[str]:
-    """Those of them whose modules go when it is active. What rules have demanded by name since it was asked for stays: nobody was
-    told, and every request under them would be refused.
+def superseding(session: Session, takedown_id: str | None) -> Collection[str]:
+    """The takedowns whose modules go when that of this one is active. What rules have demanded by name since it was asked for stays:
+    nobody was told, and every request under them would be refused.
     """
-    joined = stands_for(session, row)
-    if not joined:
+    takedown = session.get(Takedown, takedown_id) if takedown_id else None
+    joined = joined_by(takedown.options) if takedown is not None else ()
+    if takedown is None or not joined:
         return ()
-    asked = session.get_one(Takedown, row.takedown_id).created_at
-    said = session.scalars(select(RulesRow.rules).where(RulesRow.updated_at > asked)).all()
+    said = session.scalars(select(RulesRow.rules).where(RulesRow.updated_at > takedown.created_at)).all()
     demanded = {name for rules in said for part in ("modules", "enforced") for name in rules.get(part) or ()}
-    mine = (ModuleRow.kind == Kind.MODULE) & (ModuleRow.name != row.name) & ModuleRow.name.in_(demanded)
+    mine = (ModuleRow.kind == Kind.MODULE) & (ModuleRow.name != takedown.name) & ModuleRow.name.in_(demanded)
     stays = select(ModuleRow.takedown_id).where(mine, ModuleRow.takedown_id.in_(joined), ModuleRow.state.in_(LIVE))
     return set(joined) - set(session.scalars(stays))
 
@@ -47,7 +47,7 @@ def superseding(session: Session, row: ModuleRow) -> Collection[str]:
 def replaced(row: ModuleRow, joined: Collection[str]) -> ColumnElement[bool]:
     """What is live of its name, and of those takedowns, for the same model: what was made of their rows, and no later version."""
     mine = (ModuleRow.kind == row.kind) & (ModuleRow.fingerprint == row.fingerprint) & (ModuleRow.id != row.id)
-    stood = (ModuleRow.name == row.name) | ModuleRow.takedown_id.in_(joined)
+    stood = (ModuleRow.name == row.name) | ModuleRow.takedown_id.in_(joined if row.kind == Kind.MODULE else ())
     return mine & stood & ModuleRow.state.in_(LIVE)
 
 

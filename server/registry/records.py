@@ -246,7 +246,7 @@ def move(
             f"version {row.version} of '{row.name}' came as a file, and the name is a takedown's ({holder}): a file never stands "
             "in for it; activate the takedown's module, or bring the file under another name"
         )
-    stood = replaced(row, superseding(session, row) if state == ModuleState.ACTIVE else ())
+    stood = replaced(row, superseding(session, row.takedown_id) if state == ModuleState.ACTIVE else ())
     if state == ModuleState.ACTIVE and beside is not None and row.kind == Kind.MODULE:
         same_model = those_in_force().where(ModuleRow.fingerprint == row.fingerprint, ModuleRow.id != row.id)
         stay = session.scalars(same_model.where(~stood)).all()

@@ -12,7 +12,7 @@ from server.registry import audit
 from server.registry.audit import Actor
 from server.registry.database import open_database
 from server.registry.jobs import Jobs
-from server.registry.joining import left
+from server.registry.joining import left, superseding
 from server.registry.modules import Modules
 from server.registry.refusals import NotAllowed
 from server.registry.tables import ModuleRow
@@ -65,6 +65,11 @@ class Registry:
         """The superseded modules, by name, that nothing stands in for where this one is out of use; ``new`` as ``joining.left``."""
         with self.transactions.look() as session:
             return sorted(row.name for row in left(session, session.get_one(ModuleRow, module_id), new))
+
+    def superseding(self, takedown_id: str | None) -> list[str]:
+        """The takedowns whose modules are superseded once that of this one is active, as it joins them."""
+        with self.transactions.look() as session:
+            return sorted(superseding(session, takedown_id))
 
     def audit_problems(self, head: tuple[int, str] | None = None) -> list[str]:
         """What shows that the trail was tampered with, measured against ``head`` or the head kept here."""

@@ -47,12 +47,13 @@ class Task:
     module: dict[str, Any] | None = None  # the record of the module the job is about
     others: list[dict[str, Any]] = field(default_factory=list)  # the records of the modules in force
     rows: str = ""  # the file of the forget rows
+    replaces: list[str] = field(default_factory=list)  # the takedowns in whose modules' place its own is to be
 
     def beside(self, fingerprint: str) -> list[dict[str, Any]]:
         """Of ``others`` those that the module's cost is measured with: of the same model, and neither versions of the same name nor
         what it is to stand in for.
         """
-        stays = [other for other in self.others if other["takedown_id"] not in joined_by(self.options)]
+        stays = [other for other in self.others if other["takedown_id"] not in self.replaces]
         return [other for other in stays if other["name"] != self.name and other["fingerprint"] == fingerprint]
 
     @property

@@ -228,7 +228,9 @@ class Worker:
         modules = self.registry.modules
         about = claim.module_id if claim.kind != JobKind.TAKEDOWN else None
         module = self._patience.insist(lambda: modules.get(about)) if about else None
-        in_force = self._patience.insist(modules.in_force) if "joint" in PLANS[claim.kind] else []
+        jointly = "joint" in PLANS[claim.kind]
+        in_force = self._patience.insist(modules.in_force) if jointly else []
+        replaces = self._patience.insist(lambda: self.registry.superseding(claim.takedown_id)) if jointly else []
         folder = self._scratch.job(claim.job_id) / f"attempt-{claim.fence}"
         return Task(
             job_id=claim.job_id,
@@ -240,6 +242,7 @@ class Worker:
             done=done,
             module=module,
             others=in_force,
+            replaces=replaces,
             rows=str(self._scratch.rows(claim)),
         )
 

@@ -166,12 +166,27 @@ def test_what_a_policy_has_named_since_stays_active_beside_what_joins_it(registr
     assert states(registry) == {"first@1": "active", "second@1": "superseded", "both@1": "active"}
 
 
+def measured_with(registry: Registry, held: Claim) -> list[dict[str, Any]]:
+    """The records of the modules beside which its cost is measured now."""
+    in_force, replaces = registry.modules.in_force(), registry.superseding(held.takedown_id)
+    task = Task(held.job_id, held.kind, held.module, "", dict(held.options), "", {}, None, in_force, "", replaces)
+    return task.beside("model")
+
+
+def test_what_stays_as_a_policy_has_named_it_since_is_measured_beside_what_joins_it(registry: Registry) -> None:
+    held = takedown(registry, "both", 3.0, joins=two(registry))
+    assert measured_with(registry, held) == []
+    Access(registry.transactions).put_rules("global", Rules(enforced={"first": 1.0}), ADMIN, 3.5)
+    beside = measured_with(registry, held)
+    assert [one["name"] for one in beside] == ["first"]
+    finished(registry, held, 4.0, beside=[one["digest"] for one in beside])
+    assert states(registry) == {"first@1": "active", "second@1": "superseded", "both@1": "active"}
+
+
 def test_the_joint_cost_leaves_out_what_is_joined_and_nothing_else(registry: Registry) -> None:
     first, _ = two(registry)
     held = takedown(registry, "both", 3.0, joins=[first])
-    in_force = registry.modules.in_force()
-    task = Task(held.job_id, held.kind, held.module, "", dict(held.options), "", {}, None, in_force)
-    beside = task.beside("model")
+    beside = measured_with(registry, held)
     assert [one["name"] for one in beside] == ["second"]
     with pytest.raises(JointOutdated, match="second"):
         finished(registry, held, 4.0, beside=[])
