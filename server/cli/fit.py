@@ -129,7 +129,9 @@ def fit(
             require_target("--report", report)
         if retain is None:
             retain, retain_calibration = demo.RETAIN_TRAIN, retain_calibration or demo.RETAIN_CALIBRATION
-        loaded = load(model, adapter, dtype, device)
+        # before the model, which may take minutes to load
+        forget_set, retain_set = forget_rows(forget), retain_rows(retain)
+        held = retain_rows(retain_calibration, "--retain-calibration") if retain_calibration else ()
         options = FitOptions(
             layers=numbers(layers, int, "--layers", "2,3,4"),
             forms=tuple(forms.split(",")) if forms else None,
@@ -142,15 +144,14 @@ def fit(
             beside=beside,
             effort=effort,
         )
+        loaded = load(model, adapter, dtype, device)
         with progress_bars(as_json) as progress:
             module, result = fit_module(
                 loaded.model,
                 loaded.tokenizer,
-                forget_rows(forget),
-                retain_rows(retain),
-                retain_calibration=retain_rows(retain_calibration, "--retain-calibration")
-                if retain_calibration
-                else (),
+                forget_set,
+                retain_set,
+                retain_calibration=held,
                 name=called,
                 identity=loaded.identity,
                 options=options,

@@ -62,8 +62,7 @@ def verify_command(
             raise UnbindError("--attempts: at least 1")
         if model is not None and (forget is None or retain is None):
             raise UnbindError("--forget and --retain are needed with --model")
-        loaded = load(model, adapter, dtype, device)
-        module = UnbindModule.load(path, loaded.identity)
+        # before the model, which may take minutes to load
         forget_set = forget_rows(forget or demo.ROWS / "forget_a.jsonl")
         retain_set = retain_rows(retain or demo.ROWS / "retain_test.jsonl")
         for option, named, rows in (("--forget", forget, forget_set), ("--retain", retain, retain_set)):
@@ -71,6 +70,8 @@ def verify_command(
                 raise UnbindError(
                     f"{option}: {named} holds no row, so there is nothing to measure; name a JSONL file of rows"
                 )
+        loaded = load(model, adapter, dtype, device)
+        module = UnbindModule.load(path, loaded.identity)
         with progress_bars(as_json) as progress:
             table = verify(
                 loaded.model,

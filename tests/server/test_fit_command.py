@@ -40,6 +40,9 @@ def test_names_and_files_are_refused_before_the_model_is_loaded(tmp_path: Path) 
         (["--out", good, "--report", str(tmp_path / "folder")], "--report: FOLDER/folder cannot be written"),
         (["--out", good, "--report", str(tmp_path / "file" / "r")], "--report: FOLDER/file/r cannot be written"),
         (["--out", good, "--gate", "paper", "--reference", good], "--reference: gate 'paper' leads towards nothing"),
+        (["--out", good, "--forget", str(tmp_path / "none")], "--forget: FOLDER/none cannot be read"),
+        (["--out", good, "--retain", str(tmp_path / "folder")], "--retain: FOLDER/folder cannot be read"),
+        (["--out", good, "--retain-calibration", str(tmp_path / "none")], "--retain-calibration: "),
         (["--out", good], "model"),  # nothing is wrong but that
     ):
         found = run(tmp_path, *arguments)
