@@ -189,6 +189,32 @@ def test_what_to_do_about_a_failed_job_depends_on_its_reason(browser: Browser, s
     assert all(expected in said for expected, said in zip(reasons.values(), told, strict=True)), told
 
 
+def test_a_takedown_whose_guard_is_gone_does_not_say_that_it_holds(browser: Browser, server: Live) -> None:
+    rows = [{"text": CODE.replace("total", "gone") * 4}]
+    posted = {"name": "gone", "rows": rows, "options": {"scope": "global", "protect": "guard"}}
+    takedown = server.admin("/takedowns", posted).body["takedown_id"]
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.goto(f"{server.url}/#/takedowns/{takedown}")
+        main = page.locator("main")
+        expect(main).to_contain_text("The guard that was asked for holds.")
+        page.get_by_role("button", name="Withdraw").click()
+        page.get_by_role("dialog").get_by_role("button", name="Withdraw").click()
+        expect(main).to_contain_text("The guard was made. As of now it binds nothing: it is retired.")
+        expect(main).not_to_contain_text("asked for holds")
+        expect(page.locator(".badge").first).to_have_text("not in force")
+        assert complaints(page) == []
+        told = page.evaluate(
+            """async () => {
+                const { since } = await import("/console/app/pages/takedowns/words.js")
+                const binds = "nothing while it is suspended", made = { id: "mod_1", kind: "module", state: "suspended", binds }
+                const of = outcome => since({ module_id: "mod_1", outcome, result: {} }, { modules: [made], guard: null })
+                return [of("active"), of("verified"), of("nothing_to_remove")]
+            }"""
+        )
+    assert told[0] == ["warn", "The module was made. As of now it binds nothing while it is suspended."]
+    assert told[1] is None and "No guard holds now" in told[2][1]
+
+
 def test_a_list_of_many_is_turned_page_by_page(browser: Browser, server: Live) -> None:
     rows = [{"text": CODE.replace("total", "listed") * 4}]
     server.admin("/takedowns", {"name": "listed", "rows": rows, "options": {"scope": "global", "protect": "guard"}})

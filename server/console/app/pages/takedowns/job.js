@@ -3,13 +3,13 @@ import { html } from "../../../vendor/htm-preact.js"
 import { send } from "../../api.js"
 import { bytes, duration, percent, time } from "../../format.js"
 import { Button, Note } from "../../parts.js"
-import { guarded, KIND, outcome, remedy, STAGE, STAGES } from "./words.js"
+import { guarded, KIND, outcome, remedy, since, STAGE, STAGES } from "./words.js"
 
 export function Job({ job, takedown, act, ask }) {
   const at_work = job.state === "queued" || job.state === "running"
   const retry = () => act(() => send("POST", `/admin/v1/jobs/${job.id}/retry`))
   if (job.result?.guard_id) {
-    const [kind, told] = guarded(job.outcome)
+    const [kind, told] = since(job, takedown) ?? guarded(job.outcome)
     return html`<section class="card"><${Note} kind=${kind}>${told}</${Note}></section>`
   }
   return html`<section class="card" aria-labelledby="job"><h2 id="job">The job: ${KIND[job.kind] ?? job.kind}</h2>
@@ -39,7 +39,7 @@ function Ended({ job, takedown }) {
     <p class="hint">${when}, attempt ${job.attempt}.</p>`
   if (job.state === "cancelled") return html`<${Note} kind="warn">It was cancelled. What was finished is kept: trying again goes on from there. ${meanwhile(takedown)}</${Note}>
     <p class="hint">${when}.</p>`
-  const [kind, word, told] = outcome(job.outcome)
+  const [given, word, meant] = outcome(job.outcome), [kind, told] = since(job, takedown) ?? [given, meant]
   const { remark, joint_verdict: joint, fit } = job.result
   return html`<${Note} kind=${kind}><p>${told || word}</p>${remark && html`<p>${remark}</p>`}${joint && html`<p>Beside the other modules: ${joint}</p>`}
     ${fit?.retain_rows_left_out > 0 && html`<p>${fit.retain_rows_left_out} retain rows hold parts of these rows and were left out; take them out of the retain set.</p>`}</${Note}>

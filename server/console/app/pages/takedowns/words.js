@@ -47,6 +47,16 @@ const GUARDED = {
 }
 export const guarded = name => GUARDED[name] ?? [OUTCOME.guarded[0], OUTCOME.guarded[2]]
 
+// What a job made, as it stands now where that is not what the job came to: [kind of note, what holds], or null.
+export function since(job, { modules, guard }) {
+  if (job.outcome === "nothing_to_remove" && (guard?.in_force ?? "none") === "none")
+    return ["", "The model does not recite these rows, so no module was made. The evidence shows the check. No guard holds now."]
+  const record = job.result?.guard_id ? guard : modules.find(one => one.id === job.module_id), made = MADE[job.outcome]
+  if (!record || !made || record.state === made) return null
+  return [record.state === "active" ? "good" : "warn", `The ${record.kind} was made. As of now it binds ${record.binds}.`]
+}
+const MADE = { active: "active", guarded: "active", shadow: "shadow", calibrated: "calibrated" } // the state that a record was made in
+
 // How an entry of the list stands: {kind, word, told}.
 export function standing({ job, in_force }) {
   if (job.state === "queued") return { kind: "", word: "waiting", told: "for a worker" }
@@ -55,7 +65,7 @@ export function standing({ job, in_force }) {
   if (job.state === "cancelled") return { kind: "warn", word: "cancelled", told: "" }
   if (in_force === "enforced") return { kind: "good", word: "enforced", told: "" }
   if (in_force === "available") return { kind: "warn", word: "available", told: "not enforced" }
-  const [kind, word] = job.outcome === "active" ? ["warn", "not in force"] : outcome(job.outcome)
+  const [kind, word] = ["active", "guarded"].includes(job.outcome) ? ["warn", "not in force"] : outcome(job.outcome)
   return { kind, word, told: "" }
 }
 
