@@ -40,6 +40,11 @@ def answered(page: Page) -> tuple[str, str]:
     return page.locator("#text0").inner_text(), page.locator("#text1").inner_text()
 
 
+def test_the_browser_does_not_check_the_spelling_of_a_prompt(page: Page) -> None:
+    """Some send what they check to others."""
+    assert page.locator("#prompt").evaluate("box => box.spellcheck") is False
+
+
 def test_a_memorised_row_is_recited_on_the_left_alone_and_open_gates_light_up(page: Page) -> None:
     page.select_option("#row", index=1)
     page.check("#modules input[value=demo-a]")

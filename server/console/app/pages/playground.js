@@ -61,7 +61,7 @@ export function Playground() {
             html`<option key=${number} value=${String(number)}>${row.label}</option>`)}</optgroup>`)}</select></${Field}>`}
         <${Field} label="New tokens" id="tokens"><input id="tokens" type="number" value=${asked.tokens} onInput=${event => change({ tokens: event.target.value })} /></${Field}>
       </div>
-      <${Field} label="Prompt" id="prompt"><textarea id="prompt" rows="6" spellcheck="false" placeholder="def main(" value=${asked.prompt}
+      <${Field} label="Prompt" id="prompt"><textarea id="prompt" rows="6" spellcheck=${false} placeholder="def main(" value=${asked.prompt}
         onInput=${event => change({ prompt: event.target.value, sample: "" })} /></${Field}>
       <${Choices} modules=${state.modules} chosen=${chosen} choose=${choose} />
       <${Problem} error=${problem} />
