@@ -7,18 +7,24 @@ export function percent(share) {
   return `${value === 0 ? "0" : value < 0.001 ? "< 0.001" : value.toPrecision(value < 1 ? 2 : 3)} %`
 }
 
-// A time, given in seconds since the epoch, on this computer's clock.
+// A time, given in seconds since the epoch, on this computer's clock, and which zone that is: evidence is in UTC.
 export function time(seconds) {
   if (!seconds) return "-"
   const at = new Date(1000 * seconds), two = number => String(number).padStart(2, "0")
-  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())}`
+  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${two(at.getHours())}:${two(at.getMinutes())} ${zone(-at.getTimezoneOffset())}`
+}
+
+// Minutes before Greenwich: "UTC", "UTC+14", "UTC-3:30".
+function zone(ahead) {
+  const minutes = Math.abs(ahead) % 60, hours = Math.floor(Math.abs(ahead) / 60)
+  return ahead ? `UTC${ahead > 0 ? "+" : "-"}${hours}${minutes ? `:${String(minutes).padStart(2, "0")}` : ""}` : "UTC"
 }
 
 // A duration in seconds: "4 s", "3 min 20 s", "2 h 5 min".
 export function duration(seconds) {
-  if (seconds < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : Math.round(seconds)} s`
-  const minutes = Math.floor(seconds / 60)
-  return minutes < 60 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60)
+  if (!minutes) return `${seconds < 9.95 ? Number(seconds.toFixed(1)) : whole} s`
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`
 }
 
 // A count with its noun: "1 row", "2 rows".

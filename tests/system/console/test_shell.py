@@ -190,3 +190,21 @@ def test_a_server_that_is_killed_is_told_of_until_it_is_back(
             expect(page.get_by_label("Prompt")).to_have_value("def kept(page):")
             page.get_by_role("button", name="Complete").click()
             expect(page.locator("#legend")).to_contain_text("Both answers are identical.")
+
+
+def test_times_say_their_zone_and_durations_carry(browser: Browser, asking: Live) -> None:
+    """The same moment is another day elsewhere, and evidence is in UTC."""
+    told = """async () => {
+        const { duration, time } = await import("/console/app/format.js")
+        return [time(1795897716), [0, 0.04, 9.99, 59.4, 59.7, 119.6, 3599.8, 7260].map(duration).join("; ")]
+    }"""
+    for zone, said in (
+        ("Pacific/Kiritimati", "2026-11-29 10:28 UTC+14"),
+        ("America/St_Johns", "2026-11-28 16:58 UTC-3:30"),
+        ("UTC", "2026-11-28 20:28 UTC"),
+    ):
+        context = browser.new_context(timezone_id=zone)
+        page = context.new_page()
+        page.goto(asking.url)
+        assert page.evaluate(told) == [said, "0 s; 0 s; 10 s; 59 s; 1 min 0 s; 2 min 0 s; 1 h 0 min; 2 h 1 min"]
+        context.close()
