@@ -3,7 +3,7 @@ import { html, render, useEffect, useState } from "../vendor/htm-preact.js"
 import { ApiError, get } from "./api.js"
 import { Login } from "./login.js"
 import { pages } from "./pages.js"
-import { Empty, useFocus } from "./parts.js"
+import { Title, useFocus } from "./parts.js"
 import { change, leave, may, session, useSession } from "./session.js"
 import { ThemeSwitch } from "./theme.js"
 
@@ -105,7 +105,7 @@ function Shell() {
   let shown
   if (login) shown = html`<${Login} reason=${reason} />`
   else if (!state) shown = html`<p class="hint">Asking the server.</p>`
-  else if (!page) shown = html`<${Empty} title="There is no such page">Choose one of the pages above.</${Empty}>`
+  else if (!page) shown = html`<${Title} title="There is no such page" lead="Choose one of the pages above." />`
   else if (!may(page.scope)) shown = html`<${Login} scope=${page.scope} page=${page.title} />`
   else shown = html`<${page.view} path=${path} key=${page.route} />`
   return html`<${Head} now=${page} />

@@ -191,8 +191,8 @@ def test_what_to_do_about_a_failed_job_depends_on_its_reason(browser: Browser, s
 
 
 def test_a_takedown_whose_guard_is_gone_does_not_say_that_it_holds(browser: Browser, server: Live) -> None:
-    rows = [{"text": CODE.replace("total", "gone") * 4}]
-    posted = {"name": "gone", "rows": rows, "options": {"scope": "global", "protect": "guard"}}
+    rows, name = [{"text": CODE.replace("total", "gone") * 4}], "gone-".ljust(64, "x")
+    posted = {"name": name, "rows": rows, "options": {"scope": "global", "protect": "guard"}}
     takedown = server.admin("/takedowns", posted).body["takedown_id"]
     with opened(browser, server.url, ADMIN_KEY) as page:
         page.goto(f"{server.url}/#/takedowns/{takedown}")
@@ -212,6 +212,12 @@ def test_a_takedown_whose_guard_is_gone_does_not_say_that_it_holds(browser: Brow
                 return [of("active"), of("verified"), of("nothing_to_remove")]
             }"""
         )
+        html = str(server.admin(f"/takedowns/{takedown}/evidence?format=html").raw, "utf-8")
+        page.set_viewport_size({"width": 320, "height": 900})
+        page.goto("about:blank")
+        page.set_content(html)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320 and 'name="viewport"' in html
+        assert page.locator("main h1").inner_text() == f"Takedown {name}"
     assert told[0] == ["warn", "The module was made. As of now it binds nothing while it is suspended."]
     assert told[1] is None and "No guard holds now" in told[2][1]
 
