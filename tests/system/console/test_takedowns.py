@@ -247,6 +247,11 @@ def test_a_list_of_many_is_turned_page_by_page(browser: Browser, server: Live) -
         older.click()
         expect(rows).to_have_count(50)
         expect(rows.last).to_contain_text("number 149")
+        assert page.evaluate("scrollY") == 0
+        page.get_by_role("link", name="number 120").click()
+        expect(page.get_by_role("alert").filter(has_text="no takedown 'td_120'")).to_be_visible()
+        page.go_back()
+        expect(rows).to_have_count(50)
         expect(older).to_be_disabled()
         newer.click()
         expect(rows.first).to_contain_text("number 0")

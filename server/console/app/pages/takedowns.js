@@ -1,5 +1,5 @@
-// Takedowns: all of them with what each binds; a new one (#/takedowns/new), or one that joins others (#/takedowns/join); one with its job and report (#/takedowns/ID).
-import { html, useState } from "../../vendor/htm-preact.js"
+// Takedowns: all of them with what each binds; a new one (#/takedowns/new), or one that joins others (#/takedowns/join); older ones (#/takedowns/older/ID/ID); one with its job and report (#/takedowns/ID).
+import { html, useLayoutEffect } from "../../vendor/htm-preact.js"
 import { get } from "../api.js"
 import { counted, time } from "../format.js"
 import { Badge, Button, Cell, Empty, Problem, Table, Title, useData, useFocus } from "../parts.js"
@@ -11,14 +11,17 @@ const PAGE = 100
 
 export function Takedowns({ path }) {
   const [which] = path
-  useFocus(which)
+  useFocus(path.join("/"))
   if (["new", "join"].includes(which)) return html`<${New} joining=${which === "join"} key=${which} />`
+  if (which === "older") return html`<${List} turned=${path.slice(1)} key=${path.join("/")} />`
   return which ? html`<${Shown} id=${which} key=${which} />` : html`<${List} />`
 }
 
-function List() {
-  const [pages, turn] = useState([""]) // the ids that the pages turned so far begin behind
-  const after = pages.at(-1)
+// `turned`: the ids that the pages turned so far begin behind. They are in the address, so that the way back from a takedown leads to its page.
+function List({ turned = [] }) {
+  const after = turned.at(-1) ?? ""
+  const turn = pages => { location.hash = ["#/takedowns", ...(pages.length ? ["older", ...pages] : [])].join("/") }
+  useLayoutEffect(() => { if (after) scrollTo(0, 0) }, [])
   const { data, error } = useData(() => get(`/admin/v1/takedowns?limit=${PAGE}&after=${after}`), 2, [after])
   const takedowns = data?.data
   return html`<${Title} title="Takedowns" lead="What was asked to be forgotten, how far that is, and which requests it binds now.">
@@ -29,8 +32,8 @@ function List() {
       Choose <a href="#/takedowns/new">New takedown</a> and give the rows. A dry run says first what it will take.</${Empty}>`}
     ${takedowns?.length > 0 && html`<${Table} stacked label="Takedowns" columns=${["Name", "State", "Binds", "Rows", "Claimant", "Received"]}>
       ${takedowns.map(line)}</${Table}>
-      ${(after || data.has_more) && html`<div class="row"><${Button} disabled=${!after} onClick=${() => turn(pages.slice(0, -1))}>Newer</${Button}>
-        <${Button} disabled=${!data.has_more} onClick=${() => turn([...pages, takedowns.at(-1).id])}>Older</${Button}></div>`}
+      ${(after || data.has_more) && html`<div class="row"><${Button} disabled=${!after} onClick=${() => turn(turned.slice(0, -1))}>Newer</${Button}>
+        <${Button} disabled=${!data.has_more} onClick=${() => turn([...turned, takedowns.at(-1).id])}>Older</${Button}></div>`}
       <p class="hint">${counted(takedowns.length, after ? "older takedown" : "takedown")}, the newest first.</p>`}`
 }
 
