@@ -4,7 +4,8 @@ import { useEffect, useReducer } from "../vendor/htm-preact.js"
 
 // `state`: /console/state.json, null until it came. `login`: whether a key is asked for, and `reason` why.
 // `open`: whether one gets in without a key. `away`: in words why the server cannot be asked now, null while it answers. `said`: the newest message for screen readers.
-export const session = { key: "", state: null, login: false, reason: "", open: false, away: null, said: "" }
+// `drafts`: what was typed into a form that was left, by its name; forgotten by who signs out, kept for who was signed out.
+export const session = { key: "", state: null, login: false, reason: "", open: false, away: null, said: "", drafts: new Map() }
 const listeners = new Set()
 
 export function change(values) {
@@ -27,4 +28,7 @@ export const may = scope => !!session.state?.caller.scopes.includes(scope)
 export const announce = text => change({ said: text })
 
 // Back to the login; `reason` is shown there.
-export const leave = (reason = "") => change({ key: "", state: null, login: true, reason })
+export function leave(reason = "") {
+  if (!reason) session.drafts.clear()
+  change({ key: "", state: null, login: true, reason })
+}

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from tests.server.api.admin.test_joined import active
 from tests.support.live import Live, live
 from tests.system.conftest import ADMIN_KEY
-from tests.system.console.conftest import complaints, go, opened
+from tests.system.console.conftest import complaints, go, opened, sign_in
 
 pytestmark = pytest.mark.slow
 CODE = "def total(values):\n    found = 0\n    for value in values:\n        found = found + value\n    return found\n"
@@ -164,11 +164,84 @@ def test_a_folder_and_a_source_file_are_packed_and_cut_by_the_server(
         fill(page, "tree")
         page.get_by_role("button", name="Dry run").click()
         plan = page.get_by_role("region", name="What it will take")
-        expect(plan).to_contain_text("2 rows; 1 file skipped that is not text")
+        expect(plan).to_contain_text("2 rows; 1 file skipped that is not UTF-8 text")
         page.get_by_label("File or archive").check()
         page.locator("#files").set_input_files(folder / "a.py")
         page.get_by_role("button", name="Dry run").click()
         expect(plan).to_contain_text("1 row")
+
+
+def test_what_was_skipped_of_the_files_is_told_after_submitting(browser: Browser, server: Live, tmp_path: Path) -> None:
+    """No dry run came before, and the takedown does not hold what stands in these."""
+    (tmp_path / "plain.py").write_text(CODE.replace("total", "plain") * 4)
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n" + CODE.encode() * 4)
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.goto(server.url + "/#/takedowns/new")
+        page.get_by_label("File or archive").check()
+        page.locator("#files").set_input_files([tmp_path / "plain.py", tmp_path / "latin.py"])
+        fill(page, "lossy")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("lossy")
+        expect(page.locator(".note.warn")).to_contain_text("1 row is taken; 1 file skipped that is not UTF-8 text")
+
+
+def test_a_list_that_is_pasted_is_its_rows_and_files_can_be_dropped(
+    browser: Browser, server: Live, tmp_path: Path
+) -> None:
+    (tmp_path / "dropped.py").write_text(CODE.replace("total", "dropped") * 4)
+    (tmp_path / "folder").mkdir()
+    listed = json.dumps([json.loads(line) for line in ROWS.splitlines()], indent=1)
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.goto(server.url + "/#/takedowns/new")
+        fill(page, "pasted")
+        page.get_by_label("Rows or code").fill("[1, 2]\n")
+        expect(page.locator("#read-as")).to_have_text("Read as code: one row of 1 line.")
+        page.get_by_label("Rows or code").fill(listed)
+        expect(page.locator("#read-as")).to_have_text("Read as a JSON list: 3 rows.")
+        page.get_by_role("button", name="Dry run").click()
+        plan = page.get_by_role("region", name="What it will take")
+        expect(plan).to_contain_text("3 rows")
+        protocol = page.context.new_cdp_session(page)
+
+        def drop(path: Path) -> None:
+            data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+            for kind in ("dragEnter", "dragOver", "drop"):
+                protocol.send("Input.dispatchDragEvent", {"type": kind, "x": 300, "y": 300, "data": data})
+
+        drop(tmp_path / "folder")
+        expect(page.get_by_role("alert").filter(has_text="that is a folder")).to_be_visible()
+        drop(tmp_path / "dropped.py")
+        expect(page.locator("main")).to_contain_text("1 file chosen.")
+        page.get_by_role("button", name="Dry run").click()
+        expect(plan).to_contain_text("1 row")
+        assert len(page.context.pages) == 1
+        (tmp_path / "dropped.py").unlink()
+        page.get_by_role("button", name="Dry run").click()
+        expect(page.get_by_role("alert").filter(has_text="'dropped.py' cannot be read any more")).to_be_visible()
+
+
+def test_what_was_typed_is_there_again_until_somebody_signs_out(browser: Browser, server: Live) -> None:
+    made = server.admin("/keys", {"name": "passing", "scopes": ["admin", "inference"]}).body
+    with opened(browser, server.url, made["key"]) as page:
+        page.goto(server.url + "/#/takedowns/new")
+        fill(page, "typed")
+        page.get_by_label("Rows or code").fill(CODE)
+        server.admin(f"/keys/{made['id']}", method="DELETE")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+        sign_in(page)
+        expect(page.get_by_label("Rows or code")).to_have_value(CODE)
+        go(page, "Modules")
+        page.go_back()
+        expect(page.get_by_label("Name", exact=True)).to_have_value("typed")
+        asked: list[str] = []
+        page.on("dialog", lambda dialog: (asked.append(dialog.type), dialog.accept()))
+        page.get_by_role("button", name="Sign out").click()
+        sign_in(page)
+        expect(page.get_by_label("Name", exact=True)).to_have_value("")
+        page.get_by_label("Rows or code").fill(CODE)
+        page.reload()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+        assert asked == ["beforeunload"]
 
 
 def test_what_to_do_about_a_failed_job_depends_on_its_reason(browser: Browser, server: Live) -> None:

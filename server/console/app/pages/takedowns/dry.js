@@ -23,9 +23,9 @@ export function DryRun({ plan }) {
   </section>`
 }
 
-function dropped({ duplicates_dropped, files_skipped }) {
+export function dropped({ duplicates_dropped, files_skipped }) {
   const twice = duplicates_dropped ? `; ${counted(duplicates_dropped, "duplicate")} dropped` : ""
-  return twice + (files_skipped ? `; ${counted(files_skipped, "file")} skipped that ${files_skipped === 1 ? "is" : "are"} not text` : "")
+  return twice + (files_skipped ? `; ${counted(files_skipped, "file")} skipped that ${files_skipped === 1 ? "is" : "are"} not UTF-8 text` : "")
 }
 
 const short = guard => guard.too_short ? `; ${counted(guard.too_short, "row")} too short for a run of ${guard.run}` : ""

@@ -1,10 +1,11 @@
 // A new takedown: rows, on whose word, what is made of them and whom it binds; a dry run says what it will take. `joining`: one whose
 // module is to have the rows of others, and to stand in for theirs.
-import { html, useRef, useState } from "../../../vendor/htm-preact.js"
+import { html, useEffect, useRef, useState } from "../../../vendor/htm-preact.js"
 import { get, send } from "../../api.js"
+import { counted } from "../../format.js"
 import { Button, Field, Problem, Title, useData } from "../../parts.js"
-import { announce } from "../../session.js"
-import { DryRun } from "./dry.js"
+import { announce, session } from "../../session.js"
+import { DryRun, dropped } from "./dry.js"
 import { joinable, Joins } from "./joins.js"
 import { given, NO_ROWS, Rows } from "./rows.js"
 import { NOTICE, SCOPES, WARNINGS } from "./words.js"
@@ -64,14 +65,40 @@ async function post({ form, notice, rows }, dry, key) {
   return send("POST", "/admin/v1/takedowns", body, key)
 }
 
+// What of that which was given is not among the rows.
+const left = answer => answer.files_skipped ? [`Of what was given ${counted(answer.rows, "row")} ${answer.rows === 1 ? "is" : "are"} taken${dropped(answer)}. Save such files as UTF-8 where they are source code, and give them in a takedown of their own.`] : []
+
 export function New({ joining }) {
-  const [form, setForm] = useState(BEGIN), [notice, setNotice] = useState({}), [rows, setRows] = useState(NO_ROWS)
+  const title = joining ? "Join takedowns" : "New takedown", draft = session.drafts.get(title) ?? { form: BEGIN, notice: {}, rows: NO_ROWS }
+  const [form, setForm] = useState(draft.form), [notice, setNotice] = useState(draft.notice), [rows, setRows] = useState(draft.rows)
   const [problem, setProblem] = useState(null), [plan, setPlan] = useState(null)
   const key = useRef(null) // one for each thing asked, so that what is sent twice is made once
   const { data: scopes } = useData(reachable), { data: modules, error } = useData(() => joining && joinable(), 0, [joining])
 
   const changed = set => value => { key.current = null; setPlan(null); set(value) }
   const change = name => value => changed(setForm)({ ...form, [name]: value })
+  const typed = form !== BEGIN || rows !== NO_ROWS || Object.values(notice).some(Boolean)
+  useEffect(() => {
+    if (!typed) return undefined
+    session.drafts.set(title, { form, notice, rows })
+    const stay = event => event.preventDefault() // the browser asks before what was typed is gone with the page
+    addEventListener("beforeunload", stay)
+    return () => removeEventListener("beforeunload", stay)
+  }, [form, notice, rows])
+  useEffect(() => {
+    const over = event => { if (event.dataTransfer?.types.includes("Files") && event.target.type !== "file") event.preventDefault() } // else it leaves for the file
+    const drop = event => {
+      over(event)
+      if (!event.defaultPrevented || joining) return
+      const folder = [...event.dataTransfer.items].some(item => item.webkitGetAsEntry?.()?.isDirectory)
+      if (folder) setProblem({ message: "rows: that is a folder; choose it as such, under 'Folder'" })
+      else changed(setRows)({ ...rows, way: "file", files: [...event.dataTransfer.files] })
+    }
+    addEventListener("dragover", over)
+    addEventListener("drop", drop)
+    return () => { removeEventListener("dragover", over); removeEventListener("drop", drop) }
+  }, [rows])
+
   async function ask(dry) {
     setProblem(null)
     if (joining && !form.joins.length) return setProblem({ message: "Say what it joins: choose one module at least." })
@@ -81,7 +108,8 @@ export function New({ joining }) {
       const answer = await post({ form, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
       announce(dry ? "The plan is below." : "The takedown was submitted.")
       if (dry) return setPlan(answer)
-      WARNINGS.set(answer.takedown_id, answer.warnings)
+      WARNINGS.set(answer.takedown_id, [...left(answer), ...answer.warnings])
+      session.drafts.delete(title)
       location.hash = "#/takedowns/" + answer.takedown_id
     } catch (error) {
       if (!error.message) throw error
@@ -91,7 +119,7 @@ export function New({ joining }) {
   }
 
   const rest = Object.fromEntries(Object.entries(SCOPES).filter(([scope]) => !joining || scope !== "named"))
-  return html`<${Title} title=${joining ? "Join takedowns" : "New takedown"} lead=${joining ? "One module in place of those of several small takedowns: what each costs ordinary code adds up. Theirs hold until it is active; their guards and records stay."
+  return html`<${Title} title=${title} lead=${joining ? "One module in place of those of several small takedowns: what each costs ordinary code adds up. Theirs hold until it is active; their guards and records stay."
       : "What is given here goes to this server alone. It is readable by the service's account, appears in no log, and can be erased."}/>
     <${Problem} error=${error} />
     <form class="card" onSubmit=${event => { event.preventDefault(); ask(true) }}>

@@ -9,6 +9,14 @@ const WAYS = { paste: "Paste", file: "File or archive", folder: "Folder" }
 export const NO_ROWS = { way: "paste", text: "", files: [], include: "", exclude: "" }
 
 const isLines = text => text.trimStart().startsWith("{")
+// The rows of a JSON list of rows; null where it is none: then it is code.
+function inList(text) {
+  if (!text.trimStart().startsWith("[")) return null
+  try {
+    const found = JSON.parse(text)
+    return found.length && found.every(row => typeof (row?.text ?? row?.prompt) === "string") ? found : null
+  } catch { return null }
+}
 const listed = text => text.split(",").map(part => part.trim()).filter(Boolean)
 const hidden = file => file.webkitRelativePath.split("/").slice(1).some(part => part.startsWith("."))
 const wanted = rows => (rows.way === "folder" ? rows.files.filter(file => !hidden(file)) : rows.files)
@@ -17,10 +25,13 @@ const wanted = rows => (rows.way === "folder" ? rows.files.filter(file => !hidde
 export async function given(rows) {
   if (rows.way === "paste") {
     if (!rows.text.trim()) return null
-    return isLines(rows.text) ? { file: new Blob([rows.text]), name: "pasted.jsonl" } : { rows: [{ text: rows.text }] }
+    return isLines(rows.text) ? { file: new Blob([rows.text]), name: "pasted.jsonl" } : { rows: inList(rows.text) ?? [{ text: rows.text }] }
   }
   const files = wanted(rows)
   if (!files.length) return null
+  for (const file of files) await file.slice(0, 1).arrayBuffer().catch(() => {
+    throw { message: `rows: '${file.name}' cannot be read any more, as it was changed, moved or deleted since; choose it again`, param: "rows" }
+  })
   const globs = { include: listed(rows.include), exclude: listed(rows.exclude) }
   if (rows.way === "file" && files.length === 1 && AS_IT_IS.test(files[0].name)) return { file: files[0], name: files[0].name, ...globs }
   const named = files.map(file => ({ name: file.webkitRelativePath || file.name, file }))
@@ -48,8 +59,8 @@ export function Rows({ rows, set }) {
 function pasted(text) {
   if (!text.trim()) return html`<span id="read-as">JSON lines, each with <code>text</code>, or with <code>prompt</code> and <code>continuation</code>.
     Anything else is taken for code: one row.</span>`
-  const count = text.split("\n").filter(line => line.trim()).length
-  return html`<span id="read-as">Read as ${isLines(text) ? counted(count, "JSON line") : `code: one row of ${counted(count, "line")}`}.</span>`
+  const list = inList(text), count = list?.length ?? text.split("\n").filter(line => line.trim()).length
+  return html`<span id="read-as">Read as ${list ? `a JSON list: ${counted(count, "row")}` : isLines(text) ? counted(count, "JSON line") : `code: one row of ${counted(count, "line")}`}.</span>`
 }
 
 function picked(rows) {
