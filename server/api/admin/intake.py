@@ -142,7 +142,8 @@ def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], excl
         _check_rows(len(rows))
     if not rows:
         raise DataError(
-            f"file: no rows in the archive ({found} files match, {skipped} of them are not UTF-8 text); check 'include'"
+            f"file: no rows in the archive ({found} files match, {skipped} of them are not UTF-8 text); "
+            "save source files as UTF-8 and pack them again, give a file of one line as a row, or check 'include'"
         )
     return checked(rows, skipped, len(rows))
 

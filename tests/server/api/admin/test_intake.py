@@ -125,7 +125,10 @@ def test_no_text_is_lost_by_cutting(text: str) -> None:
         (zipped({"C:/b.py": SOURCE.encode()}), "leads out of it"),
         (tarred({"../x.py": SOURCE.encode()}), "leads out of it"),
         (tarred({"x.py": SOURCE.encode()}, link="y.py"), "'y.py' in the archive is a link"),
-        (zipped({"a.png": b"\x00\x01"}), "no rows in the archive .1 files match, 1 of them"),
+        (
+            zipped({"a.png": b"\x00\x01"}),
+            "no rows in the archive .1 files match, 1 of them are not UTF-8 text.; save source files as UTF-8",
+        ),
         (zipped({}), "binary, but neither|no rows"),
         (zipped({"a.py": SOURCE.encode(), "in/rows.jsonl": jsonl(ROWS)}), "'in/rows.jsonl' in the archive is JSONL"),
         (
