@@ -295,6 +295,25 @@ def test_a_takedown_whose_guard_is_gone_does_not_say_that_it_holds(browser: Brow
     assert told[1] is None and "No guard holds now" in told[2][1]
 
 
+def test_a_module_that_misses_its_aim_is_not_told_of_as_all_well(browser: Browser, server: Live) -> None:
+    posted = {"name": "brief", "rows": [{"text": CODE * 4}], "options": {"scope": "global", "protect": "module"}}
+    takedown = server.admin("/takedowns", posted).body["takedown_id"]
+    (number,) = server.admin(f"/takedowns/{takedown}").body["jobs"]
+    job, said = server.admin(f"/jobs/{number}").body, "short: the module is within its budgets, but misses its aim"
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        ended = {
+            **job,
+            "state": "succeeded",
+            "finished_at": 1.0,
+            "outcome": "active",
+            "result": {"outcome": "active", "remark": said},
+        }
+        page.route("**/admin/v1/jobs/*", lambda route: route.fulfill(json=ended))
+        page.goto(f"{server.url}/#/takedowns/{takedown}")
+        expect(page.locator(".note.warn")).to_contain_text(said)
+        expect(page.locator(".note.good")).to_have_count(0)
+
+
 def test_a_list_of_many_is_turned_page_by_page(browser: Browser, server: Live) -> None:
     rows = [{"text": CODE.replace("total", "listed") * 4}]
     server.admin("/takedowns", {"name": "listed", "rows": rows, "options": {"scope": "global", "protect": "guard"}})

@@ -41,7 +41,7 @@ function Ended({ job, takedown }) {
     <p class="hint">${when}.</p>`
   const [given, word, meant] = outcome(job.outcome), [kind, told] = since(job, takedown) ?? [given, meant]
   const { remark, joint_verdict: joint, fit } = job.result
-  return html`<${Note} kind=${kind}><p>${told || word}</p>${remark && html`<p>${remark}</p>`}${joint && html`<p>Beside the other modules: ${joint}</p>`}
+  return html`<${Note} kind=${remark && kind === "good" ? "warn" : kind}><p>${told || word}</p>${remark && html`<p>${remark}</p>`}${joint && html`<p>Beside the other modules: ${joint}</p>`}
     ${fit?.retain_rows_left_out > 0 && html`<p>${fit.retain_rows_left_out} retain rows hold parts of these rows and were left out; take them out of the retain set.</p>`}</${Note}>
     <p class="hint">Ended ${when}.</p>`
 }
