@@ -30,8 +30,8 @@ def stands_for(session: Session, row: ModuleRow) -> Collection[str]:
 
 
 def superseding(session: Session, takedown_id: str | None) -> Collection[str]:
-    """The takedowns whose modules go when that of this one is active. What rules have demanded by name since it was asked for stays:
-    nobody was told, and every request under them would be refused.
+    """The takedowns whose modules go when that of this one is active. What rules have demanded by name since it was asked for
+    stays: nobody was told, and every request under them would be refused.
     """
     takedown = session.get(Takedown, takedown_id) if takedown_id else None
     joined = joined_by(takedown.options) if takedown is not None else ()
