@@ -15,6 +15,7 @@ from torch import nn
 from unbind_core.errors import UnbindError
 
 _WRAPPED = "base_model.model."  # in front of a name inside PEFT's wrapper
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass
@@ -74,10 +75,12 @@ def _times_its_own(layer: Any, name: str) -> float:
 def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, merges: bool) -> Any:
     """``model``, loaded from ``path``, in PEFT's wrapper with the adapter of a folder; ``merges``: it is to be merged later.
 
-    Raises UnbindError naming the folder where the adapter does not fit or cannot be merged.
+    Raises UnbindError naming the folder where the adapter is not whole, does not fit or cannot be merged.
     """
     from peft import PeftModel  # only users of adapters pay for the import
 
+    if not any((Path(adapter) / name).is_file() for name in _WEIGHTS):  # else peft would ask a hub for them
+        raise UnbindError(f"adapter: '{adapter}' has no {_WEIGHTS[0]}; give the folder that save_pretrained wrote")
     base: Any = model
     try:
         with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
@@ -91,12 +94,27 @@ def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, mer
             f"adapter: '{adapter}' is of kind {kind}, which puts states before a text and merges into no weights; give one "
             "that changes weights, such as LoRA"
         )
+    if strange := _left_over(adapted, adapter):
+        raise UnbindError(
+            f"adapter: '{adapter}' does not fit the model '{path}': of its weights {len(strange)} have no place there "
+            f"({strange[0]}), as of an adapter that was trained on another model; give one that was trained on this model"
+        )
     return adapted
 
 
-def merged(model: Any) -> nn.Module:
-    """The model with its adapter in its weights. What embeddings and head share, and the adapter changes in one of them, becomes
-    a weight of each: merged into the one that both have, it would change the other too, or both twice.
+def _left_over(adapted: Any, adapter: str | Path) -> list[str]:
+    """What a file has for layers that the model lacks. As it loads an adapter peft passes over them without a word."""
+    if not hasattr(adapted, "merge_and_unload"):  # states before a text: those have no layers
+        return []
+    read = adapted.load_adapter(str(adapter), adapted.active_adapter, local_files_only=True)
+    return sorted(read.unexpected_keys)
+
+
+def merged(model: Any, adapter: str | Path) -> nn.Module:
+    """The model with its adapter, which is of this folder, in its weights. What embeddings and head share, and the adapter changes
+    in one of them, becomes a weight of each: merged into the one that both have, it would change the other too, or both twice.
+
+    Raises UnbindError naming the folder where it cannot be merged.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -106,5 +124,10 @@ def merged(model: Any) -> nn.Module:
         if places[id(getattr(base, "weight", None))] > 1:
             base.weight = nn.Parameter(base.weight.detach().clone())
             model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
-    plain: nn.Module = model.merge_and_unload()
+    try:
+        plain: nn.Module = model.merge_and_unload()
+    except RuntimeError as error:  # aLoRA's, which acts behind some tokens alone
+        raise UnbindError(
+            f"adapter: '{adapter}' does not merge into weights: {error}; give one that does, such as LoRA"
+        ) from error
     return plain

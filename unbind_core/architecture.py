@@ -283,7 +283,7 @@ def load_model(
         model = with_adapter(model, adapter, path, merges=merge)
     identity = identify(model, tokenizer, Path(path).resolve().name)
     if adapter is not None and merge:
-        model = merged(model) if settings_of(unwrap(model).config) is None else model.get_base_model()
+        model = merged(model, adapter) if settings_of(unwrap(model).config) is None else model.get_base_model()
     model.to(device).eval().requires_grad_(False)
     _settle(model, device)
     return LoadedModel(model, tokenizer, identity)

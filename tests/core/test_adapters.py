@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.core.conftest import TinyCheckpoint
 from unbind_core.architecture import load_model
@@ -61,4 +61,39 @@ def test_an_adapter_that_is_no_change_of_weights_is_refused(
     base = tiny_checkpoint("qwen2")
     added = adapter(base, tmp_path, kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(UnbindError, match=r"adapter: .* is of kind PR.*; give one that changes weights, such as LoRA"):
+        load_model(base, added)
+
+
+def test_an_adapter_that_acts_behind_some_tokens_alone_is_refused(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("qwen2")
+    config = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
+    added = adapter(base, tmp_path, config)
+    with pytest.raises(UnbindError, match=r"adapter: '.*' does not merge into weights: aLoRA .*, such as LoRA"):
+        load_model(base, added)
+
+
+def test_an_adapter_of_a_model_with_more_layers_is_refused_with_what_has_no_place(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("qwen2")
+    longer: Any = AutoConfig.from_pretrained(base)
+    longer.num_hidden_layers, longer.layer_types = 4, ["full_attention"] * 4
+    AutoModelForCausalLM.from_config(longer).save_pretrained(tmp_path / "longer")
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    added = adapter(tmp_path / "longer", tmp_path / "adapter", config)
+    for merge in (True, False):
+        with pytest.raises(UnbindError, match=r"of its weights 2 have no place there \(.*layers\.3\.self_attn"):
+            load_model(base, added, merge=merge)
+
+
+def test_an_adapter_whose_weights_are_not_there_is_refused_with_what_is_missing(
+    tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("qwen2")
+    added = adapter(base, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    weights = added / "adapter_model.safetensors"
+    weights.unlink()
+    with pytest.raises(UnbindError, match=r"adapter: '.*' has no adapter_model.safetensors; give the folder that"):
         load_model(base, added)
