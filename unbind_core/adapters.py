@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from unbind_core.errors import UnbindError
+from unbind_core.files import pointers
 
 _WRAPPED = "base_model.model."  # in front of a name inside PEFT's wrapper
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -87,7 +88,8 @@ def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, mer
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(base, str(adapter), local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
-        raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {error}") from error
+        said = f"{error}{pointers(Path(adapter))}"
+        raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {said}") from error
     if merges and not hasattr(adapted, "merge_and_unload"):
         kind = adapted.active_peft_config.peft_type.value
         raise UnbindError(

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from unbind_core.adapters import merged, with_adapter
 from unbind_core.encoding import encode
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
+from unbind_core.files import pointers
 from unbind_core.identity import ModelIdentity, fingerprint
 from unbind_core.packed import is_packed, plain_weights
 from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
@@ -210,7 +211,7 @@ def _tokenizer(folder: Path, path: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         ids = encode(tokenizer, "return 1")
     except _UNLOADABLE as error:
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).split()) + pointers(folder)
         raise UnbindError(f"model: the tokenizer in '{path}' could not be loaded: {said}; {remedy}") from error
     if set(ids) <= {tokenizer.unk_token_id}:
         raise UnbindError(f"model: '{path}' has no tokenizer, or an empty one: it makes no tokens of a text; {remedy}")
@@ -275,7 +276,8 @@ def load_model(
         if quantised is not None and settings_of(model.config) is None:
             remember(model, quantised)
     except _UNLOADABLE as error:
-        raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {error}") from error
+        said = f"{error}{pointers(folder)}"
+        raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {said}") from error
     tokenizer = _tokenizer(folder, path)
     if adapter is not None:
         _folder(adapter, "adapter_config.json", "adapter")

@@ -94,6 +94,11 @@ def test_an_adapter_whose_weights_are_not_there_is_refused_with_what_is_missing(
     base = tiny_checkpoint("qwen2")
     added = adapter(base, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     weights = added / "adapter_model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000\n")
+    with pytest.raises(
+        UnbindError, match=r"; Git LFS has left adapter_model.safetensors out: run `git lfs pull` where"
+    ):
+        load_model(base, added)
     weights.unlink()
     with pytest.raises(UnbindError, match=r"adapter: '.*' has no adapter_model.safetensors; give the folder that"):
         load_model(base, added)

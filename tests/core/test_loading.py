@@ -155,3 +155,15 @@ def test_a_checkpoint_without_its_tokenizer_is_refused_with_what_to_put_there(fa
     said = str(caught.value)
     assert said.startswith("model: ") and f"'{tmp_path}'" in said and "tokenizer" in said and "\n" not in said
     assert said.endswith("save_pretrained writes, tokenizer.json and tokenizer_config.json among them")
+
+
+def test_files_that_a_clone_left_out_are_named_with_how_to_get_them(tmp_path: Path) -> None:
+    Qwen2ForCausalLM(Qwen2Config(**TEXT)).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1000\n"
+    (tmp_path / "other.onnx").write_text(pointer)
+    load_model(tmp_path)  # which it needs no more than that one
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(UnbindError, match=rf"Git LFS has left .*{name}.* out: run `git lfs pull` where it was"):
+            load_model(tmp_path)
