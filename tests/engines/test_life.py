@@ -279,11 +279,13 @@ def test_a_call_to_the_processes_that_is_given_up_is_not_logged_as_a_fault(engin
     assert not told
 
 
-def test_a_process_that_ends_leaves_no_sockets_among_the_temporary_files(tmp_path: Path) -> None:
+def test_a_process_that_ends_by_a_signal_leaves_no_sockets_among_the_temporary_files(tmp_path: Path) -> None:
     run = (
-        "import pathlib, sys; from tests.engines.both import started;"
-        "started(pathlib.Path(sys.argv[1]), 'kv-cache-memory-bytes=30000000').close()"
+        "import os, pathlib, sys; from tests.engines.both import started;"
+        "started(pathlib.Path(sys.argv[1]), 'kv-cache-memory-bytes=30000000').close();"
+        "os.kill(os.getpid(), 15)"  # as uvicorn does once all is put away
     )
     with TemporaryDirectory() as short:  # a socket's path may have 107 bytes
-        subprocess.run([sys.executable, "-c", run, str(tmp_path)], check=True, env={**os.environ, "TMPDIR": short})
+        ran = subprocess.run([sys.executable, "-c", run, str(tmp_path)], env={**os.environ, "TMPDIR": short})
+        assert ran.returncode == -signal.SIGTERM
         assert not [path for path in Path(short).rglob("*") if path.is_socket() or path.name.startswith("unbind-")]

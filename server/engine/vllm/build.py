@@ -99,9 +99,7 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
     """The engine; ``loaded`` keeps its shapes and gives its weights up. A model with an adapter is written out merged."""
     from server.engine.vllm.arguments import Arguments
     from server.engine.vllm.engine import VllmEngine
-    from server.engine.vllm.sockets import gather_sockets
 
-    gather_sockets()
     model: Any = loaded.model
     width = int(model.get_output_embeddings().weight.shape[0])
     told, ends = numerics(model), end_ids(model, loaded.tokenizer)

@@ -37,7 +37,8 @@ class GateReports:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="unbind-")
-        self.address = f"ipc://{Path(self._folder.name) / 'gates'}"
+        self.folder = Path(self._folder.name)  # until ``close``
+        self.address = f"ipc://{self.folder / 'gates'}"
         self.stages: frozenset[int] = frozenset()  # of the model, as they name themselves
         self._legs: dict[str, Told] = {}
         self._news = asyncio.Condition()

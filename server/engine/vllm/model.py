@@ -22,6 +22,7 @@ from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.gates import GateReports, merged, merged_looks
 from server.engine.vllm.probe import probe_module
 from server.engine.vllm.remote import ByPhase, in_parts
+from server.engine.vllm.sockets import gather_sockets
 from server.engine.vllm.steps import Steps
 from unbind_core.applying.counts import PHASES
 from unbind_core.applying.looks import Look
@@ -64,6 +65,7 @@ class Model:
             return loggers[-1]
 
         config, reports = arguments.config(), GateReports()
+        gather_sockets(reports.folder)
         try:
             llm = AsyncLLM(
                 config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[logger]
@@ -76,9 +78,7 @@ class Model:
             return model
         try:
             model.ranks = await model.all("unbind_open", reports.address)
-            ours = {
-                child.pid: child for child in psutil.Process().children(recursive=True)
-            }  # a rank may be another machine's
+            ours = {child.pid: child for child in psutil.Process().children(recursive=True)}
             model._processes = [ours[rank["process"]] for rank in model.ranks if rank["process"] in ours]
         except BaseException:
             await model.close()
