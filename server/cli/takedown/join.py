@@ -22,6 +22,9 @@ def join(
         typer.Option(help="Enforced for: global, profile:NAME or key:ID. Theirs, where they have one scope."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="rewrite: other code is written; silent: the answer ends.")] = None,
+    protect: Annotated[
+        str | None, typer.Option(help="both: a guard of all rows at once, and the module; module: that alone.")
+    ] = None,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions, memory, disk and time.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
@@ -34,6 +37,7 @@ def join(
         "activation": activation,
         "scope": None if scope == NO_SCOPE else scope,
         "policy": policy,
+        "protect": protect,
         "replace": replace or None,
         "dry_run": dry_run or None,
     }

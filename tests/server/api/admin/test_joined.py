@@ -189,7 +189,19 @@ def test_one_takedown_is_withdrawn_and_the_others_are_joined_anew(running: Live)
 
 
 def test_the_command_line_joins_and_the_takedown_says_what(running: Live) -> None:
-    asked = ["takedown", "join", "alpha", "beta", "--name", "pair", "--note", "fewer gates", "--json"]
+    asked = [
+        "takedown",
+        "join",
+        "alpha",
+        "beta",
+        "--name",
+        "pair",
+        "--note",
+        "fewer gates",
+        "--protect",
+        "module",
+        "--json",
+    ]
     done = CliRunner().invoke(build(), [*asked, "--url", running.url, "--key", ADMIN_KEY])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
@@ -199,4 +211,5 @@ def test_the_command_line_joins_and_the_takedown_says_what(running: Live) -> Non
     assert (
         told["options"]["joins"] == sorted([parts["alpha"], parts["beta"]]) and told["notice"]["note"] == "fewer gates"
     )
+    assert told["options"]["protect"] == "module"
     assert running.admin(f"/takedowns/{parts['alpha']}").body["joined_by"] == [answer["takedown_id"]]
