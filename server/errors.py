@@ -144,7 +144,7 @@ def translate(error: Exception) -> ApiError:
         case PromptTooLong():
             return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
         case EngineStopped():
-            return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "10"})
+            return ApiError(503, str(error), code=error.code, headers={"Retry-After": "10"})
         case DataError() | InsufficientRows():
             return ApiError(400, str(error), param="rows", code="bad_rows")
         case UnbindError():

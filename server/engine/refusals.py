@@ -6,6 +6,14 @@ from __future__ import annotations
 class EngineStopped(Exception):
     """The engine shuts down or is down; nothing more is admitted."""
 
+    code = "shutting_down"  # which error it is to clients
+
+
+class EngineRestarts(EngineStopped):
+    """What computes has ended and is started again: who waits a little is served here."""
+
+    code = "not_ready"
+
 
 class QueueFull(Exception):
     """No room in the admission queue; the caller should come back after ``retry_after`` seconds."""

@@ -19,6 +19,7 @@ import pytest
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
 from server import demo
+from server.errors import translate
 from server.engine.choice import plan_engine
 from server.engine.refusals import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
@@ -62,8 +63,8 @@ def answers_again(engine: VllmEngine) -> list[tuple[int, ...]]:
     while True:
         try:
             after = answers(engine)
-        except EngineStopped:
-            assert time.monotonic() < deadline
+        except EngineStopped as error:
+            assert translate(error).code == "not_ready" and time.monotonic() < deadline
             time.sleep(0.5)
         else:
             if all(after):

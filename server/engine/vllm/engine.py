@@ -24,7 +24,7 @@ from server.engine.engine import Engine, EngineStats, check_fits, check_queue
 from server.engine.flights import flight_of
 from server.engine.grammars import Grammars
 from server.engine.modules import Gates, ModuleTable
-from server.engine.refusals import EngineStopped
+from server.engine.refusals import EngineRestarts, EngineStopped
 from server.engine.request import Delta, Flight, GenerationRequest
 from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.legs import Leg, digest_of, prompt_read
@@ -138,7 +138,7 @@ class VllmEngine(Engine):
         if self.draining:
             raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
         if not self._up:
-            raise EngineStopped("the model's processes are being started again; try again shortly")
+            raise EngineRestarts("the model's processes are being started again; try again shortly")
         own = sum(flight.request.owner == owner for flight in self._live)
         check_queue(len(self._live) - self.slots, own - self.slots, self._queue_limit, owner)
 
