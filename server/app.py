@@ -52,6 +52,8 @@ def assembled(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         held = await made()
         app.state.service = held
+        if app.state.given_up:
+            held.give_up()
         try:
             await held.start()
             yield
@@ -67,6 +69,7 @@ def assembled(
         redirect_slashes=False,  # which would lose the profile of the path, and go where the client's Host header says
         dependencies=[Depends(whole_characters)],
     )
+    app.state.given_up = False  # whether a signal came before there was anything to end
     errors.install(app)
     administration = (takedowns, jobs, modules, guards, access, audit, evidence)
     for router in (*answering, *(part.router for part in (*administration, health))):

@@ -59,8 +59,7 @@ class BaseService(ABC):
 
     def __init__(self, settings: Settings, refresh_seconds: float = REFRESH_SECONDS) -> None:
         """``refresh_seconds``: between two looks at what other processes wrote."""
-        self.settings = settings
-        self._refresh_seconds = refresh_seconds
+        self.settings, self._refresh_seconds = settings, refresh_seconds
         self.telemetry = Telemetry(self._seen, self.computed_by, detail=settings.metrics_detail, works=settings.worker)
         self.tracing = open_tracing(settings)
         self.canaries = Canaries()
@@ -69,8 +68,7 @@ class BaseService(ABC):
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._anchors = [Anchor(settings.data_dir, "the data folder")]
         if self.registry.engine.dialect.name == "sqlite":
-            file = Path(self.registry.engine.url.database or "")
-            self._anchors.append(Anchor(file, "the registry's database file"))
+            self._anchors.append(Anchor(Path(self.registry.engine.url.database or ""), "the registry's database file"))
         patience = LOOKS * max(refresh_seconds, REFRESH_SECONDS)
         self._database = Outage("the registry's database", log, patience)
         self._stored = Outage("the module store", log, patience * STORE_REFRESHES)
@@ -188,6 +186,9 @@ class BaseService(ABC):
         if self.settings.worker:
             await self.supervisor.start()
         self.ready = True
+
+    def give_up(self) -> None:  # noqa: B027
+        """Have a ``start`` that takes long end with an error; called from a signal's handler."""
 
     def beside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have ``work`` run beside the requests from ``start`` on; it ends by itself once ``ends_within`` says so."""

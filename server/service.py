@@ -118,6 +118,10 @@ class Service(BaseService):
             stats.running, len(self.offer.missing_active), refused, audit, stats, modules=self.engine.modules.current
         )
 
+    def give_up(self) -> None:
+        """See :meth:`BaseService.give_up`."""
+        self.engine.give_up()
+
     async def _open(self) -> None:
         await asyncio.to_thread(self.engine.start)
         await asyncio.to_thread(self._tell_of_others)

@@ -51,7 +51,7 @@ class AnnouncingServer(uvicorn.Server):
         """``announce`` says at which address it listens, where that is not to be said as JSON. ``then`` is called once the
         application has started, before it listens.
         """
-        served = after_start(application, then)
+        served = after_start(application, then, lambda: self.should_exit)
         super().__init__(
             # one second for the last bytes: all requests have ended by then
             ServerConfig(served, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
@@ -63,13 +63,17 @@ class AnnouncingServer(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen, then tell."""
-        await super().startup(sockets)
-        if not self.started:
-            return
-        self._loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup asks for
             # A terminal that closes, or a tool that means to have files opened anew: what runs is to end in order all the same.
             signal.signal(signal.SIGHUP, lambda _, frame: self.handle_exit(signal.SIGTERM, frame))
+        try:
+            await super().startup(sockets)
+        except SystemExit:
+            if not self.should_exit:
+                raise
+        if not self.started:
+            return
+        self._loop = asyncio.get_running_loop()
         service: BaseService = self._application.state.service
         port = self.servers[0].sockets[0].getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104
@@ -81,9 +85,14 @@ class AnnouncingServer(uvicorn.Server):
             say(lambda: self._announce(url))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once."""
+        """The first signal drains while it still listens, so that newcomers hear 503; a second one ends at once. One that comes
+        before it has started gives the start up.
+        """
         if self._loop is None:
             super().handle_exit(sig, frame)
+            self._application.state.given_up = True
+            if (starting := getattr(self._application.state, "service", None)) is not None:
+                starting.give_up()
             return
         service: BaseService = self._application.state.service
         if self._drain is not None:
@@ -126,7 +135,7 @@ def run(server: AnnouncingServer, listening: socket.socket) -> None:
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # uvicorn raises it again once everything is put away
         return
-    if not server.started:
+    if not server.started and not server.should_exit:
         raise typer.Exit(3)
 
 

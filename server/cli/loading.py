@@ -80,13 +80,17 @@ def not_ready(bound: socket.socket, settings: Settings) -> Iterator[None]:
         thread.join()
 
 
-def after_start(application: ASGIApp, then: Callable[[], None]) -> ASGIApp:
-    """The application, which calls ``then``, in a thread, once it has started and before anybody listens for it."""
+def after_start(application: ASGIApp, then: Callable[[], None], ends: Callable[[], bool] = lambda: False) -> ASGIApp:
+    """The application, which calls ``then``, in a thread, once it has started and before anybody listens for it. A start that
+    fails as the server ``ends`` is told of in a line, without the traceback of what broke off.
+    """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 await asyncio.to_thread(then)
+            elif message["type"] == "lifespan.startup.failed" and ends():
+                message = {**message, "message": "a signal came while the server started: the start was given up"}
             await send(message)
 
         await application(scope, receive, told if scope["type"] == "lifespan" else send)

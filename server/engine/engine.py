@@ -71,6 +71,9 @@ class Engine(ABC):
     def start(self) -> None:
         """Check that the model computes what it should, then begin to serve. Raises UnbindError."""
 
+    def give_up(self) -> None:  # noqa: B027 - where a start takes no time there is nothing to do
+        """Have a ``start`` that takes long end: it raises EngineStopped soon. Called from a signal's handler, too."""
+
     @abstractmethod
     def drain(self, timeout: float) -> bool:
         """Admit nothing more and wait until all that was admitted has ended; false where ``timeout`` seconds pass."""

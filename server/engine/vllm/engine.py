@@ -30,6 +30,7 @@ from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.legs import Leg, digest_of, prompt_read
 from server.engine.vllm.model import Model
 from server.engine.vllm.remote import PROBE_COLUMNS, RemoteBank
+from server.engine.vllm.starts import Starts, again
 from unbind_core.errors import UnbindError
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
@@ -37,7 +38,6 @@ from unbind_core.module import UnbindModule
 log = logging.getLogger("unbind.engine")
 T = TypeVar("T")
 TRIAL_SECONDS = 120.0
-BACKOFF_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before the model's processes are started again
 CALL_SECONDS = 600.0
 GONE = "the model's processes ended; the request was dropped; try again"
 
@@ -66,7 +66,7 @@ class VllmEngine(Engine):
         self._live: set[Flight] = set()  # from submission to the last delta, under ``_ended``
         self._tasks: dict[Flight, asyncio.Task[None]] = {}
         self._used: Counter[str] = Counter()  # flights by the digest of their set
-        self._legs = itertools.count()
+        self._legs, self._starts = itertools.count(), Starts()
         self._model: Model | None = None
         self._up = self._draining = self._stopping = False
         self._ended = threading.Condition()
@@ -78,8 +78,12 @@ class VllmEngine(Engine):
     def start(self) -> None:
         """Start the model's processes, and see the edits work in each. Raises UnbindError."""
         self._thread.start()
-        self._await(self._open(), None)  # vLLM itself bounds how long its processes may take
+        self._starts.result(self._begin(self._open()))  # vLLM itself bounds how long its processes may take
         self._loop.call_soon_threadsafe(lambda: self._background.append(self._loop.create_task(self._watch())))
+
+    def give_up(self) -> None:
+        """See :meth:`Engine.give_up`."""
+        self._starts.given_up = True
 
     def drain(self, timeout: float) -> bool:
         """See :meth:`Engine.drain`."""
@@ -92,8 +96,9 @@ class VllmEngine(Engine):
         self._stopping = True
         self.grammars.close()
         if self._thread.is_alive() and not self._loop.is_closed():
+            self._starts.given_up |= not self._up  # of processes that had ended
             with suppress(Exception):
-                self._await(self._close(), 60)
+                self._starts.result(self._begin(self._close()), 60)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(60)
 
@@ -171,13 +176,16 @@ class VllmEngine(Engine):
         self._loop.run_forever()
         self._loop.close()
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _await(self, work: Coroutine[Any, Any, T], seconds: float | None = CALL_SECONDS) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+        return self._begin(work).result(seconds)
 
     def _post(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         if self._stopping or not self._thread.is_alive():
             raise EngineStopped("the server is shutting down")
-        return asyncio.run_coroutine_threadsafe(work(), self._loop)
+        return self._begin(work())
 
     async def _open(self) -> None:
         """The model's processes, with all modules that there are, tried."""
@@ -224,15 +232,7 @@ class VllmEngine(Engine):
         if self._model is not None:
             self._bank.keep(self._model.counts, self._model.looks)
             await self._model.close()
-        for attempt in itertools.count():
-            await asyncio.sleep(BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS) - 1)])
-            try:
-                await self._open()
-            except Exception:
-                log.exception("the model's processes do not start")
-            else:
-                log.info("the model's processes run again")
-                return
+        await again(self._open)
 
     def _reserve(self) -> None:
         """Bring the bank's modules to the processes, from the thread that changes the table. Raises UnbindError."""
