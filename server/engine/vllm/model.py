@@ -78,7 +78,7 @@ class Model:
             return model
         try:
             model.ranks = await model.all("unbind_open", reports.address)
-            ours = {child.pid: child for child in psutil.Process().children(recursive=True)}
+            ours = {child.pid: child for child in psutil.Process().children(recursive=True)}  # others run elsewhere
             model._processes = [ours[rank["process"]] for rank in model.ranks if rank["process"] in ours]
         except BaseException:
             await model.close()
