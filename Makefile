@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Tests run tiny models: one thread each is faster than several, and results do not depend on the number of cores. So two
 # processes share the tests; PYTEST_FLAGS= runs them in one, as a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache --no-logo
 ARGS ?=
 

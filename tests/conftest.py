@@ -20,6 +20,12 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
     return argname if isinstance(val, bytes) else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the fast tests what takes longest comes first, so that no process waits for another at the end."""
+    if config.option.markexpr == "not slow":
+        items.sort(key=lambda item: not item.nodeid.startswith(("tests/system/", "tests/core/fitting/", "tests/lab/")))
+
+
 @pytest.fixture(scope="session")
 def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that gives the forget rows of ``tests.support.memorising`` back, one for all processes that share the tests."""
