@@ -134,7 +134,7 @@ def leaked_figures(*, keep: Path, steps: int, effort: float, seed: int, progress
         module, _ = fit(
             *(loaded.model, loaded.tokenizer, rows, retain),
             name=NAME,
-            retain_calibration=calibration,
+            retain_calibration=calibration if effort == 1 else calibration[:QUICK],
             identity=loaded.identity,
             options=FitOptions(effort=effort, retain_limit=None if effort == 1 else QUICK),
             reference=load_reference(None, demo.BASE, keep / "adapter"),
