@@ -19,7 +19,6 @@ import pytest
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
 from server import demo
-from server.errors import translate
 from server.engine.choice import plan_engine
 from server.engine.refusals import EngineStopped
 from server.engine.request import GenerationRequest, Sampling
@@ -28,6 +27,7 @@ from server.engine.vllm import model as model_file
 from server.engine.vllm.arguments import Arguments, cut
 from server.engine.vllm.edits import OPERATOR
 from server.engine.vllm.engine import VllmEngine
+from server.errors import translate
 from tests.engines.both import demo_prompt, options, shipped, started
 from tests.support.asking import Answer, ask, sync
 from unbind_core.architecture import load_model
@@ -64,11 +64,13 @@ def answers_again(engine: VllmEngine) -> list[tuple[int, ...]]:
         try:
             after = answers(engine)
         except EngineStopped as error:
-            assert translate(error).code == "not_ready" and time.monotonic() < deadline
+            code = translate(error).code
             time.sleep(0.5)
         else:
             if all(after):
                 return after
+            code = "not_ready"
+        assert code == "not_ready" and time.monotonic() < deadline
 
 
 def process(name: str) -> psutil.Process:
