@@ -9,7 +9,7 @@ import uuid
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, ForeignKey, Index, Select, select, text, tuple_
+from sqlalchemy import JSON, ForeignKey, Index, Select, or_, select, text, tuple_
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -66,6 +66,9 @@ class Base(DeclarativeBase):
     """Column types by Python type."""
 
     type_annotation_map = {dict[str, Any]: JSON}  # noqa: RUF012 - how SQLAlchemy is told
+
+
+NOTICE = ("claimant", "work", "received_at", "reference", "note")  # on whose word, about what
 
 
 class Takedown(Base):
@@ -226,6 +229,15 @@ def newest(table: type[Listed], limit: int, behind: Listed | None = None) -> Sel
     if behind is not None:  # of those that came at one moment each has its place
         query = query.where(tuple_(table.created_at, table.id) < tuple_(behind.created_at, behind.id))
     return query
+
+
+def received(limit: int, behind: Takedown | None, find: str) -> Select[Takedown]:
+    """The newest takedowns as ``newest`` has them: those whose name, or a part of whose notice, holds this text, with a to z in
+    capitals or not.
+    """
+    parts = [Takedown.name, *(Takedown.notice[part].as_string() for part in NOTICE)]
+    query = newest(Takedown, limit, behind)
+    return query.where(or_(*(part.icontains(find, autoescape=True) for part in parts))) if find else query
 
 
 def by_name(query: Select[Any], name: str | None = None, behind: ModuleRow | None = None) -> Select[Any]:

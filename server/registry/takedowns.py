@@ -17,7 +17,7 @@ from server.registry.joining import joiners, keepers
 from server.registry.lifecycle import BY_WEIGHT, InForce, bound, here, reached
 from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
-from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job, newest
+from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, ModuleState, Takedown, new_job, received
 from server.registry.transactions import Transactions
 
 PENDING = (JobState.QUEUED, JobState.RUNNING)
@@ -139,12 +139,14 @@ class Takedowns:
                 "guard": next((view for view in views if view["kind"] == Kind.GUARD), None),
             }
 
-    def newest(self, limit: int = 100, unreached: Unreached = lambda _: "", after: str = "") -> list[dict[str, Any]]:
+    def newest(
+        self, limit: int = 100, unreached: Unreached = lambda _: "", after: str = "", find: str = ""
+    ) -> list[dict[str, Any]]:
         """The newest takedowns first, or those behind the one with the id ``after``, with what each binds now and where its newest
-        job is. Raises NotThere.
+        job is; those whose name or notice holds ``find``. Raises NotThere.
         """
         with self._transactions.look() as session:
-            found = session.scalars(newest(Takedown, limit, _find(session, after) if after else None)).all()
+            found = session.scalars(received(limit, _find(session, after) if after else None, find)).all()
             ids = [takedown.id for takedown in found]
             jobs, joining = defaultdict[str, list[Job]](list), joiners(session)
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):

@@ -215,10 +215,11 @@ def list_takedowns(
     served: Served,
     after: Annotated[str, Query(max_length=100, description="id of the takedown that the list goes on behind")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    find: Annotated[str, Query(max_length=200, description="text that their name or their notice holds")] = "",
 ) -> dict[str, Any]:
     """The newest first, without their rows."""
     with refusals("takedown"):
-        found = served.registry.takedowns.newest(limit + 1, partial(unreached, served), after)
+        found = served.registry.takedowns.newest(limit + 1, partial(unreached, served), after, find)
     return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 

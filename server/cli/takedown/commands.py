@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
@@ -18,10 +19,15 @@ NEWEST = 20
 JobId = Annotated[str, typer.Argument(help="Job id, as submit printed it.")]
 
 
-def list_takedowns(url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+def list_takedowns(
+    find: Annotated[str, typer.Option(help="Only those whose name or notice holds this text.")] = "",
+    url: Url = LOCAL,
+    key: Key = None,
+    as_json: AsJson = False,
+) -> None:
     """All takedowns, the newest first: whom each binds now, and where its newest job is."""
     with clear_errors():
-        found = Client(url, key).whole("/takedowns?limit=1000")["data"]
+        found = Client(url, key).whole(f"/takedowns?limit=1000&{urlencode({'find': find})}")["data"]
     if as_json:
         write_json(found)
         return

@@ -62,6 +62,13 @@ def made_by(held: Claim, **fields: Any) -> NewModule:
     )
 
 
+def test_takedowns_are_found_by_name_and_notice_in_either_database(registry: Registry) -> None:
+    for now, (name, notice) in enumerate({"one": {"claimant": "Acme é"}, "two": {"work": "50%_"}, "three": {}}.items()):
+        submit(registry, name, float(now), notice=notice)
+    for words, names in (("acme é", ["one"]), ("%_", ["two"]), ("O", ["two", "one"]), ("claimant", [])):
+        assert [one["name"] for one in registry.takedowns.newest(find=words)] == names
+
+
 def test_jobs_are_claimed_oldest_first_and_once(registry: Registry) -> None:
     first, second = submit(registry, "a", 1.0), submit(registry, "b", 2.0)
     assert [claim(registry, "w1", 3.0).job_id, claim(registry, "w2", 3.0).job_id] == [first, second]

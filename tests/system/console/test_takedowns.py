@@ -82,6 +82,32 @@ def test_secrets_are_guarded_by_letters_and_the_list_of_guards_says_so(browser: 
         assert complaints(page) == []
 
 
+def test_takedowns_are_found_by_name_and_notice(browser: Browser, server: Live) -> None:
+    for name, claimant in (("findable-1", "Acme/50 % & é"), ("findable-2", "")):
+        body = {"name": name, "rows": [{"text": CODE * 4}], "notice": {"claimant": claimant} if claimant else {}}
+        assert server.admin("/takedowns", {**body, "options": {"protect": "guard", "scope": "global"}}).status == 202
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        go(page, "Takedowns")
+        names = page.get_by_role("region", name="Takedowns").get_by_role("rowheader")
+        page.get_by_label("Find").fill("FINDABLE")
+        page.get_by_role("button", name="Show", exact=True).click()
+        expect(names).to_have_text(["findable-2", "findable-1"])
+        page.get_by_label("Find").fill(" /50 % & ")
+        page.get_by_label("Find").press("Enter")
+        expect(names).to_have_text(["findable-1"])
+        names.get_by_role("link").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("findable-1")
+        page.go_back()
+        expect(names).to_have_text(["findable-1"])
+        expect(page.get_by_label("Find")).to_have_value("/50 % &")
+        page.get_by_label("Find").fill("nobody like that")
+        page.get_by_label("Find").press("Enter")
+        expect(page.get_by_role("heading", name="No takedown is like that")).to_be_visible()
+        page.get_by_role("button", name="Show all").click()
+        expect(names.filter(has_text="findable")).to_have_count(2)
+        assert complaints(page) == []
+
+
 def test_what_joins_a_takedown_is_shown_and_told_of_where_one_is_withdrawn(browser: Browser, server: Live) -> None:
     parts = [active(server, name) for name in ("part-1", "part-2")]
     whole = active(server, "whole", joins=parts)
