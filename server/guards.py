@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from server.logs import change
 from server.registry.lifecycle import demanded
 from server.registry.modules import Modules
 from server.registry.objects import DamagedObject, ObjectStore
@@ -87,7 +88,7 @@ class GuardStore:
         book = self.last.book
         if {name: index.digest for name, index in loaded.items()} != _digests(book):
             book = GuardBook.of(self._secret, loaded.values(), book)
-            log.info("guards: %s", ", ".join(sorted(loaded)) or "none")
+            log.info("guards: %s", change(_labels(self.last.book), _labels(book)))
         self.last = Guards(book, live, problems)
         return self.last
 
@@ -103,6 +104,10 @@ class GuardStore:
 
 def _acts(record: Mapping[str, Any]) -> bool:
     return record["state"] != ModuleState.SHADOW and record.get("action") != "report"
+
+
+def _labels(book: GuardBook) -> list[str]:
+    return [f"{name}@{digest[:12]}" for name, digest in _digests(book).items()]
 
 
 def _digests(book: GuardBook) -> dict[str, str]:

@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Collection
 from datetime import UTC, datetime
 
 from unbind_core.errors import UnbindError
 
+MOST_NAMED = 20
 FIELDS = ("request_id", "method", "route", "status", "seconds", "key_id", "profile")
 
 
@@ -58,3 +60,15 @@ def set_up_logging(level: str, form: str = "text") -> None:
         handler.addFilter(OwnWords())
         for chatty in ("uvicorn.error", "httpx2", "httpx", "asyncio", "alembic.runtime.plugins"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def change(before: Collection[str], after: Collection[str]) -> str:
+    """How many of a kind are in use now, what came and what went: a line that stays short where there are thousands."""
+    came, went = sorted({*after} - {*before}), sorted({*before} - {*after})
+    parts = (f"{word}: {_named(names)}" for word, names in (("new", came), ("gone", went)) if names)
+    return "; ".join([f"{len(after)} in use", *parts])
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from server.engine.modules import ModuleTable
 from server.engine.refusals import EngineStopped
 from server.guards import GuardStore
+from server.logs import change
 from server.registry.access import SERVER_SCOPE, Access
 from server.registry.lifecycle import demanded
 from server.registry.store import Scan
@@ -85,7 +86,7 @@ class Offer:
                 self.scan = replace(scan, modules=staying, absent=scan.absent | missed)
                 scan = await self._load(scan)
                 if self._labels != before:
-                    log.info("modules: %s", ", ".join(self._labels) or "none")
+                    log.info("modules: %s", change(before, self._labels))
             self.scan = scan
 
     @property

@@ -1,4 +1,4 @@
-"""Log lines of a server that does not start: the reason in our words, and else what went wrong in full."""
+"""Log lines: of a server that does not start the reason in our words, and else what went wrong in full; of changes what changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from uvicorn.config import Config
 from uvicorn.lifespan.on import LifespanOn
 
-from server.logs import OwnWords
+from server.logs import OwnWords, change
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
 
 
@@ -56,3 +56,11 @@ def test_any_other_error_is_told_in_full() -> None:
     said = _logged(another)
     for part in ("what it was while that was told", "Traceback", "ZeroDivisionError: division by zero"):
         assert part in said
+
+
+def test_a_change_among_thousands_is_told_in_a_short_line() -> None:
+    many = [f"m-{number:04}" for number in range(3000)]
+    assert change([], []) == "0 in use" and change(["b"], ["b", "a"]) == "2 in use; new: a"
+    assert change([*many, "old"], [*many, "new"]) == "3001 in use; new: new; gone: old"
+    told = change([], many)
+    assert told.startswith("3000 in use; new: m-0000, m-0001, ") and told.endswith(", m-0019 and 2980 more")
