@@ -20,6 +20,8 @@ MAX_ROWS = 100_000
 MAX_ROW_CHARACTERS = 200_000
 PIECE_LINES = 60
 SHORTEST_PIECE_LINES = 20
+PIECE_CHARACTERS = 8_000  # code that was made smaller has thousands in a line
+LEAST_LINE = 200  # characters with which a line alone is a row
 MAX_GLOBS, MAX_GLOB_CHARACTERS = 100, 1000  # reading one takes the square of its characters
 ROW_FILES = (".jsonl", ".ndjson")  # in an archive they would be cut into rows as if they were source code
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # where str.splitlines cuts
@@ -31,6 +33,7 @@ class Intake:
 
     ``places``: where each row stands in what was sent, duplicates and blank lines counted: its line, its index or its file.
     ``cut``: of what was sent, how many rows were one text, or a part of a file, and so were cut into prompt and continuation here.
+    ``short``: the files of one short line, which make no row.
     """
 
     rows: list[ForgetRow]
@@ -38,6 +41,7 @@ class Intake:
     duplicates_dropped: int
     files_skipped: int = 0
     cut: int = 0
+    short: tuple[str, ...] = ()
 
 
 NO_ROWS = Intake([], [], 0)
@@ -88,7 +92,9 @@ def from_upload(data: bytes, include: Sequence[str], exclude: Sequence[str]) -> 
     return checked(placed, cut=cut)
 
 
-def checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: int = 0) -> Intake:
+def checked(
+    rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: int = 0, short: tuple[str, ...] = ()
+) -> Intake:
     """The forget set of rows with where each stands. Raises DataError."""
     _check_rows(len(rows))
     kept: dict[tuple[str, str], tuple[str, ForgetRow]] = {}
@@ -101,7 +107,7 @@ def checked(rows: Sequence[tuple[str, ForgetRow]], files_skipped: int = 0, cut: 
     if not kept:
         raise InsufficientRows("rows: none given; at least one is needed")
     places, different = zip(*kept.values(), strict=True)
-    return Intake(list(different), list(places), len(rows) - len(kept), files_skipped, cut)
+    return Intake(list(different), list(places), len(rows) - len(kept), files_skipped, cut, short)
 
 
 def _check_rows(count: int) -> None:
@@ -111,6 +117,7 @@ def _check_rows(count: int) -> None:
 
 def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], exclude: Sequence[str]) -> Intake:
     rows: list[tuple[str, ForgetRow]] = []
+    short: list[str] = []
     skipped = found = lines = 0
     for name, data in files:
         if (include and not any(fnmatch(name, glob) for glob in include)) or any(
@@ -135,35 +142,48 @@ def _from_files(files: Iterable[tuple[str, bytes]], include: Sequence[str], excl
                 f"file: '{shown(name)}' and the files before it have more than {MAX_ROWS * PIECE_LINES} lines; split it"
             )
         language = PurePosixPath(name).suffix.lstrip(".")
-        where = shown(name)
-        rows += [
-            (where, forget_row({"text": piece, "language": language, "source": name}, where)) for piece in pieces(text)
-        ]
+        where, made = shown(name), list(pieces(text))
+        rows += [(where, forget_row({"text": piece, "language": language, "source": name}, where)) for piece in made]
+        short += [where] * (not made and bool(text.strip()))
         _check_rows(len(rows))
     if not rows:
         raise DataError(
             f"file: no rows in the archive ({found} files match, {skipped} of them are not UTF-8 text); "
             "save source files as UTF-8 and pack them again, give a file of one line as a row, or check 'include'"
         )
-    return checked(rows, skipped, len(rows))
+    return checked(rows, skipped, len(rows), tuple(short))
 
 
 def pieces(text: str) -> Iterator[str]:
     """Cut a source file into rows.
 
-    At most 60 lines each, cut where an unindented line follows a blank one, if there is such a place after the twentieth line.
-    Pieces of fewer than two lines that are not blank are left out.
+    At most 60 lines or 8,000 characters each, cut where an unindented line follows a blank one, if there is such a place after the
+    twentieth line. A piece of one line that is not blank is left out, unless it has 200 characters or is the end of a longer one.
     """
-    lines = text.splitlines(keepends=True)
+    lines = [part for line in text.splitlines(keepends=True) for part in _parts(line)]
     start = 0
     while start < len(lines):
-        end = min(start + PIECE_LINES, len(lines))
+        end, size, most = start, 0, min(start + PIECE_LINES, len(lines))
+        while end < most and (size := size + len(lines[end])) <= PIECE_CHARACTERS:
+            end += 1
         if end < len(lines):
             places = range(end, start + SHORTEST_PIECE_LINES, -1)
             end = next(
                 (i for i in places if not lines[i - 1].strip() and lines[i].strip() and not lines[i][0].isspace()), end
             )
         piece = "".join(lines[start:end]).strip("\r\n")
-        if sum(bool(line.strip()) for line in piece.splitlines()) >= 2:
+        goes_on = start > 0 and lines[start - 1][-1] not in LINE_ENDS
+        if goes_on or len(piece) >= LEAST_LINE or sum(bool(line.strip()) for line in piece.splitlines()) >= 2:
             yield piece + "\n"
         start = end
+
+
+def _parts(line: str) -> Iterator[str]:
+    """A line in parts that a piece has room for, each cut behind a blank or a sign where there is one."""
+    start = 0
+    while len(line) - start > PIECE_CHARACTERS:
+        end = start + PIECE_CHARACTERS
+        at = max(line.rfind(sign, start + PIECE_CHARACTERS // 2, end) for sign in " ;,}") + 1 or end
+        yield line[start:at]
+        start = at
+    yield line[start:]

@@ -36,7 +36,9 @@ def joined(served: BaseService, fields: TakedownFields, intake: Intake) -> tuple
     placed += zip(intake.places, intake.rows, strict=True)
     ids = sorted(record["takedown_id"] for record in records)
     with_scope = options.model_copy(update={"joins": ids, "scope": scope})
-    return fields.model_copy(update={"options": with_scope}), checked(placed, intake.files_skipped, intake.cut)
+    return fields.model_copy(update={"options": with_scope}), checked(
+        placed, intake.files_skipped, intake.cut, intake.short
+    )
 
 
 def joined_before(
@@ -46,7 +48,9 @@ def joined_before(
     record = {"name": fields.name, "takedown_id": made}
     options = served.registry.takedowns.get(made)["options"]
     said = fields.options.model_copy(update={"joins": options["joins"], "scope": options.get("scope")})
-    return fields.model_copy(update={"options": said}), checked(_rows(served, record), intake.files_skipped, intake.cut)
+    return fields.model_copy(update={"options": said}), checked(
+        _rows(served, record), intake.files_skipped, intake.cut, intake.short
+    )
 
 
 def missed_by_rules(served: BaseService, fields: TakedownFields) -> list[str]:

@@ -16,6 +16,7 @@ from unbind_core.guard.index import RUN
 
 # Of one module: what is warned of without a guard, and what held in every attack (docs/benchmarks.md).
 MANY_ROWS, PART_ROWS = 60, 40
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
             f"options.protect: no row has the {RUN} lexemes (words and punctuation) of a run, so that there is no guard, and "
             "nothing holds before the module is active; give options.guard.secrets where they are secrets, as keys, or a smaller "
             "options.guard.run"
+        )
+    if short := asked.intake.short:
+        named = ", ".join(short[:MOST_NAMED]) + (", ..." if len(short) > MOST_NAMED else "")
+        warnings.append(
+            f"file: {len(short)} of its files have one short line each and make no row ({named}); give as rows what matters of them"
         )
     if guard is not None and options.activation != "auto":
         warnings.append(

@@ -85,6 +85,25 @@ def test_a_source_file_is_cut_where_a_new_block_begins() -> None:
     assert list(pieces("one line\n")) == [] and list(pieces("")) == []
 
 
+def test_code_that_was_made_smaller_is_cut_within_its_lines() -> None:
+    line = "var a=f(1);" * 3000
+    cut = list(pieces(f"{line}\n\n{line}\n"))
+    assert "".join(piece.removesuffix("\n") for piece in cut).replace("\n", "") == line * 2
+    assert all(len(piece) <= intake.PIECE_CHARACTERS + 1 and piece.endswith(";\n") for piece in cut) and len(cut) > 8
+    assert list(pieces("x" * 16_004)) == ["x" * 8000 + "\n", "x" * 8000 + "\n", "xxxx\n"]
+
+
+def test_files_of_one_short_line_are_named() -> None:
+    files = {
+        "a.py": SOURCE.encode(),
+        "b/__init__.py": b"from a import f\n",
+        "empty.py": b"\n",
+        "min.js": b"f(1);" * 100,
+    }
+    found = from_upload(zipped(files), [], [])
+    assert found.short == ("b/__init__.py",) and found.places[-1] == "min.js"
+
+
 def test_what_chooses_files_of_an_archive_is_refused_beside_rows() -> None:
     for option, include, exclude in (("include", ["*.py"], []), ("exclude", [], ["*.py"])):
         with pytest.raises(DataError, match=f"{option}: chooses files of an archive, and this is JSONL"):
