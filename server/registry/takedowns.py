@@ -21,6 +21,7 @@ from server.registry.tables import Job, JobKind, JobState, Kind, ModuleRow, Modu
 from server.registry.transactions import Transactions
 
 PENDING = (JobState.QUEUED, JobState.RUNNING)
+Views = list[dict[str, Any]]
 Unreached = Callable[[str], str]  # a scope -> why no request comes under it, "" where requests do
 GUARDED = "guarded"  # the outcome of a job that had a guard to make and no module, where the guard is active
 
@@ -139,9 +140,7 @@ class Takedowns:
                 "guard": next((view for view in views if view["kind"] == Kind.GUARD), None),
             }
 
-    def newest(
-        self, limit: int = 100, unreached: Unreached = lambda _: "", after: str = "", find: str = ""
-    ) -> list[dict[str, Any]]:
+    def newest(self, limit: int = 100, unreached: Unreached = lambda _: "", after: str = "", find: str = "") -> Views:
         """The newest takedowns first, or those behind the one with the id ``after``, with what each binds now and where its newest
         job is; those whose name or notice holds ``find``. Raises NotThere.
         """
@@ -151,8 +150,7 @@ class Takedowns:
             jobs, joining = defaultdict[str, list[Job]](list), joiners(session)
             for job in session.scalars(select(Job).where(Job.takedown_id.in_(ids)).order_by(Job.created_at)):
                 jobs[str(job.takedown_id)].append(job)
-            every = {*ids, *(other for one in ids for other in joining.get(one, ()))}
-            made_of = self._made_of(session, every, unreached)
+            made_of = self._made_of(session, {*ids, *(by for one in ids for by in joining.get(one, ()))}, unreached)
             return [
                 {
                     **takedown_view(one),
@@ -162,9 +160,7 @@ class Takedowns:
                 for one in found
             ]
 
-    def _made_of(
-        self, session: Session, takedowns: Collection[str], unreached: Unreached
-    ) -> Mapping[str, list[dict[str, Any]]]:
+    def _made_of(self, session: Session, takedowns: Collection[str], unreached: Unreached) -> Mapping[str, Views]:
         """Modules and guards by takedown."""
         found = defaultdict[str, list[dict[str, Any]]](list)
         for row in session.scalars(select(ModuleRow).where(ModuleRow.takedown_id.in_(takedowns))):
