@@ -51,7 +51,7 @@ class AnnouncingServer(uvicorn.Server):
         """``announce`` says at which address it listens, where that is not to be said as JSON. ``then`` is called once the
         application has started, before it listens.
         """
-        served = after_start(application, then, lambda: self.should_exit)
+        served = after_start(application, then, lambda: self.given_up)
         super().__init__(
             # one second for the last bytes: all requests have ended by then
             ServerConfig(served, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)
@@ -61,6 +61,11 @@ class AnnouncingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
+    @property
+    def given_up(self) -> bool:
+        """Whether a signal came before it had started; ``should_exit`` of some uvicorns also says so of a start that failed."""
+        return bool(self._application.state.given_up)
+
     async def startup(self, sockets: Any = None) -> None:
         """Listen, then tell."""
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup asks for
@@ -69,7 +74,7 @@ class AnnouncingServer(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit:
-            if not self.should_exit:
+            if not self.given_up:
                 raise
         if not self.started:
             return
@@ -135,7 +140,7 @@ def run(server: AnnouncingServer, listening: socket.socket) -> None:
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # uvicorn raises it again once everything is put away
         return
-    if not server.started and not server.should_exit:
+    if not server.started and not server.given_up:
         raise typer.Exit(3)
 
 

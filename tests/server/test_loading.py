@@ -9,14 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+import uvicorn
+from fastapi import FastAPI
 
 from server.bench.fleet.parts import free_port
+from server.cli.announcing import AnnouncingServer, run
 from server.cli.loading import bind, not_ready
 from server.keys import check_keys
 from server.settings import Settings
@@ -118,6 +123,28 @@ def test_a_server_whose_engine_is_still_starting_is_alive_and_not_ready(checkpoi
         finally:
             serving.kill()
     assert serving.returncode == 0
+
+
+@pytest.mark.parametrize("which", ["installed", "before 0.50"])
+def test_a_start_that_fails_ends_the_command_with_3(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    async def startup(server: uvicorn.Server, sockets: Any = None) -> None:
+        """As uvicorn 0.49 has it."""
+        await server.lifespan.startup()
+        server.should_exit |= server.lifespan.should_exit
+
+    @asynccontextmanager
+    async def fails(_: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("the model is not what it was")
+        yield
+
+    if which != "installed":
+        monkeypatch.setattr(uvicorn.Server, "startup", startup)
+    app, before = FastAPI(lifespan=fails), signal.getsignal(signal.SIGHUP)
+    app.state.given_up = False
+    with bind("127.0.0.1", 0) as listening, pytest.raises((SystemExit, typer.Exit)) as ended:
+        run(AnnouncingServer(app, Settings(), as_json=True, announce=print), listening)
+    signal.signal(signal.SIGHUP, before)
+    assert getattr(ended.value, "exit_code", None) == 3 or getattr(ended.value, "code", None) == 3
 
 
 def test_an_address_that_cannot_be_had_is_named_with_the_remedy() -> None:
