@@ -41,6 +41,7 @@ class _Run:
 
     done: Future[list[str]] = field(default_factory=Future)
     joined: bool = False  # somebody, since the last page was asked for
+    shared: bool = False  # somebody, ever
     again: int = (
         0  # up to this number entries had been read when the last of them came, who must know how they are since
     )
@@ -100,11 +101,11 @@ class Trail:
 
     def checking(self, pause: float = 0.0) -> Future[list[str]]:
         """``check`` on a thread of its own, or the one that is under way, which then reads once more what it had read by now: all
-        who wait for it hear of every entry as it was after they had asked.
+        who wait for it hear of every entry as it was after they had asked, and of all that the head knew then.
         """
         with self._joining:
             if self._run is not None:
-                self._run.joined = True
+                self._run.joined = self._run.shared = True
                 return self._run.done
             run = self._run = _Run()
         run.done.set_running_or_notify_cancel()  # from now on nobody's leaving ends it for the others
@@ -141,6 +142,13 @@ class Trail:
             former = takewhile(lambda entry: entry["id"] <= run.again + 1, self.entries(pause=pause))
             head = kept if kept is not None and kept[0] <= run.again else None
             found += [problem for problem in audit.problems(former, head) if problem not in found]
+        moved, damaged = self.kept() if run.shared else (kept, [])
+        found += [problem for problem in damaged if problem not in found]
+        if (
+            moved is not None and moved != kept
+        ):  # over entries that may have been deleted before the page of them was read
+            behind = audit.problems(self.entries(moved[0] - 1, pause), moved, first=moved[0])
+            found += [problem for problem in behind if problem not in found]
         return found
 
     def kept(self) -> tuple[Head | None, list[str]]:

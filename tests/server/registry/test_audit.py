@@ -301,6 +301,23 @@ def test_who_asks_during_a_check_shares_it_and_hears_of_what_was_done_behind_it(
     assert own.check() == found
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_who_asks_during_a_check_hears_of_an_end_that_came_and_went_since_it_began(
+    trail: Registry, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr("server.registry.trail.PAGE", 2)
+    slowly = Slowly(trail, number)
+    own = Trail(slowly.look, trail.trail.head)
+    own.checking()
+    assert slowly.waits.wait(60)
+    more(trail, 1)
+    last = trail.audit(limit=1, newest_first=True)[0]["id"]
+    tamper(trail, f"DELETE FROM audit WHERE id = {last}")
+    waiting = own.checking()
+    slowly.may.set()
+    assert waiting.result(60) == [f"row {last}: missing at the end; the head that was kept knows it"] == own.check()
+
+
 def test_a_check_that_fails_fails_for_all_who_wait_and_the_next_begins_anew(
     trail: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
