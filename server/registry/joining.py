@@ -15,12 +15,24 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import rows_about
 from server.registry.lifecycle import LIVE
+from server.registry.refusals import NotAllowed
 from server.registry.tables import Kind, ModuleRow, ModuleState, RulesRow, Takedown
 
 
 def joined_by(options: Mapping[str, Any]) -> Collection[str]:
     """The takedowns whose modules one with these options is to stand in for, by id."""
     return options.get("joins") or ()
+
+
+def check_rows(session: Session, options: Mapping[str, Any]) -> None:
+    """Raise NotAllowed where rows of a takedown that these options join were purged since they were read: whoever purged them was
+    told that they are deleted.
+    """
+    gone = select(Takedown.id).where(Takedown.id.in_(joined_by(options)), Takedown.purged_at.is_not(None))
+    if found := session.scalars(gone.order_by(Takedown.created_at)).first():
+        raise NotAllowed(
+            f"options.joins: the rows of {found} have been deleted meanwhile; leave it out, or give them again"
+        )
 
 
 def stands_for(session: Session, row: ModuleRow) -> Collection[str]:

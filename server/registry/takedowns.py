@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append, one_at_a_time
 from server.registry.jobs import end_job, job_view, made
-from server.registry.joining import joiners, keepers
+from server.registry.joining import check_rows, joiners, keepers
 from server.registry.lifecycle import BY_WEIGHT, InForce, bound, here, reached
 from server.registry.records import NewModule, add, module_view
 from server.registry.refusals import KeyReused, NameTaken, NotAllowed, NotThere
@@ -72,7 +72,8 @@ class Takedowns:
         ``plan`` is what the job's record shows of what it will take, ``served`` what the server runs: model and dtype.
         ``guard``, whose file is in the store, gets its record and state in the same transaction. Without a ``module`` to make
         the job has ended by then.
-        Raises KeyReused, and NameTaken where the name is in use and ``options.replace`` does not say that it may be.
+        Raises KeyReused, NameTaken where the name is in use and ``options.replace`` does not say that it may be, and NotAllowed
+        where rows that it joins have been purged.
         """
         with self._transactions.change() as session:
             one_at_a_time(session)  # of two posts with one key, the second sees what the first made
@@ -80,6 +81,7 @@ class Takedowns:
             if same is not None:
                 return job_view(same, now), False
             _check_name(session, name, fingerprint, bool(options.get("replace")))
+            check_rows(session, options)
             keep()
             takedown = Takedown(
                 id=f"td_{uuid.uuid4().hex[:16]}",

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from server.api.admin.warned import superseding_of
 from server.cli import build
+from server.registry.private.files import TakedownFiles
 from server.registry.records import NewModule
 from server.registry.tables import JobState, Origin
 from tests.support.live import ADMIN_KEY, Answer, Live, live
+from unbind_core.rows import ForgetRow, forget_digest
 
 _serial = itertools.count()
 
@@ -127,6 +130,25 @@ def test_rows_that_were_purged_cannot_be_joined(running: Live) -> None:
     running.admin(f"/takedowns/{takedown}/purge", method="POST")
     refused = join(running, "gone")
     assert refused.status == 400 and "were deleted" in refused.error["message"], refused.raw
+
+
+def test_rows_that_are_purged_while_they_are_joined_are_not_kept_after_all(
+    running: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takedown, files = active(running, "going"), TakedownFiles(running.service.settings)
+
+    def purging(*given: Any) -> list[str]:
+        kept = running.admin(f"/takedowns/{takedown}/purge", method="POST").body["rows_kept_by"]
+        assert kept == []
+        return superseding_of(*given)
+
+    monkeypatch.setattr("server.api.admin.takedowns.superseding_of", purging)
+    refused = join(running, "going", name="comes", more=rows("comes"), dry_run=False)
+    assert (refused.status, refused.error["code"]) == (409, "not_allowed"), refused.raw
+    assert f"the rows of {takedown} have been deleted meanwhile" in refused.error["message"]
+    assert running.service.registry.takedowns.get(takedown)["joined_by"] == []
+    digest = forget_digest([ForgetRow(**row) for name in ("going", "comes") for row in rows(name)])
+    assert not files.has_forget(digest)
 
 
 def test_a_module_that_expires_is_not_joined(running: Live) -> None:
