@@ -134,6 +134,30 @@ def test_what_joins_a_takedown_is_shown_and_told_of_where_one_is_withdrawn(brows
     assert server.admin(f"/takedowns/{whole}").body["in_force"] == "none"
 
 
+def test_a_module_that_was_joined_elsewhere_meanwhile_is_not_among_the_chosen(browser: Browser, server: Live) -> None:
+    for name in ("early", "late"):
+        active(server, name)
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        go(page, "Takedowns")
+        page.get_by_role("link", name="Join", exact=True).click()
+        chosen = page.get_by_role("group", name="What it joins")
+        for name in ("early", "late"):
+            chosen.get_by_label(name).check()
+        expect(chosen).to_contain_text("2 of")
+        page.get_by_label("Name", exact=True).fill("earlies")
+        go(page, "Takedowns")
+        active(server, "elsewhere", joins=["early"])
+        page.get_by_role("link", name="Join", exact=True).click()
+        expect(chosen.get_by_label("late")).to_be_checked()
+        expect(chosen.get_by_label("early")).to_have_count(0)
+        expect(chosen).to_contain_text("1 of")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_text("It joins: ")).to_contain_text("late (enforced)")
+    made = next(one for one in server.admin("/takedowns").body["data"] if one["name"] == "earlies")
+    assert made["row_count"] == 3 and len(made["options"]["joins"]) == 1
+    server.admin(f"/jobs/{made['job']['id']}/cancel", method="POST")
+
+
 def test_takedowns_are_joined_by_choosing_them(browser: Browser, server: Live) -> None:
     parts = [active(server, name) for name in ("small-1", "small-2", "small-3")]
     server.admin("/policies/global", {"enforced": {"small-1": 1.0}}, method="PUT")

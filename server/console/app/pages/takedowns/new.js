@@ -74,6 +74,8 @@ export function New({ joining }) {
   const [problem, setProblem] = useState(null), [plan, setPlan] = useState(null)
   const key = useRef(null) // one for each thing asked, so that what is sent twice is made once
   const { data: scopes } = useData(reachable), { data: modules, error } = useData(() => joining && joinable(), 0, [joining])
+  // Of a draft some may have been joined elsewhere, or taken out of use, since they were chosen.
+  const joins = modules ? form.joins.filter(name => modules.some(module => module.name === name)) : form.joins
 
   const changed = set => value => { key.current = null; setPlan(null); set(value) }
   const change = name => value => changed(setForm)({ ...form, [name]: value })
@@ -101,11 +103,11 @@ export function New({ joining }) {
 
   async function ask(dry) {
     setProblem(null)
-    if (joining && !form.joins.length) return setProblem({ message: "Say what it joins: choose one module at least." })
+    if (joining && !joins.length) return setProblem({ message: "Say what it joins: choose one module at least." })
     if (!joining && !form.scope) return setProblem({ message: "Say whom it binds: every request, or only those that name it, are under a profile or have a key." })
     key.current ??= crypto.getRandomValues(new Uint32Array(4)).join("-")
     try {
-      const answer = await post({ form, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
+      const answer = await post({ form: { ...form, joins }, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
       announce(dry ? "The plan is below." : "The takedown was submitted.")
       if (dry) return setPlan(answer)
       WARNINGS.set(answer.takedown_id, [...left(answer), ...answer.warnings])
@@ -123,7 +125,7 @@ export function New({ joining }) {
       : "What is given here goes to this server alone. It is readable by the service's account, appears in no log, and can be erased."}/>
     <${Problem} error=${error} />
     <form class="card" onSubmit=${event => { event.preventDefault(); ask(true) }}>
-      ${joining && modules && html`<${Joins} modules=${modules} chosen=${form.joins} set=${change("joins")} />`}
+      ${joining && modules && html`<${Joins} modules=${modules} chosen=${joins} set=${change("joins")} />`}
       ${joining ? html`<details><summary>And more rows</summary><${Rows} rows=${rows} set=${changed(setRows)} /></details>`
         : html`<${Rows} rows=${rows} set=${changed(setRows)} />`}
       <div class="two">
