@@ -15,6 +15,7 @@ from server.registry.lifecycle import bound
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import NotThere
 from server.registry.tables import Kind, ModuleState
+from unbind_core.module_checks import name_problem
 from unbind_core.rows import ForgetRow
 
 Placed = list[tuple[str, ForgetRow]]
@@ -69,9 +70,9 @@ def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
     """The record of a module of a takedown, by its name or the takedown's id, that is active or that an active one joins."""
     live = served.registry.modules.live(served.model_fingerprint)
     found = next((one for one in live if named in (one["takedown_id"], one["name"])), None)
-    record: Mapping[str, Any] | None = found or _stood_in_for(
-        served, named, [one for one in live if one["state"] == ModuleState.ACTIVE]
-    )
+    record: Mapping[str, Any] | None = found
+    if record is None and name_problem(named) is None:  # else there is none: PostgreSQL takes no NUL even to look for it
+        record = _stood_in_for(served, named, [one for one in live if one["state"] == ModuleState.ACTIVE])
     if record is None or record["state"] not in (ModuleState.ACTIVE, ModuleState.SUPERSEDED):
         raise _wrong(field, f"no module of '{named[:80]}' is active here; `unbind takedown list` says what there is")
     if record["takedown_id"] is None:

@@ -16,6 +16,7 @@ from server.api.admin.warned import superseding_of
 from server.cli import build
 from server.registry.private.files import TakedownFiles
 from server.registry.records import NewModule
+from server.registry.registry import Registry
 from server.registry.tables import JobState, Origin
 from tests.support.live import ADMIN_KEY, Answer, Live, live
 from unbind_core.rows import ForgetRow, forget_digest
@@ -105,6 +106,16 @@ def test_what_cannot_be_joined_is_refused_by_its_field(
     refused = join(running, *joins, **options)
     assert (refused.status, refused.error["param"]) == (400, f"options.{field}"), refused.raw
     assert refused.error["message"].startswith(f"options.{field}: ") and says in refused.error["message"]
+
+
+def test_what_can_be_no_name_is_refused_as_one_that_is_not_there(
+    checkpoint: Path, tmp_path: Path, registry: Registry, database_url: str
+) -> None:
+    registry.close()  # it has made what a database of several servers holds at first
+    with live(checkpoint, tmp_path / "server", database_url=database_url) as server:
+        for name in ("a\0b", "a/../b", "50%", "'\"", ""):
+            refused = join(server, name)
+            assert (refused.status, refused.error["param"]) == (400, "options.joins.0"), refused.raw
 
 
 def test_a_rule_that_demands_the_version_before_goes_on_to_bind(running: Live) -> None:
