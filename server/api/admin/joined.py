@@ -16,7 +16,7 @@ from server.registry.private.files import TakedownFiles
 from server.registry.refusals import NotThere
 from server.registry.tables import Kind, ModuleState
 from unbind_core.module_checks import name_problem
-from unbind_core.rows import ForgetRow
+from unbind_core.rows import ForgetRow, forget_digest
 
 Placed = list[tuple[str, ForgetRow]]
 
@@ -71,7 +71,7 @@ def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
     live = served.registry.modules.live(served.model_fingerprint)
     found = next((one for one in live if named in (one["takedown_id"], one["name"])), None)
     record: Mapping[str, Any] | None = found
-    if record is None and name_problem(named) is None:  # else there is none: PostgreSQL takes no NUL even to look for it
+    if record is None and name_problem(named) is None:  # of what else there is, PostgreSQL does not even look for a NUL
         record = _stood_in_for(served, named, [one for one in live if one["state"] == ModuleState.ACTIVE])
     if record is None or record["state"] not in (ModuleState.ACTIVE, ModuleState.SUPERSEDED):
         raise _wrong(field, f"no module of '{named[:80]}' is active here; `unbind takedown list` says what there is")
@@ -135,6 +135,12 @@ def _rows(served: BaseService, record: Mapping[str, Any]) -> Placed:
         rows = TakedownFiles(served.settings).load_forget(takedown["forget_digest"])
     except FileNotFoundError:
         raise _wrong("options.joins", gone) from None
+    if forget_digest(rows) != takedown["forget_digest"]:  # its module would go, and some of its rows with it
+        raise _wrong(
+            "options.joins",
+            f"what is kept as the rows of '{record['name']}' ({takedown['id']}) is not what was given, so its file was damaged; "
+            "restore it from a backup, leave it out, or give its rows again under its name",
+        )
     return [(f"row {number} of '{record['name']}'", row) for number, row in enumerate(rows, 1)]
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from server.api.admin.warned import superseding_of
 from server.cli import build
+from server.registry.files import forget_file
 from server.registry.private.files import TakedownFiles
 from server.registry.records import NewModule
 from server.registry.registry import Registry
@@ -141,6 +142,15 @@ def test_rows_that_were_purged_cannot_be_joined(running: Live) -> None:
     running.admin(f"/takedowns/{takedown}/purge", method="POST")
     refused = join(running, "gone")
     assert refused.status == 400 and "were deleted" in refused.error["message"], refused.raw
+
+
+def test_rows_of_which_some_are_gone_are_not_joined(running: Live) -> None:
+    registry, takedown = running.service.registry, active(running, "damaged")
+    path = forget_file(running.service.settings.data_dir, registry.takedowns.get(takedown)["forget_digest"])
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    refused = join(running, "damaged")
+    assert (refused.status, refused.error["param"]) == (400, "options.joins"), refused.raw
+    assert "its file was damaged; restore it" in refused.error["message"]
 
 
 def test_rows_that_are_purged_while_they_are_joined_are_not_kept_after_all(
