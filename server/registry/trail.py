@@ -109,7 +109,10 @@ class Trail:
                 return self._run.done
             run = self._run = _Run()
         run.done.set_running_or_notify_cancel()  # from now on nobody's leaving ends it for the others
-        threading.Thread(target=self._go, args=(run, pause), name="unbind-trail", daemon=True).start()
+        try:
+            threading.Thread(target=self._go, args=(run, pause), name="unbind-trail", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread to give
+            self._failed(run, error)
         return run.done
 
     def _go(self, run: _Run, pause: float) -> None:
@@ -117,11 +120,14 @@ class Trail:
             found = self._whole(run, pause)
             self._note(self._refused if found else None, found[:REMEMBERED])
         except BaseException as error:  # noqa: BLE001 - whoever waits hears of it
-            with self._joining:
-                self._run = None if self._run is run else self._run
-            run.done.set_exception(error)
+            self._failed(run, error)
         else:
             run.done.set_result(found)
+
+    def _failed(self, run: _Run, error: BaseException) -> None:
+        with self._joining:
+            self._run = None if self._run is run else self._run
+        run.done.set_exception(error)
 
     def _whole(self, run: _Run, pause: float) -> list[str]:
         kept, damaged = self.kept()

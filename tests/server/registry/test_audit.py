@@ -336,6 +336,19 @@ def test_a_check_that_fails_fails_for_all_who_wait_and_the_next_begins_anew(
     assert anew is not waiting[0] and isinstance(anew.exception(60), Abandoned)
 
 
+def test_a_check_that_gets_no_thread_is_in_the_way_of_no_later_one(
+    trail: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            trail.trail.checking().result(60)
+    assert trail.trail.checking().result(60) == []
+
+
 def test_guards_that_were_taken_away_or_made_harmless_are_missed(registry: Registry) -> None:
     assert unguarded(registry.engine) == []
     harmless = {
