@@ -179,12 +179,12 @@ def _waiting(served: BaseService, reference: str) -> str:
 
 
 async def _changed(served: BaseService, record: dict[str, Any], left: Sequence[str] = ()) -> JSONResponse:
-    """``left``: superseded modules that it stood in for and nothing does now."""
+    """``left``: superseded modules whose rows it has among its own, and that nothing stands in for now."""
     await served.offer.refresh()  # the answer comes once it is so
     described = _described(served, record)
     if left:
         described["warnings"] = [
-            f"it stood in for {', '.join(left)}, which stay superseded: until they are active, at most guards keep their rows back"
+            f"it has the rows of {', '.join(left)}, which stay superseded: until they are active, at most guards keep these back"
         ]
     return JSONResponse(described, 202 if "withheld" in described else 200, headers={"ETag": record["etag"]})
 

@@ -130,7 +130,7 @@ def test_what_joins_a_takedown_is_shown_and_told_of_where_one_is_withdrawn(brows
         page.goto(f"{server.url}/#/modules")
         page.get_by_role("button", name="Suspend whole, version 1").click()
         page.get_by_role("dialog").get_by_role("button", name="Suspend").click()
-        expect(page.get_by_text("it stood in for part-2, which stay superseded")).to_be_visible()
+        expect(page.get_by_text("it has the rows of part-2, which stay superseded")).to_be_visible()
     assert server.admin(f"/takedowns/{whole}").body["in_force"] == "none"
 
 

@@ -188,10 +188,24 @@ def test_whoever_takes_what_joins_others_out_of_use_or_leaves_it_out_is_told_of_
     assert any(said in warning for warning in freed.body["warnings"]), freed.raw
     for action in ("suspend", "retire"):
         done = act(running, "whole", action)
-        assert done.status == 200 and "it stood in for part-1, part-2, which stay" in done.body["warnings"][0], done.raw
+        assert done.status == 200 and "it has the rows of part-1, part-2, which stay" in done.body["warnings"][0], (
+            done.raw
+        )
     done = act(running, "alpha", "suspend")
     assert done.status == 200 and "warnings" not in done.body
     act(running, "alpha", "activate?override=true")
+
+
+def test_what_never_was_active_is_not_said_to_have_stood_in_for_any(running: Live) -> None:
+    active(running, "small")
+    active(running, "large", joins=["small"])
+    options = {"protect": "module", "joins": ["small"], "scope": "global"}
+    assert running.admin("/takedowns", {"name": "spare", "options": options}).status == 202
+    made(running, "spare", "global", activation="manual")
+    assert "warnings" not in act(running, "spare", "shadow").body  # "large" stands in for it
+    act(running, "large", "retire")
+    (said,) = act(running, "spare", "retire").body["warnings"]
+    assert said.startswith("it has the rows of small, which stay superseded")
 
 
 def test_the_same_request_again_gives_the_same_job_though_what_it_joined_is_superseded_by_now(running: Live) -> None:
