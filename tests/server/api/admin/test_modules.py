@@ -252,7 +252,7 @@ def test_an_active_module_that_cannot_be_loaded_is_not_done_without_in_its_scope
     ("path", "known"),
     [
         ("/modules?all=true", "after, limit, name, state"),
-        ("/takedowns?states=x&limit=2", "after, limit"),
+        ("/takedowns?states=x&limit=2", "after, find, limit"),
         ("/jobs/x?a=", "none"),
     ],
 )
