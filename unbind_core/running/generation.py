@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from unbind_core.architecture import unwrap
 from unbind_core.progress import Progress, ProgressCallback, counted, silent
@@ -71,7 +71,6 @@ def complete(
         "pad_token_id": pad,
         "eos_token_id": end,
         "return_dict_in_generate": True,
-        "repetition_penalty": 1.0,  # a checkpoint's own default would hide what the model knows by heart
         "logits_processor": LogitsProcessorList(processors),
         # Where tokens are drawn, the last of the processors does it.
         "do_sample": False,
@@ -92,6 +91,7 @@ def complete(
             with (
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
                 sharing_keys(inner),
+                _as_it_is(inner),
                 _head_in_one_product(inner),
                 editing(),
             ):
@@ -105,6 +105,19 @@ def complete(
 
 def _stretch(progress: ProgressCallback, group: Progress, done: int, count: int) -> None:
     progress(replace(group, message=f"{done} of up to {count} tokens"))
+
+
+@contextmanager
+def _as_it_is(model: Any) -> Iterator[None]:
+    """Without the checkpoint's own generation settings, which ``generate`` takes unasked and no server does: penalties, n-grams
+    that may not come again or suppressed tokens would hide what the model knows by heart.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @contextmanager

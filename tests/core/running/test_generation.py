@@ -79,11 +79,26 @@ def test_no_more_tokens_than_asked_for_and_no_fewer(tiny: LoadedModel, new: int)
     assert {len(row) for row in complete(tiny.model, prompts(3), Sampling(new), pad=PAD, end=None)} == {new}
 
 
-def test_a_checkpoints_own_penalty_hides_nothing(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("repetition_penalty", 5.0),
+        ("no_repeat_ngram_size", 1),
+        ("suppress_tokens", list(range(150))),
+        ("num_beams", 3),
+        ("cache_implementation", "static"),
+    ],
+)
+def test_a_checkpoints_own_settings_hide_nothing(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, setting: str, value: object
+) -> None:
     plain = complete(tiny.model, prompts(4), Sampling(NEW), pad=PAD, end=None)
     assert any(len(set(row)) < len(row) for row in plain)  # with a penalty it would not repeat itself
-    monkeypatch.setattr(tiny.model.generation_config, "repetition_penalty", 5.0)
+    assert any(token < 150 for row in plain for token in row)
+    monkeypatch.setattr(tiny.model.generation_config, setting, value)
+    own = tiny.model.generation_config
     assert complete(tiny.model, prompts(4), Sampling(NEW), pad=PAD, end=None) == plain
+    assert tiny.model.generation_config is own
 
 
 def test_the_head_is_given_states_that_lie_together(tiny_checkpoint: TinyCheckpoint) -> None:
