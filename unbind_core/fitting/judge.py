@@ -51,7 +51,9 @@ class Cost:
         """Each cautious estimate that is over its budget, in words."""
         found = asdict(self.cautious)
         return [
-            f"{key} {found[key]:.4f} (budget {value})" for key, value in asdict(budgets).items() if found[key] > value
+            f"{key} {found[key]:.4f} (budget {value})"
+            for key, value in asdict(budgets).items()
+            if not found[key] <= value  # nor what is not a number
         ]
 
 

@@ -6,11 +6,13 @@ Lazy. Most candidates are far too strong: per gate, a bisection over strengths o
 where KL passes twice the budget, and what lies above is dropped (KL grows with strength). The rest are put in the
 order of their forget-validation NLL, which is cheap to measure, and meet the retain budgets in that order: the first
 feasible one is the paper's argmax over all of them and the others need not be measured. KL is never negative, so a
-candidate whose running KL sum is over budget is dropped at once. ``full_scan`` measures everything.
+candidate whose running KL sum is over budget is dropped at once. ``full_scan`` measures everything. What is not a number,
+as of states that half precision does not hold, is within no budget.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +91,7 @@ def search(
         candidate.forget_gain = candidate.forget_nll - base
         progress(Progress("forget scan", done, len(alive)))
     best: Candidate | None = None
-    order = sorted(alive, key=lambda t: (-(t.forget_nll or 0.0), t.kappa, -t.gate.quantile, t.layer))
+    order = sorted(alive, key=lambda t: (-_known(t.forget_nll), t.kappa, -t.gate.quantile, t.layer))
     for done, candidate in enumerate(order, start=1):
         if best is not None and not full_scan:
             break
@@ -101,21 +103,21 @@ def search(
                 f"layer {candidate.layer} q {candidate.gate.quantile} kappa {candidate.kappa:.3g}",
             )
         )
-        if (candidate.forget_gain or 0.0) <= 0:
+        if not (candidate.forget_gain or 0.0) > 0:
             candidate.verdict = "no gain"
             continue
         bank, selection = edit_of(as_module(candidate), retain.device)
         outcome = retain.run(selection, candidate.layer, kl_budget=float("inf") if full_scan else budgets.kl)
         candidate.retain_kl = outcome.kl / (retain.count if outcome.complete else max(outcome.scored, 1))
-        if not outcome.complete or candidate.retain_kl > budgets.kl:
+        if not (outcome.complete and candidate.retain_kl <= budgets.kl):
             candidate.verdict = "over KL budget"  # where the run was cut short, the KL is that of the tokens seen
             if not outcome.complete:
                 continue
         candidate.retain_nll_increase = (outcome.nll - retain.base_nll) / retain.count
         candidate.retain_open_rate = outcome.open_gates / max(outcome.evaluated, 1)
-        if candidate.retain_kl > budgets.kl:
+        if not candidate.retain_kl <= budgets.kl:
             continue
-        if candidate.retain_nll_increase > budgets.nll:
+        if not candidate.retain_nll_increase <= budgets.nll:
             candidate.verdict = "over NLL budget"
         elif best is None:
             candidate.retain_bleu_drop = completions.drop(bank, selection, candidate.layer)
@@ -124,6 +126,11 @@ def search(
         else:
             candidate.verdict = "within likelihood budgets"
     return best
+
+
+def _known(nll: float | None) -> float:
+    """An NLL to sort by; 0 where it is not known or not a number."""
+    return 0.0 if nll is None or math.isnan(nll) else nll
 
 
 def _screen(
@@ -143,10 +150,10 @@ def _screen(
         while low < high:
             middle = (low + high) // 2
             _, selection = edit_of(as_module(rivals[middle]), retain.device)
-            if retain.screen_kl(selection, rivals[middle].layer) > SCREEN_FACTOR * budgets.kl:
-                high = middle
-            else:
+            if retain.screen_kl(selection, rivals[middle].layer) <= SCREEN_FACTOR * budgets.kl:
                 low = middle + 1
+            else:
+                high = middle
         for candidate in rivals[low:]:
             candidate.verdict = SCREENED
         progress(Progress("screening", done, len(gates)))

@@ -34,7 +34,7 @@ def gated_module(model: torch.nn.Module, identity: object, layer: int, kappa: fl
     """A module whose gate opens on some positions of random text and not on others."""
     module = make_module(identity, layer=layer, kappa=kappa)
     replay = Replay(model, windows(4), [layer], pad=0)
-    scores = torch.cat([(k.states[layer] @ module.w)[k.batch.attention_mask.bool()] for k in replay.batches])
+    scores = torch.cat([(k.states[layer].float() @ module.w)[k.batch.attention_mask.bool()] for k in replay.batches])
     s_ref = float(scores.median())
     tau = float((scores - s_ref).clamp(min=0).quantile(0.8))
     return make_module(identity, layer=layer, kappa=kappa, s_ref=s_ref, tau=tau)
@@ -147,3 +147,34 @@ def test_the_lazy_search_finds_what_the_full_scan_finds(
         assert found[0] == (winner.layer, winner.kappa)
     else:
         assert found[0] is None
+
+
+@pytest.mark.parametrize("full_scan", [False, True])
+def test_what_half_precision_does_not_hold_is_within_no_budget(
+    full_scan: bool, tiny_checkpoint: TinyCheckpoint
+) -> None:
+    loaded = load_model(tiny_checkpoint("qwen2"), dtype=torch.float16)
+    modules: dict[int, UnbindModule] = {}
+    rivals = []
+    for kappa in (1e7, 0.5):
+        module = gated_module(loaded.model, loaded.identity, 0, kappa)
+        candidate = Candidate(0, Gate(0.5, module.tau, module.v, -1.0, 1.0), "paper", kappa)
+        modules[id(candidate)] = module
+        rivals.append(candidate)
+    texts = windows(8, seed=3)
+    prompts = [w.ids[:6] for w in texts]
+    outputs = complete(loaded.model, prompts, Sampling(16), pad=0, end=None)
+    completions = RetainCompletions(loaded.model, prompts, outputs, outputs, [0], pad=0, end=None)
+    forget, retain = (Replay(loaded.model, each, [0], pad=0) for each in (windows(3, seed=4), texts))
+    search(
+        rivals,
+        lambda t: modules[id(t)],
+        forget,
+        retain,
+        completions,
+        Budgets(kl=10.0, nll=10.0, bleu=10.0),
+        full_scan=full_scan,
+        progress=silent,
+    )
+    verdicts = {t.kappa: t.verdict for t in rivals}
+    assert verdicts[1e7] == ("no gain" if full_scan else "over KL budget (screened)")
