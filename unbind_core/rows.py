@@ -248,6 +248,11 @@ def make_partitions(
         pool = _draw(pool, lambda i: retain[i].language, min(len(pool), limit), rng)
         retain_calibration = _draw(pool, lambda i: retain[i].language, max(1, round(len(pool) * 0.2)), rng)
     held_out = set(retain_calibration)
+    if held_out.issuperset(pool):
+        raise InsufficientRows(
+            f"none of the {len(retain)} retain rows is left to fit on, beside {len(held_out)} that choose and certify; at least "
+            "one is needed that is not set apart for calibration, and a retain limit that leaves room for it"
+        )
     certificate = _draw(retain_calibration, lambda i: retain[i].language, len(held_out) // 2 if certify else 0, rng)
     return Partitions(
         forget_fit=tuple(i for i in everything if i not in set(held)),

@@ -162,6 +162,13 @@ def test_a_forget_set_too_small_says_how_many_rows_are_needed() -> None:
         make_partitions(rows(2), retain(30))
 
 
+@pytest.mark.parametrize(("set_apart", "limit"), [(30, 600), (0, 1)])
+def test_retain_rows_of_which_none_is_left_to_fit_on_are_too_few(set_apart: int, limit: int) -> None:
+    with pytest.raises(InsufficientRows, match="none of the 30 retain rows is left to fit on"):
+        make_partitions(rows(5), retain(30), 0, limit, set_apart)
+    assert make_partitions(rows(5), retain(31), 0, limit + 1, set_apart).retain_fit
+
+
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 50), min_size=1), st.data())
 def test_allotment_adds_up_and_never_strays_by_a_whole_row(sizes: dict[str, int], data: st.DataObject) -> None:
     total = data.draw(st.integers(0, sum(sizes.values())))
