@@ -44,7 +44,6 @@ def _reference(settings: Settings, gate: str) -> Reference | None:
 
 def check(context: Context) -> dict[str, Any]:
     """Can the rows be extracted at all? ``memorised`` false ends the job: there is nothing to remove. Leaves each row's score."""
-    context.require_served()
     model, tokenizer = context.loaded.model, context.loaded.tokenizer
     drafts = Drafts(model, pad=pad_id(tokenizer), end=tokenizer.eos_token_id)
     scores = forget_scores(
@@ -195,6 +194,7 @@ def _stage(work: Callable[[Context], dict[str, Any]]) -> Callable[[Task, Progres
         context = Context(settings, task, Share(settings.worker_threads).watching(progress))
         if task.kind == JobKind.TAKEDOWN:
             context.require_room()
+            context.require_served()  # each time: what another attempt has finished may be of another model
         with packed_linears(context.loaded.model):
             result: dict[str, Any] = finite(work(context))
         return result

@@ -11,6 +11,7 @@ from server.registry.tables import JobKind
 from server.settings import Settings
 from server.worker import context as working
 from server.worker.plan import Task
+from server.worker.stages import STAGES
 from unbind_core.architecture import load_model
 from unbind_core.errors import DataError, TooLarge, UnbindError
 from unbind_core.planning import room
@@ -93,3 +94,22 @@ def test_a_worker_that_computes_otherwise_than_the_server_makes_nothing(checkpoi
         require("bfloat16", own)
     with pytest.raises(DataError, match=f"this worker has the model {own[:12]}, .* 012345678901;"):
         require("float32", "0123456789012345")
+
+
+def test_what_another_attempt_found_on_another_model_is_not_gone_on_with(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unasked(*_: object, **__: object) -> None:
+        raise AssertionError("it was fitted")
+
+    monkeypatch.setattr("server.worker.stages.fit", unasked)
+    monkeypatch.setenv("UNBIND_MODEL", str(checkpoint))
+    monkeypatch.setenv("UNBIND_DATA_DIR", str(tmp_path))
+    options = {"served": {"dtype": "float32", "fingerprint": "0123456789012345"}}
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "attempt-1" / working.SCORES_FILE).write_text("[]", encoding="utf-8")
+    done = {"check": {"folder": "attempt-1", "files": [working.SCORES_FILE], "result": {"memorised": True}}}
+    rows = str(forget_file(tmp_path, save_forget(tmp_path, ROWS)))
+    task = Task("job_1", JobKind.TAKEDOWN, "a", "", options, str(tmp_path / "attempt-2"), done, rows=rows)
+    with pytest.raises(DataError, match=r"this worker has the model .* 012345678901; start the worker on"):
+        STAGES["fit"](task, silent)
