@@ -129,7 +129,7 @@ def _measured(context: Context, module: UnbindModule, reference: Reference) -> A
         measured["forgot"] = asdict(found.remainder)
     if found.failed:
         return Adoption(None, found.failed, measured)
-    if (certificate := certify(context, module, left_out)) is not None:
+    if (certificate := certify(context, found.module, left_out)) is not None:
         measured["certificate"] = certificate
     measured["adopted"] = {
         "from": module.digest,

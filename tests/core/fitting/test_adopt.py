@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.support.quantised import FP8_TOLD, fp8
 from unbind_core import FitOptions, LoadedModel, UnbindModule, fit, load_model
 from unbind_core.errors import DataError, ModelMismatch
 from unbind_core.fitting.adopt import RAISED, Adoption, adopt
+from unbind_core.fitting.certificate import certify
+from unbind_core.fitting.context import Context
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import forget_windows
 
@@ -108,8 +111,16 @@ def test_thresholds_that_let_it_open_too_often_there_are_raised(
         low = replace(low, tau=low.tau / 1.2, tau_close=low.tau_close and low.tau_close / 1.2)
     assert low.tau < held.tau and any(reason.startswith("open_rate ") for reason in failed)
     monkeypatch.undo()
+    certified: list[UnbindModule] = []
+
+    def noting(context: Context, module: UnbindModule, left_out: Sequence[int]) -> dict[str, Any] | None:
+        certified.append(module)
+        return certify(context, module, left_out)
+
+    monkeypatch.setattr("unbind_core.fitting.adopt.certify", noting)
     found = run(quantised, low)
     assert found.module is not None
+    assert [(one.tau, one.tau_close) for one in certified] == [(found.module.tau, found.module.tau_close)]
     times = found.module.measured["adopted"]["thresholds_raised"]
     assert times in RAISED[1:3] and found.module.tau == pytest.approx(times * low.tau)
     assert low.tau_close is None or found.module.tau_close == pytest.approx(times * low.tau_close)
