@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 POLICIES = ("silent", "rewrite")
 MAX_GATE_WINDOW = 256  # positions
 MAX_RANK = {"lowrank": 256, "network": 1024}  # of a correction: a network's hidden units
+_STRONGEST = 16.0  # times a module's own strength, and more than any request may ask for
+_LARGEST = torch.finfo(torch.float32).max
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
 
@@ -68,9 +70,12 @@ def module_problems(module: UnbindModule) -> Iterator[tuple[str, str]]:
 
 
 def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
-    """The correction's tensors."""
+    """The correction's tensors. What is added to a state, kappa times, is finite: infinity times a closed gate's 0 is not a number,
+    for every row of a batch.
+    """
+    times = _STRONGEST * max(1.0, module.kappa) if is_number(module.kappa) else 1.0
     if module.v is not None:
-        yield from _tensor_problems("v", module.v, (size,))
+        yield from _tensor_problems("v", module.v, (size,), times=times)
         if abs(float(module.v.double().norm()) - 1) > _UNIT:
             yield (
                 "v",
@@ -89,7 +94,8 @@ def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str,
         ("e", module.e, (rank,), torch.float32),
     ):
         if tensor is not None:
-            yield from _tensor_problems(field, tensor, shape, zero=True, dtype=dtype)
+            adds = times if field in ("u", "c") else 1.0
+            yield from _tensor_problems(field, tensor, shape, zero=True, dtype=dtype, times=adds)
     if not bool(module.c.any()) and not (bool(module.u.any()) and bool(module.a.any())):
         yield "c", "must not be all zero where u or a is: such a module changes nothing; fit it again"
 
@@ -132,7 +138,12 @@ def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, s
 
 
 def _tensor_problems(
-    field: str, tensor: Tensor, shape: tuple[int, ...], zero: bool = False, dtype: torch.dtype = torch.float32
+    field: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    zero: bool = False,
+    dtype: torch.dtype = torch.float32,
+    times: float = 1.0,
 ) -> Iterator[tuple[str, str]]:
     if tensor.dtype != dtype or tensor.device.type != "cpu" or tuple(tensor.shape) != shape:
         found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
@@ -141,3 +152,5 @@ def _tensor_problems(
     least, most = (float(one) for one in torch.aminmax(tensor)) if tensor.numel() else (0.0, 0.0)
     if not (math.isfinite(least) and math.isfinite(most)) or not (zero or least or most):
         yield field, "must be finite and not all zero; fit it again"
+    elif max(-least, most) * times > _LARGEST:
+        yield field, "must stay finite in single precision, kappa times; fit it again"

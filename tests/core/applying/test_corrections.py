@@ -17,6 +17,7 @@ from tests.support.modules import rectified
 from unbind_core.applying import corrections
 from unbind_core.applying.corrections import added, corrected
 from unbind_core.applying.gate_memory import GateMemory, SlotPlaces
+from unbind_core.errors import ModuleFileError
 from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 
@@ -234,3 +235,20 @@ def test_a_device_of_its_own_keeps_no_large_matrices_for_each_mix_of_modules(mon
         tensors = [{name: part.to(device) for name, part in one.tensors.items()} for one in modules]
         some = corrections.Corrections(tensors, torch.ones(3, device=device))
         assert (some.stacked(range(3)) is some.stacked(range(3))) == kept
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("v", {"kappa": 1e38}),
+        ("u", {**lowrank(D), "u": torch.full((D, 3), 1e20), "kappa": 1e19}),
+        ("c", {**lowrank(D), "c": torch.full((D,), 1e20), "kappa": 1e19}),
+        ("c", {**lowrank(D), "c": torch.full((D,), -1e38), "kappa": 0.1}),
+    ],
+)
+def test_a_module_whose_correction_overflows_is_refused_as_it_would_spoil_what_others_answer(
+    field: str, changes: dict[str, Any]
+) -> None:
+    """Infinity times the 0 of its closed gate is not a number, in every row of a batch."""
+    with pytest.raises(ModuleFileError, match=f"module '.*': {field} must stay finite"):
+        make_module(MODEL, **changes)
