@@ -102,8 +102,8 @@ def adopt(
 
 
 def _measured(context: Context, module: UnbindModule, reference: Reference) -> Adoption:
+    left_out = context.contradicting(["retain_calibration"])
     retain, completions = calibration(context)
-    left_out = context.contradicting()
     if left_out:
         retain, completions = (
             retain.without(left_out),

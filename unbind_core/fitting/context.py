@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import numerics
 from unbind_core.encoding import encode
+from unbind_core.errors import InsufficientRows
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN, spans
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.fitting.options import Clock, FitOptions
@@ -27,6 +28,7 @@ from unbind_core.progress import ProgressCallback
 from unbind_core.rows import ForgetRow, Partitions, RetainRow, forget_digest
 from unbind_core.windows import Window, forget_windows, retain_windows, window_limit
 
+_ROLES = {"retain_fit": "to fit on", "retain_calibration": "to choose by"}
 LEAD = (50, 600)  # characters of other code in front of a row
 
 
@@ -79,11 +81,23 @@ class Context:
         """Whether token ids hold a span of a forget row so long that it counts as extracted."""
         return not self._protected.isdisjoint(spans(ids, EXTRACTED_SPAN))
 
-    def contradicting(self) -> list[int]:
-        """The retain rows that hold such a span: what is to be kept there is what is to be forgotten."""
+    def contradicting(self, needed: Sequence[str] = ("retain_fit", "retain_calibration")) -> list[int]:
+        """The retain rows that hold such a span: what is to be kept there is what is to be forgotten.
+
+        Raises InsufficientRows where nothing else is left of a part that is ``needed``.
+        """
         parts = self.parts
         drawn = [*parts.retain_fit, *parts.retain_calibration, *parts.retain_certificate]
-        return [i for i in sorted(drawn) if self.holds_protected(encode(self.tokenizer, self.retain[i].text))]
+        found = [i for i in sorted(drawn) if self.holds_protected(encode(self.tokenizer, self.retain[i].text))]
+        for name in needed:
+            rows = set(getattr(parts, name))
+            if rows.issubset(found):
+                raise InsufficientRows(
+                    f"each of the {len(rows)} retain rows {_ROLES[name]} holds {EXTRACTED_SPAN} tokens of a forget row in one "
+                    "piece, and cannot be kept where that is forgotten; leave what they share (a licence's text, imports) out of "
+                    "the forget rows, or give other retain rows"
+                )
+        return found
 
     def retain_windows(self, indices: Sequence[int]) -> list[Window]:
         """Windows of retain rows in the fit's forms."""

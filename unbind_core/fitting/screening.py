@@ -36,8 +36,8 @@ class Screening:
     def __init__(self, context: Context) -> None:
         self.context, self.clock = context, context.clock
         (self.layer,) = context.layers
-        rest = retained(context)
         self.left_out = context.contradicting()
+        rest = retained(context)
         # by digest in the module, whose costs beside other modules are not to be measured on these rows either
         self.contradicting = {"retain_left_out": [retain_digest(context.retain[i]) for i in self.left_out]}
         if self.left_out:

@@ -9,10 +9,11 @@ from tests.core.conftest import LAYER, ROWS, opening_on_some
 from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel
 from unbind_core.encoding import encode, pad_id
+from unbind_core.errors import InsufficientRows
 from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.evaluation.replay import Replay
-from unbind_core.fitting.fit import context_of
+from unbind_core.fitting.fit import context_of, fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.retained import Retained, retain_states
 from unbind_core.progress import silent
@@ -52,9 +53,33 @@ def test_rows_with_a_long_span_contradict_and_others_do_not(tiny: LoadedModel) -
         silent,
         None,
     )
-    assert given.contradicting() == [len(ROWS) + 1, len(ROWS) + 3, len(retain)]
+    assert given.contradicting(needed=[]) == [len(ROWS) + 1, len(ROWS) + 3, len(retain)]
     assert given.holds_protected(encode(tiny.tokenizer, f"x = 1\n{PROTECTED}"))
     assert not given.holds_protected([])
+
+
+@pytest.mark.parametrize(
+    ("fitted", "chosen", "said"),
+    [
+        (PROTECTED, "", f"each of the {len(ROWS)} retain rows to fit on"),
+        ("", PROTECTED, "each of the 2 .* to choose by"),
+    ],
+)
+def test_where_no_other_rows_are_left_the_fit_says_so_before_it_computes(
+    tiny: LoadedModel, fitted: str, chosen: str, said: str
+) -> None:
+    """As where a licence stands above all code."""
+    with pytest.raises(InsufficientRows, match=said):
+        fit(
+            tiny.model,
+            tiny.tokenizer,
+            FORGET,
+            [RetainRow(fitted + row.text) for row in ROWS],
+            name="m",
+            identity=tiny.identity,
+            retain_calibration=[RetainRow(chosen + row.text.lower()) for row in ROWS[:4]],
+            options=FitOptions(effort=0.01),
+        )
 
 
 @pytest.mark.parametrize("outside", [[], [0, 3], [9], list(range(5, 10)), list(range(10))])
