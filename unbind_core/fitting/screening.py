@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -95,7 +96,9 @@ class Screening:
         found = list[Met]()
         for batch in batches(windows, context.pad, device=self.retain.device):
             states = capture_states(context.model, batch, [self.layer], roughly=True)[self.layer]
-            found += [met_part(window, own) for window, own in _unpadded(batch, states)]
+            parts = [met_part(window, own) for window, own in _unpadded(batch, states)]
+            # a view would keep the prompts' states too
+            found += [replace(one, states=one.states.clone()) for one in parts]
         return found
 
     def detector(

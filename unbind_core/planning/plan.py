@@ -243,6 +243,8 @@ class _Costs:
             min(examples.MOST_OWN, a.forget * a.forms),
             min(examples.MOST_ELSEWHERE, self.elsewhere_tokens),
         )
+        if self.reference:  # what it writes in place of the rows, twice
+            others += 2 * min(screening.MOST_CONTINUED, a.forget_rows * a.forms) * (screening.CONTINUED + 2)
         ours, drawn = own + others, examples.OWN * own + others
         lists, pairs = 4 * ours * shape.width, 4 * drawn * shape.width
         seconds = self._decode(GOES_ON * a.forget_rows * a.forms, a.longest)

@@ -66,6 +66,10 @@ def test_each_prompt_is_continued_by_the_reference_once_greedily_and_once_by_cha
         assert one.at.tolist() == list(range(one.window.first_target - 1, len(one.window.ids) - 1))
 
 
+def test_the_states_of_what_stands_before_them_are_let_go(continued: list[Met]) -> None:
+    assert all(one.states.untyped_storage().nbytes() == one.states.nbytes for one in continued)
+
+
 def test_their_states_are_those_of_the_model_that_is_fitted(context: Context, continued: list[Met]) -> None:
     some = continued[:3]
     for batch in batches([one.window for one in some], context.pad):

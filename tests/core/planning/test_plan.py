@@ -14,6 +14,7 @@ from unbind_core import FitOptions, fit, load_model
 from unbind_core.architecture import outline
 from unbind_core.errors import TooLarge, UnbindError
 from unbind_core.fitting.corrections.reference import Kind, Reference
+from unbind_core.fitting.screening import CONTINUED
 from unbind_core.planning.amounts import Amounts
 from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, Stage, plan_takedown
@@ -93,6 +94,12 @@ def test_a_reference_that_is_led_takes_a_stage_more_than_one_that_is_named() -> 
     assert [stage.name for stage in base.stages if stage not in named.stages] == ["leading"]
     assert {stage.name for stage in alone.stages} == {stage.name for stage in named.stages}
     assert alone.weights < named.weights == base.weights and base.seconds > named.seconds > alone.seconds
+    beside = [
+        next(stage.memory for stage in plan.stages if stage.name == "correction") - plan.weights
+        for plan in (alone, named)
+    ]
+    # Of 20 rows in two forms two continuations, their states and the reference's of 896 numbers in bfloat16.
+    assert beside[1] - beside[0] >= 2 * 40 * CONTINUED * 2 * 896 * 2
     assert all(
         stage.name != "leading" for stage in planned("qwen2.5-coder-0.5b", some, "paper", reference=Kind.BASE).stages
     )
