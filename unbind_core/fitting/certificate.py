@@ -28,7 +28,7 @@ def certify(context: Context, module: UnbindModule, left_out: Sequence[int]) -> 
     ``open_rate``, ``kl``, ``nll`` and ``bleu`` are means over rows of what the budgets count, a row's part between 0 and ``cap``;
     their bounds hold together. ``over`` names those that were observed over their budget. All of it speaks of rows as these are.
     """
-    rows = [i for i in context.parts.retain_certificate if i not in set(left_out)]
+    rows = [i for i in certificate_rows(context) if i not in set(left_out)]
     if not rows:
         return None
 
@@ -55,6 +55,13 @@ def certify(context: Context, module: UnbindModule, left_out: Sequence[int]) -> 
         name for name in costs if name in certificate and (name != "open_rate" or context.options.gate == "auto")
     ]
     return {**certificate, "over": [name for name in binding if certificate[name]["observed"] > limits[name]]}
+
+
+def certificate_rows(context: Context) -> list[int]:
+    """The rows set apart to certify, less those whose text stands among the rows that train or choose as well."""
+    parts, retain = context.parts, context.retain
+    chosen = {retain[i].text for i in (*parts.retain_fit, *parts.retain_calibration)}
+    return [i for i in parts.retain_certificate if retain[i].text not in chosen]
 
 
 def certificate_states(context: Context, rows: Sequence[int], layer: int) -> tuple[Replay, RetainCompletions]:

@@ -22,7 +22,7 @@ from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.scores import RowScore, require_known_rows
 from unbind_core.fitting.auto import fit_auto
-from unbind_core.fitting.certificate import certificate_states, certify
+from unbind_core.fitting.certificate import certificate_rows, certificate_states, certify
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.leading import leading, led
 from unbind_core.fitting.corrections.reference import Reference
@@ -161,7 +161,7 @@ def _prepare(context: Context, held_out: Sequence[RetainRow], reference: Referen
     leading(context, reference)
     retained(context)
     with context.clock.stage("certificate"):
-        if rows := context.parts.retain_certificate:
+        if rows := certificate_rows(context):
             certificate_states(context, rows, context.layers[0])
     with context.clock.stage("held-out completions"):
         prompts, _ = retain_prompts(context.tokenizer, held_out, range(len(held_out)), window_limit(context.model))

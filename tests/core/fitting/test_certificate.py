@@ -77,6 +77,17 @@ def test_the_certificate_counts_the_rows_that_chose_nothing(
     assert UnbindModule.from_bytes(module.to_bytes()).measured["certificate"] == certificate
 
 
+@pytest.mark.parametrize("others", [0, 8])
+def test_a_row_that_trained_or_chose_elsewhere_certifies_nothing(loaded: LoadedModel, others: int) -> None:
+    again = [*RETAIN[:8], *MORE[:others]]
+    module, report = run(loaded, replace(WIDE, layers=(0,)), retain_calibration=again)
+    part = module.partitions["retain_certificate"]
+    fresh = [i for i in part if i >= len(RETAIN) + 8]
+    assert part and len(fresh) < len(part)
+    found = report.certificate
+    assert (found["touched"]["n"] if found else 0) == len(fresh) and bool(fresh) == bool(others)
+
+
 def test_the_fit_tells_at_what_share_of_the_rows_kept_back_its_gate_is_open(
     loaded: LoadedModel, fitted: tuple[UnbindModule, FitReport]
 ) -> None:
