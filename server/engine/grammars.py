@@ -28,6 +28,7 @@ from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from server.engine.gbnf import as_lark
 from server.engine.rehearsal import Rehearsal, limits, over
 from server.engine.schemas import closed
 
@@ -39,7 +40,7 @@ MOST_ITEMS = 50_000  # by which a form's arrays may be bounded, together: the li
 # Symbols of a grammar. A step looks at all that may stand at one place, which who writes rules can make nearly all of them.
 _WRITTEN, _OF_SCHEMAS = 10_000, 100_000
 _ITEMS = re.compile(r'(?:min|max)Items\\*"\s*:\s*([0-9.eE+]+)')
-_ESCAPED = re.compile(r"\\+u00([0-9a-fA-F]{2})")
+_ESCAPED = re.compile(r"(?<!\\)\\+u00([0-9a-fA-F]{2})")  # begun once in a row of backslashes: there may be many
 # On one line, with room for a blank where models like one: white space without end would never end an answer.
 _SPACING = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 
@@ -72,7 +73,9 @@ class Form:
                 case "json":
                     return LLMatcher.grammar_from_json_schema(spaced(json.loads(self.text), self.lenient))
                 case "calls":
-                    return grammar_from("grammar", self.text)
+                    return grammar_from("lark", self.text)
+                case "grammar":
+                    return grammar_from("lark", as_lark(self.text))
                 case kind:
                     return grammar_from(kind, self.text)
         except (ValueError, TypeError, RecursionError) as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import jsonschema_rs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import grammar_from
 
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.grammars import LONGEST, OWN, REMEMBERED, Form, Grammar, GrammarError, Grammars, GrammarsBusy
@@ -194,6 +197,26 @@ def test_what_cannot_be_compiled_is_refused_off_the_event_loop(engine: EmbeddedE
         asyncio.run(tried())
     assert ticks > 20 or name != "costly at first"
     assert ask(engine, [request(grammar(engine, "choice", ["fine"]))])[0].text == "fine"
+
+
+@pytest.mark.parametrize("text", ['"\\n" * 500_000 + "a"', '"start: /" + "\\\\" * 2_000_000 + "/"'])
+def test_rows_of_what_means_nothing_are_read_once(text: str) -> None:
+    """Read anew from each of them on, these take an hour in which no other thread goes on; a process of its own can be ended."""
+    code = f"from server.engine import grammars as g\ng.LONGEST = 10**7\ng._items(g.Form('grammar', {text}).source())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert not ended.returncode or "is not understood: Failed to convert" in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("begins", ["", "\n", " \n\t ", "# b\r\n", 'root ::= "a" ', "x"])
+@pytest.mark.parametrize("says", ['start: "a"', 'start \n : "a"', '%llguidance {}\nstart: "a"', 'root ::= "start:"'])
+def test_grammars_are_told_apart_as_the_library_tells_them(begins: str, says: str) -> None:
+    def read(source: Callable[[], str]) -> str:
+        try:
+            return source()
+        except (ValueError, GrammarError) as error:
+            return str(error).removeprefix("is not understood: ")
+
+    assert read(Form("grammar", begins + says).source) == read(lambda: grammar_from("grammar", begins + says))
 
 
 @pytest.mark.parametrize("name", ["costly at first", "never ends"])
