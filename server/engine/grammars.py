@@ -53,6 +53,12 @@ class GrammarsBusy(Exception):
     """Too many forms wait to be compiled."""
 
 
+def check_length(characters: int) -> None:
+    """Raise GrammarError where a form has too many."""
+    if characters > LONGEST:
+        raise GrammarError(f"has {characters} characters, and {LONGEST} are the most; send a smaller one")
+
+
 @dataclass(frozen=True)
 class Form:
     """What an answer must look like. ``text``: a JSON schema, a regular expression, a JSON list of texts, a grammar as llama.cpp
@@ -66,8 +72,7 @@ class Form:
 
     def source(self) -> str:
         """The form as llguidance takes it. Raises GrammarError."""
-        if len(self.text) > LONGEST:
-            raise GrammarError(f"has {len(self.text)} characters, and {LONGEST} are the most; send a smaller one")
+        check_length(len(self.text))
         try:
             match self.kind:
                 case "json":

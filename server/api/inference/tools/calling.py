@@ -14,7 +14,7 @@ from server.api.inference.bodies.forms import Wanted
 from server.api.inference.bodies.tools import Tool, ToolBody
 from server.api.inference.tools.formats import ToolFormat, format_of, lark, shown_tokens, template_of
 from server.api.inference.tools.reading import Argued, Begun, Event, Reader, Said
-from server.engine.grammars import Form, spaced
+from server.engine.grammars import Form, GrammarError, check_length, spaced
 from server.errors import invalid
 from server.service import Service
 
@@ -64,11 +64,20 @@ def wanted_form(body: ChatBody, calling: Calling | None) -> Wanted | None:
         return wanted
     if wanted is not None and wanted.form.kind != "json":
         raise invalid(f"{wanted.field}: does not go with tools; leave one of them out", wanted.field)
-    functions = [(tool.function.name, _schema(tool)) for tool in body.demanded or body.offered]
-    or_answer = None
-    if wanted is not None and not body.demanded:
-        or_answer = spaced(json.loads(wanted.form.text), wanted.form.lenient)
-    text = lark(calling.form, functions, calling.special, several=body.several, or_answer=or_answer)
+    field, or_answer, tools = "tools", None, body.demanded or body.offered
+    try:
+        # asked first: here others wait
+        check_length(sum(len(json.dumps(tool.function.parameters or {})) for tool in tools))
+        functions = [(tool.function.name, _schema(tool)) for tool in tools]
+        if wanted is not None and not body.demanded:
+            field = wanted.field
+            check_length(len(wanted.form.text))
+            or_answer = spaced(json.loads(wanted.form.text), wanted.form.lenient)
+        text = lark(calling.form, functions, calling.special, several=body.several, or_answer=or_answer)
+    except GrammarError as error:
+        raise invalid(f"{field}: {error}", field, "invalid_grammar") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{field}: is not understood: {error}", field, "invalid_grammar") from None
     return Wanted(Form("calls", text), "tools")
 
 

@@ -13,6 +13,7 @@ from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from server.api.inference.tools.formats import FORMATS, format_of, shown_tokens
+from server.engine.grammars import LONGEST
 from server.settings import Settings
 from tests.core.conftest import save_checkpoint
 from tests.support.live import Live, live
@@ -261,12 +262,37 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "text", "schema": {"const": "a"}}}, "response_format.schema"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
 ]
+_DEEP = json.loads('{"items":' * 400 + "{}" + "}" * 400)
+_DEEP_TOOL = {"type": "function", "function": {"name": "a", "parameters": _DEEP}}
+_LONG_TOOL = {"type": "function", "function": {"name": "a", "parameters": {"title": "x" * LONGEST, **_DEEP}}}
+UNREADABLE: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [_DEEP_TOOL], "tool_choice": "required"}, "tools", "is not understood"),
+    ({"tools": [_LONG_TOOL], "tool_choice": "required"}, "tools", "characters"),
+    ({"guided_json": "{"}, "guided_json", "is not understood"),
+    ({"guided_json": "{" + " " * LONGEST}, "guided_json", "characters"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _DEEP}}},
+        "response_format.json_schema.schema",
+        "is not understood",
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG)
 def test_what_does_not_go_is_named(hermes: Live, fields: dict[str, Any], param: str) -> None:
     refused = hermes.call("/v1/chat/completions", {**ASK, **fields})
     assert (refused.status, refused.error["param"]) == (400, param), refused.raw
+
+
+@pytest.mark.parametrize(("fields", "param", "reason"), UNREADABLE)
+def test_a_form_beside_functions_that_cannot_be_read_is_named(
+    hermes: Live, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    refused = hermes.call("/v1/chat/completions", {**ASK, **fields})
+    assert (refused.status, refused.error["param"], refused.error["code"]) == (400, param, "invalid_grammar"), (
+        refused.raw
+    )
+    assert reason in refused.error["message"]
 
 
 @pytest.fixture(scope="module")
