@@ -44,7 +44,7 @@ class Called:
     def _meant(self, text: str) -> str:
         try:
             value = json.loads(text) if self._given else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
         return (value or "{}") if isinstance(value, str | None) else text
 
@@ -99,6 +99,6 @@ def _string(written: str) -> str | None:
     """What a string of JSON means; None where it is none."""
     try:
         found = json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, str) and found else None

@@ -149,3 +149,21 @@ def test_a_call_ends_an_answer_as_one_where_the_model_ended_it() -> None:
         "length",
         "content_filter",
     ]
+
+
+DEEP = "[" * 3000 + "]" * 3000  # more than the library reads
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f'{{"name": "f", "arguments": {DEEP}}}', [("f", DEEP)]),
+        (f'{{"name": {DEEP}}}', []),
+        (f"{{{DEEP}: 1}}", []),
+    ],
+)
+def test_what_is_nested_too_deeply_ends_no_answer(text: str, calls: Calls) -> None:
+    speech = Speech(Reader(FORMATS["hermes"], ["f"]))
+    speech.deltas("<tool_call>" + text, "stop")
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in speech.calls] == calls
+    assert calls or speech.content == "<tool_call>" + text
