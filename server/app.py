@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
@@ -43,6 +44,14 @@ def create_app(
     return assembled(settings, made, [*(part.router for part in inference), console.router])
 
 
+def _leave_out_what_stays() -> None:
+    """Have Python's collector of garbage pass over what a started server has, half a million objects: those of one large body, as a
+    list of empty lists, have it look through everything again and again, seconds in which nobody is answered.
+    """
+    gc.collect()  # else what is garbage by now would stay as well
+    gc.freeze()
+
+
 def assembled(
     settings: Settings, made: Callable[[], Awaitable[BaseService]], answering: Iterable[APIRouter]
 ) -> FastAPI:
@@ -56,8 +65,10 @@ def assembled(
             held.give_up()
         try:
             await held.start()
+            _leave_out_what_stays()
             yield
         finally:
+            gc.unfreeze()
             await held.stop()
 
     app = FastAPI(
