@@ -74,9 +74,13 @@ def identify(request: Request, now: float) -> Caller | None:
 
 
 def admit(request: Request) -> Caller:
-    """A caller who may infer, and has not asked too often; found once for each request. Raises ApiError 401, 403, 429."""
+    """A caller who may infer, and has not asked too often; found once for each request, whose key may have been revoked or have
+    expired while the body came. Raises ApiError 401, 403, 429.
+    """
     found = request.scope.get(CALLER_KEY)
     if isinstance(found, Caller):
+        if found.key is not None:
+            identify(request, time.time())
         return found
     caller = request.scope[CALLER_KEY] = _admitted(request)
     return caller

@@ -76,6 +76,21 @@ def test_a_client_without_a_usable_key_is_refused_before_its_body_is_read(checkp
         assert running.call("/health").status == 200 and running.call("/version").status == 200
 
 
+def test_a_key_that_is_revoked_while_a_body_comes_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with live(checkpoint, tmp_path) as running:
+        made = running.admin("/keys", {"name": "gone", "requests_per_minute": 0.01, "burst": 2}).body
+        body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\napi-key: {made['key']}\r\n"
+        for revoked, status in ((False, b"200"), (True, b"401")):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+                connection.sendall(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+                assert connection.recv(65536).startswith(b"HTTP/1.1 100")  # its key was found to be good
+                if revoked:
+                    running.admin(f"/keys/{made['id']}", method="DELETE")
+                connection.sendall(body)
+                assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
 def test_a_call_counts_once_although_the_caller_is_found_before_the_body(checkpoint: Path, tmp_path: Path) -> None:
     with live(checkpoint, tmp_path) as running:
         key = running.admin("/keys", {"name": "slow", "requests_per_minute": 0.01, "burst": 2}).body["key"]
