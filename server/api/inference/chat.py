@@ -15,7 +15,7 @@ from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.call import Admitted, Call
 from server.api.inference.generation import Generation, Result
 from server.api.inference.logprobs import chat_logprobs, prompt_logprobs
-from server.api.inference.prompts import Prompt, chat_prompt
+from server.api.inference.prompts import Prompt, chat_prompt, chat_size
 from server.api.inference.report import Report
 from server.api.inference.tokens import most_tokens
 from server.api.inference.tools.calling import Calling, Speech, calling_of, wanted_form
@@ -85,7 +85,7 @@ async def begun(call: Call, body: ChatBody) -> tuple[Generation, Calling | None]
 
 async def prompted(served: Service, body: ChatBody, most: int | None = None) -> Prompt:
     """The conversation as a prompt, of at most ``most`` tokens. Raises ApiError."""
-    size = sum(message.size for message in body.messages)
+    size = chat_size(body.messages, body.offered)
     kept = body.kept(served.settings.max_model_len, served.engine.least_tokens)
     return await served.encoder.run(
         size, chat_prompt, served, body.messages, body, most=most, kept=kept, tools=body.offered

@@ -69,7 +69,7 @@ async def infill(body: InfillBody, call: Admitted) -> Response:
     """Fill the gap between ``input_prefix`` and ``input_suffix``; ``n_predict`` 0 only warms the cache."""
     new = body.wanted if body.wanted is not None and body.wanted >= 0 else DEFAULT_MAX_TOKENS
     extra = [(file.filename, file.text) for file in body.input_extra]
-    size = size_of([body.input_prefix, body.input_suffix, body.prompt], *(text for _, text in extra))
+    size = size_of([body.input_prefix, body.input_suffix, body.prompt], *(name + text for name, text in extra))
     prompt = await call.served.encoder.run(
         size, infill_prompt, call.served, body.input_prefix, body.input_suffix, extra, body.prompt, new
     )

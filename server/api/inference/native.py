@@ -17,7 +17,7 @@ from server.api.inference.bodies.messages import Messages
 from server.api.inference.bodies.tools import ToolBody
 from server.api.inference.call import Admitted
 from server.api.inference.infill import NativeBody, native_answer
-from server.api.inference.prompts import chat_prompt, completion_prompts, size_of
+from server.api.inference.prompts import chat_prompt, chat_size, completion_prompts, size_of
 from server.api.inference.tools.calling import calling_of
 from server.api.models import check_model
 from server.service import Service, service
@@ -51,7 +51,7 @@ async def apply_template(body: TemplateBody, served: Served) -> dict[str, str]:
     """The text that a chat's prompt is made of, with what it tells of ``tools``."""
     check_model(served, body.model)
     calling_of(served, body)
-    size = size_of([message.text for message in body.messages])
+    size = chat_size(body.messages, body.offered)
     prompt = await served.encoder.run(size, chat_prompt, served, body.messages, body, tools=body.offered)
     return {"prompt": prompt.text}
 

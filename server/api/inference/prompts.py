@@ -196,3 +196,8 @@ def size_of(prompt: str | Sequence[Any], *more: str | None) -> int:
     """Characters and ids of a prompt and other texts, which say how long the tokenizer will take."""
     own = len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(one, int) else len(one) for one in prompt)
     return own + sum(len(text) for text in more if text)
+
+
+def chat_size(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+    """Characters of a conversation, likewise."""
+    return sum(message.size for message in messages) + sum(tool.size for tool in tools)

@@ -13,7 +13,7 @@ from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.fields import Name, Text
 from server.api.inference.bodies.messages import Messages
 from server.api.inference.logprobs import token_bytes
-from server.api.inference.prompts import chat_prompt, check_ids, size_of
+from server.api.inference.prompts import chat_prompt, chat_size, check_ids, size_of
 from server.api.models import check_model
 from server.errors import field_error
 from server.service import Service, service
@@ -58,7 +58,7 @@ class DetokenizeBody(BaseModel):
 async def tokenize(body: TokenizeBody, served: Served) -> JSONResponse:
     """Text -> token ids. A text may be longer than a request may, so that clients can ask by how much."""
     check_model(served, body.model)
-    size = size_of(body.content or "", body.prompt or "", *(message.text for message in body.messages or ()))
+    size = size_of(body.content or "", body.prompt or "") + chat_size(body.messages or ())
     return await served.encoder.run(size, _tokenized, served, body)
 
 

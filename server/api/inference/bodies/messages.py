@@ -79,8 +79,9 @@ class Message(BaseModel):
 
     @property
     def size(self) -> int:
-        """Characters of its text and its calls."""
-        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
+        """Characters of what a template may write of it."""
+        own = len(self.text) + len(self.name or "") + len(self.tool_call_id or "")
+        return own + sum(len(call.id) + len(call.function.arguments) for call in self.tool_calls or ())
 
     def plain(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """The message as chat templates take it; ``developer`` is the newer name of ``system``.

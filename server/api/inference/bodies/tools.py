@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -44,6 +45,14 @@ class Tool(BaseModel):
 
     type: FunctionType
     function: Function
+
+    @property
+    def size(self) -> int:
+        """About how many characters a template may write of it."""
+        try:
+            return len(self.function.description or "") + len(str(self.function.parameters))
+        except RecursionError:
+            return sys.maxsize
 
 
 class Named(BaseModel):
