@@ -55,10 +55,9 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
             "options.guard.run"
         )
     if short := asked.intake.short:
-        named = ", ".join(short[:MOST_NAMED]) + (", ..." if len(short) > MOST_NAMED else "")
-        warnings.append(
-            f"file: {len(short)} of its files have one short line each and make no row ({named}); give as rows what matters of them"
-        )
+        more = f" and {len(short) - MOST_NAMED} more" if len(short) > MOST_NAMED else ""
+        named = ", ".join(short[:MOST_NAMED]) + more
+        warnings.append(f"file: a file of one short line makes no row: {named}; give as rows what matters of them")
     if guard is not None and options.activation != "auto":
         warnings.append(
             f"options.activation: with '{options.activation}' the guard holds nothing until somebody activates it: "

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from server.api.admin import intake
 from server.api.admin.archives import MAX_FILES
+from server.api.admin.bodies import TakedownFields, TakedownOptions
 from server.api.admin.intake import from_json, from_upload, pieces
+from server.api.admin.warned import Asked, warnings_of
 from tests.support.live import ADMIN_KEY, TIMEOUT, live, until
 from unbind_core.errors import DataError, UnbindError
 
@@ -102,6 +104,11 @@ def test_files_of_one_short_line_are_named() -> None:
     }
     found = from_upload(zipped(files), [], [])
     assert found.short == ("b/__init__.py",) and found.places[-1] == "min.js"
+    many = from_upload(zipped({**files, **{f"{i}.py": b"import os\n" for i in range(6)}}), [], [])
+    asked = TakedownFields(name="m", options=TakedownOptions(scope="global"))
+    for intake_of, named in ((found, "b/__init__.py;"), (many, ", 3.py and 2 more;")):
+        (told,) = warnings_of(Asked(asked, {}, intake_of), {"too_short": 0}, None)
+        assert told.startswith("file: a file of one short line makes no row: b/__init__.py") and named in told
 
 
 def test_what_chooses_files_of_an_archive_is_refused_beside_rows() -> None:
