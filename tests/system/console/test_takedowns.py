@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
@@ -371,7 +372,7 @@ def test_a_list_of_many_is_turned_page_by_page(browser: Browser, server: Live) -
     many = [{**newest, "id": f"td_{number}", "name": f"number {number}"} for number in range(150)]
 
     def answer(route: Route) -> None:
-        after = route.request.url.partition("after=")[2]
+        after = dict(parse_qsl(urlsplit(route.request.url).query)).get("after", "")
         first = int(after.removeprefix("td_")) + 1 if after else 0
         shown = many[first : first + 100]
         route.fulfill(json={"object": "list", "data": shown, "has_more": first + len(shown) < len(many)})
