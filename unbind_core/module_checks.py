@@ -22,6 +22,7 @@ MAX_GATE_WINDOW = 256  # positions
 MAX_RANK = {"lowrank": 256, "network": 1024}  # of a correction: a network's hidden units
 _STRONGEST = 16.0  # times a module's own strength, and more than any request may ask for
 _LARGEST = torch.finfo(torch.float32).max
+_LARGEST_STATE = 1e6  # of a number of a decoder layer's states: those of models are thousands at most
 _UNIT = 1e-3  # how far the norm of v may be from 1: rounding to FP32, no more
 
 
@@ -96,8 +97,16 @@ def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str,
         if tensor is not None:
             adds = times if field in ("u", "c") else 1.0
             yield from _tensor_problems(field, tensor, shape, zero=True, dtype=dtype, times=adds)
+    inner = size * _LARGEST_STATE * _reach(module.a) + (0.0 if module.e is None else _reach(module.e))
+    if times * rank * _reach(module.u) * inner > _LARGEST:
+        yield "a", "must leave what u makes of it finite in single precision, kappa times; fit it again"
     if not bool(module.c.any()) and not (bool(module.u.any()) and bool(module.a.any())):
         yield "c", "must not be all zero where u or a is: such a module changes nothing; fit it again"
+
+
+def _reach(tensor: Tensor) -> float:
+    """The largest of its numbers, whatever the sign."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
