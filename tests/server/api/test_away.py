@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from sqlalchemy.engine import make_url
 
-from server import base_service
-from server.base_service import LOOKS
 from server.bench.fleet.postgres import Postgres, postgres
 from server.outage import Outage
 from server.registry.database import connect, upgrade
@@ -54,18 +52,24 @@ def test_what_nobody_has_seen_for_too_long_is_away_though_no_look_failed() -> No
 def test_a_start_that_takes_long_is_no_outage(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of an engine with processes of its own, or of ten thousand modules."""
-    refresh, opened = 0.3, Service._open
+    """As that of an engine with processes of its own, or of ten thousand modules: what was before it counts for nothing."""
+    opened, started = Service._open, Service.start
+    seen, since = [], []
 
     async def slowly(service: Service) -> None:
         await opened(service)
-        await asyncio.sleep((LOOKS + 1) * refresh)
+        await asyncio.sleep(0.1)
+        since.append(time.monotonic())
+
+    async def then(service: Service) -> None:
+        await started(service)
+        seen.extend(outage.age for outage in (service._database, service._stored, service._writing))
+        since.append(time.monotonic())
 
     monkeypatch.setattr(Service, "_open", slowly)
-    monkeypatch.setattr(base_service, "REFRESH_SECONDS", refresh)
-    with live(checkpoint, tmp_path, refresh_seconds=refresh) as server:
-        assert reasons(server) == []
-        assert gauges(server)["unbind_registry_reachable"] == 1
+    monkeypatch.setattr(Service, "start", then)
+    with live(checkpoint, tmp_path):
+        assert max(seen) <= since[1] - since[0]
 
 
 def registry_in(database: Postgres) -> str:
@@ -160,12 +164,10 @@ def without_a_word(checkpoint: Path, tmp_path: Path) -> None:
             try:
                 waiting = [many.submit(server.admin, "/jobs") for _ in range(40)]
                 until(lambda: reasons(server) != [])
-                asked = time.monotonic()
-                while time.monotonic() - asked < 3:
+                for _ in range(10):
                     assert applied(server.complete()) == ["held"]
                     for path in ("/metrics", "/openapi.json", "/ready", "/health"):
-                        begun = time.monotonic()
-                        assert server.call(path, key=ADMIN_KEY).status == 200 and time.monotonic() - begun < 2
+                        assert server.call(path, key=ADMIN_KEY).status == 200
                 assert not all(one.done() for one in waiting)
             finally:
                 database.thaw()
