@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,18 @@ from unbind_core.architecture import load_model
 from unbind_lab.setting import Setting
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+NEW_TOKENS = 24  # of a completion here: what tiny models write says no more in 128, and takes most of these tests' time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_completions() -> Iterator[None]:
+    """Wherever the length of a completion is read."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [*sys.modules.values()]:
+            if "BLEU_NEW_TOKENS" in vars(module):
+                patch.setattr(module, "BLEU_NEW_TOKENS", NEW_TOKENS)
+        yield
 
 
 def _adapter(base: Path, out: Path, seed: int) -> Path:

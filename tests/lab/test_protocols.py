@@ -80,7 +80,7 @@ def test_who_recites_and_who_refuses_stand_at_the_ends(plain: tuple[Served, Mate
     def recite(prompt: list[int], _answer: list[int]) -> list[int]:
         text = system.tokenizer.decode(prompt)
         own = next((one for one, row in zip(everything, material.forget, strict=True) if row.prompt in text), "")
-        return encode(system.tokenizer, own)
+        return encode(system.tokenizer, own)[: muse.BLEU_NEW_TOKENS]
 
     known = muse.summary(muse.records(replace(system, cut=recite), material, silent))
     refused = muse.summary(muse.records(replace(system, refuses=lambda _: True), material, silent))
