@@ -86,25 +86,34 @@ class Requests:
         self._last: tuple[tuple[Hashable, ...], Tensor] | None = None
 
     def rows(self, names: Sequence[Hashable]) -> Tensor:
-        """The rows of these requests, int64 [B]; at most a quarter of all may be asked for at a time."""
+        """The rows of these requests, int64 [B]; at most a quarter of all may be asked for at a time. Passes of several threads may
+        ask.
+        """
         key = tuple(names)
-        last = self._last
-        if last is not None and last[0] == key:
-            return last[1]
-        if len(self._free) < len(key):
-            self._make_room()
+        while (found := self._known_or_new(key)) is None:
+            self._make_room(len(key))
+        return found
+
+    def _known_or_new(self, key: tuple[Hashable, ...]) -> Tensor | None:
+        """None where there may not be rows enough."""
         with self.lock:
+            if self._last is not None and self._last[0] == key:
+                return self._last[1]
+            if len(self._free) < len(key):
+                return None
             for name in key:
                 if name not in self._rows:
                     self._rows[name] = self._free.pop()
                 self._rows.move_to_end(name)
             found = torch.tensor([self._rows[name] for name in key], device=self._device)
             self._last = key, found
-        return found
+            return found
 
-    def _make_room(self) -> None:
+    def _make_room(self, wanted: int) -> None:
         self._settle()
         with self.lock, torch.inference_mode(False):
+            if len(self._free) >= wanted:
+                return  # another thread has made it meanwhile: what is taken now may be of a pass that runs
             gone = [self._rows.popitem(last=False)[1] for _ in range(min(len(self._rows), self._most // 2))]
             self.opened[torch.tensor(gone, device=self._device)] = 0
             self._free += gone

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch import Tensor
 from tests.core.applying.test_bank import D, module
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.gates import activation
-from unbind_core.applying.looks import BOUNDARIES
+from unbind_core.applying.looks import BOUNDARIES, Requests
 from unbind_core.applying.passes import Pass
 
 
@@ -100,3 +103,36 @@ def test_looks_outlive_selections_and_modules(inference: bool) -> None:
             bank.select([{"a": 1.0}]).edit(1, torch.randn(1, 3, D), Pass(requests=bank.requests.rows([seed])))
             bank.remove("a")
     assert bank.looks()["a"].positions == 210 == bank.counts()["a"]["prefill"][0]
+
+
+def test_passes_side_by_side_each_get_rows_for_their_requests() -> None:
+    """As many new requests as there are rows left, of two threads at once."""
+    requests = Requests(8, torch.device("cpu"), lambda: None)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+
+            def each(thread: int) -> None:
+                for number in range(12_000):
+                    assert len(set(requests.rows([(thread, number), (thread, -number - 1)]).tolist())) == 2
+
+            list(pool.map(each, range(2)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_room_that_another_pass_has_made_meanwhile_is_not_made_again() -> None:
+    """Else the rows of that pass would go to others while it runs."""
+    asked: list[Tensor] = []
+
+    def settle() -> None:
+        if not asked:
+            asked.append(torch.empty(0))
+            asked[0] = requests.rows(["p", "q"])  # as another thread does it
+
+    requests = Requests(8, torch.device("cpu"), settle)
+    for number in range(7):
+        requests.rows([number])
+    requests.rows(["x", "y"])
+    assert torch.equal(requests.rows(["p", "q"]), asked[0])
