@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -76,6 +76,28 @@ def test_penalties_and_bias_move_the_choice() -> None:
     negative = torch.tensor([-1.0, -1.5, -9.0, -9.0, -9.0])
     assert _choose(Sampling(repetition_penalty=2.0), negative, output=[0]) == 1  # a negative logit sinks as well
     assert sample(negative[None], [_flight(Sampling(repetition_penalty=2.0), prompt=(0,))])[0] == [1]
+
+
+class _Counted(tuple[int, ...]):
+    """A prompt that counts how often its tokens are gone through one by one."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_a_long_prompt_is_not_gone_through_for_every_token() -> None:
+    prompt = _Counted((0, 1, 1, 3) * 2000)
+    flight = _flight(Sampling(repetition_penalty=3.0), output=[2, 2, 1])
+    flight.request = GenerationRequest(prompt, flight.request.sampling)
+    before = prompt.times
+    row = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.7])  # each divided once, however often it was seen
+    assert [sample(row[None], [flight])[0] for _ in range(8)] == [[4]] * 8
+    close = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.66])
+    assert sample(close[None], [flight])[0] == [0]
+    assert prompt.times - before <= 1
 
 
 def test_a_tiny_temperature_is_greedy_and_a_row_that_is_not_finite_is_told() -> None:
