@@ -248,10 +248,12 @@ class Scheduler:
             flight.computed += 1
 
     def finish(self, flight: Flight, keep: bool = True) -> None:
-        """Take a request out, from the queue or its slot. ``keep`` false: what its slot holds is not to be trusted."""
+        """Take a request out, from the queue or its slot. ``keep`` false: what its slot holds is not to be trusted. The
+        server's own leave nothing, so that the next of them takes the same slot, not one that knows a client's conversation.
+        """
         flight.status = Status.FINISHED
         if flight.slot >= 0:
-            if keep:
+            if keep and not flight.request.internal:
                 known = flight.request.packed + array("q", flight.output)
                 self.kept[flight.slot] = Kept(
                     known[: flight.computed],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,23 @@ def test_what_does_not_fit_is_told_by_how_many_tokens() -> None:
     _scheduler().check_fits(60, 40)
     with pytest.raises(PromptTooLong, match="by 1;"):
         _scheduler().check_fits(60, 41)
+
+
+def test_the_servers_own_requests_one_after_the_other_put_out_one_conversation_at_most() -> None:
+    scheduler = _scheduler(slots=4)
+
+    def asked(first: int, internal: bool = False) -> int:
+        flight = make_flight(range(first, first + 10))
+        flight.request = replace(flight.request, internal=internal, owner="itself" if internal else "")
+        scheduler.waiting.append(flight)
+        scheduler.computed(scheduler.schedule())
+        known = flight.cached_tokens
+        scheduler.finish(flight)
+        return known
+
+    assert [asked(100 * client) for client in range(4)] == [0] * 4
+    assert [asked(100 * canary, internal=True) for canary in (5, 6, 7, 8, 0)] == [0] * 5
+    assert [asked(100 * client) for client in (3, 2, 1, 0)] == [9, 9, 9, 0]
 
 
 def test_a_request_that_gets_its_slot_is_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:
