@@ -1,6 +1,6 @@
 """Who computes what in the next step, and where. Deques and integers only: no tensor, so it is tested in milliseconds.
 
-A request waits, gets a slot with what any free one already knows of its prompt, prefills the rest in chunks, then joins the
+A request waits, gets a slot with what any one already knows of its prompt, prefills the rest in chunks, then joins the
 decode batch until it is finished.
 """
 
@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from server.engine.engine import check_fits, check_queue
@@ -82,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a free slot still holds: the tokens whose keys and values are valid, the modules they depend on, and for whom they
+    """What a slot holds: the tokens whose keys and values are valid, the modules they depend on, and for whom they
     were computed.
 
     ``watched``: whether it is known where gates opened; ``opened``: at which of the positions first, if at any. ``forced``: where
@@ -96,6 +96,13 @@ class Kept:
     opened: int | None = None
     owner: str = ""
     forced: tuple[Forced, ...] = ()
+
+    @classmethod
+    def by(cls, flight: Flight, since: int = -1) -> Kept:
+        """What the slot of a request holds so far."""
+        request = flight.request
+        known = (request.packed + array("q", flight.output))[: flight.computed]
+        return cls(known, request.modules.identity, since, request.watches, flight.opened, request.owner, flight.forced)
 
     def common(self, flight: Flight, beyond: int = 0) -> int:
         """How many positions ``flight`` can take over, 0 where they are no more than ``beyond``; never its whole prompt, whose last
@@ -170,6 +177,11 @@ class Scheduler:
         """Nothing waits and nothing runs."""
         return not self.waiting and not any(self.slots)
 
+    @property
+    def full(self) -> bool:
+        """Somebody waits for a slot; who has one left to take waits for a prompt."""
+        return bool(self.waiting) and None not in self.slots
+
     def check_fits(self, prompt: int, max_tokens: int) -> None:
         """Raise PromptTooLong where prompt and answer together exceed a slot."""
         check_fits(prompt, max_tokens, self.max_length)
@@ -180,20 +192,36 @@ class Scheduler:
         own = sum(flight.request.owner == owner for flight in waiting)
         check_queue(len(waiting) - free, own - free, self.queue_limit, owner)
 
-    def _next(self) -> int:
-        """Who of the queue gets a slot next: whose owner has the fewest, and of those who came first."""
+    def _next(self) -> int | None:
+        """Who of the queue gets a slot next: whose owner has the fewest, and of those who came first. None where all of them wait
+        for their prompts to be computed for others.
+        """
         held = Counter(flight.request.owner for flight in self.admitted)
-        return min(range(len(self.waiting)), key=lambda place: held[self.waiting[place].request.owner])
+        places = [place for place, flight in enumerate(self.waiting) if not self._is_computed_for(flight)]
+        return min(places, key=lambda place: held[self.waiting[place].request.owner], default=None)
+
+    def _is_computed_for(self, flight: Flight) -> bool:
+        """Whether somebody else computes its very prompt, which it then takes over: so the answers of one call wait for the first,
+        where computing the prompt for each would take longer than a forward pass.
+        """
+        prompt, most = flight.request.packed, len(flight.prompt) - 1
+        return len(prompt) >= LEAST_PASS and any(
+            other.computed < most  # else it can be taken over now
+            and other.request.packed == prompt
+            and replace(Kept.by(other), tokens=prompt).common(flight) == most
+            for other in self.admitted
+        )
 
     def schedule(self) -> Plan:
         """Give free slots to waiting requests and share out this step's prompt tokens, oldest request first."""
         copies: list[tuple[Flight, int]] = []
         while self.waiting and None in self.slots:
-            place = self._next()
+            if (place := self._next()) is None:
+                break
             flight = self.waiting[place]  # and it waits until it has its slot: other threads ask whether all has ended
             flight.slot, source, common = self._choose_slot(flight)
             flight.computed = flight.cached_tokens = common
-            opened = self.kept[source].opened
+            opened = (self.slots[source] or self.kept[source]).opened
             if source != flight.slot:
                 copies.append((flight, source))
             if flight.request.watches and opened is not None and opened < common:
@@ -220,23 +248,24 @@ class Scheduler:
         return Plan(tuple(chunks), tuple(running), tuple(copies))
 
     def _choose_slot(self, flight: Flight) -> tuple[int, int, int]:
-        """A free slot, the one whose beginning is taken over, which may be another, and how long that is.
+        """A free slot, the one whose beginning is taken over, which may be another and in use, and how long that is.
 
         Of slots with the longest common prefix of the same owner under the same modules the one that would forget the least. It is
-        taken itself where it would forget less than half. Else, and without a prefix worth having, the lowest empty slot is, or the
-        one unused for longest: conversations that begin alike would put each other out.
+        taken itself where it is free and would forget less than half. Else, and without a prefix worth having, the lowest empty
+        slot is, or the one unused for longest: conversations that begin alike would put each other out.
         """
+        known = [self.kept[slot] if holder is None else Kept.by(holder) for slot, holder in enumerate(self.slots)]
         free = [slot for slot, holder in enumerate(self.slots) if holder is None]
-        oldest = min(free, key=lambda slot: self.kept[slot].since)
+        oldest = min(free, key=lambda slot: known[slot].since)
         best, common = oldest, 0
-        for slot in sorted(free, key=lambda slot: len(self.kept[slot].tokens)):
-            if longer := self.kept[slot].common(flight, common):
+        for slot in sorted(range(len(known)), key=lambda slot: (self.slots[slot] is not None, len(known[slot].tokens))):
+            if longer := known[slot].common(flight, common):
                 best, common = slot, longer
         if common < LEAST_PREFIX:
-            return oldest, oldest, self.kept[oldest].common(flight)
-        if 2 * common >= len(self.kept[best].tokens):
+            return oldest, oldest, known[oldest].common(flight)
+        if self.slots[best] is None and 2 * common >= len(known[best].tokens):
             return best, best, common
-        return oldest, oldest if self.kept[oldest].common(flight, common - 1) else best, common
+        return oldest, oldest if known[oldest].common(flight, common - 1) else best, common
 
     def computed(self, plan: Plan) -> None:
         """The plan's keys and values are in their slots; prompts that are complete join the decode batch."""
@@ -254,16 +283,7 @@ class Scheduler:
         flight.status = Status.FINISHED
         if flight.slot >= 0:
             if keep and not flight.request.internal:
-                known = flight.request.packed + array("q", flight.output)
-                self.kept[flight.slot] = Kept(
-                    known[: flight.computed],
-                    flight.request.modules.identity,
-                    next(self._clock),
-                    flight.request.watches,
-                    flight.opened,
-                    flight.request.owner,
-                    flight.forced,
-                )
+                self.kept[flight.slot] = Kept.by(flight, next(self._clock))
             self.slots[flight.slot] = None
             flight.slot = -1
         elif flight in self.waiting:

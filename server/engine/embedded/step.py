@@ -59,7 +59,7 @@ class Stepper:
             self.runner.copy(source, flight.slot, flight.cached_tokens)
         for chunk in plan.prefill:
             chunk.flight.begun_at = chunk.flight.begun_at or time.monotonic()
-        self.pace.look(bool(self.scheduler.waiting), time.monotonic())
+        self.pace.look(self.scheduler.full, time.monotonic())
         plans = plan.passes(self.lanes.count, self._least_pass)
         work = [partial(self._compute, plan) for plan in plans]
         with closing(self.lanes.run(work, together=side_by_side(plans))) as passes:

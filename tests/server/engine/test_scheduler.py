@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,13 @@ def make_flight(tokens: Iterable[int], owner: str = "") -> Flight:
     return Flight(GenerationRequest(tuple(tokens), owner=owner), text, lambda _: None, lambda: 0.0)
 
 
+_beginnings = itertools.count(step=10_000)
+
+
 def _flight(tokens: int, owner: str = "") -> Flight:
-    return make_flight(range(tokens), owner)
+    """Of a prompt that has nothing in common with any other's."""
+    first = next(_beginnings)
+    return make_flight(range(first, first + tokens), owner)
 
 
 def _scheduler(**changes: int) -> Scheduler:
@@ -151,6 +157,48 @@ def test_the_servers_own_requests_one_after_the_other_put_out_one_conversation_a
     assert [asked(100 * client) for client in range(4)] == [0] * 4
     assert [asked(100 * canary, internal=True) for canary in (5, 6, 7, 8, 0)] == [0] * 5
     assert [asked(100 * client) for client in (3, 2, 1, 0)] == [9, 9, 9, 0]
+
+
+def test_answers_to_one_prompt_compute_it_once() -> None:
+    scheduler = _scheduler(slots=4, max_length=1000, chunk_tokens=100, lanes=2)
+    answers, other = [make_flight(range(200)) for _ in range(3)], _flight(30)
+    scheduler.waiting.extend([*answers, other])
+    plan = scheduler.schedule()
+    assert [(c.flight, c.count) for c in plan.prefill] == [(answers[0], 70), (other, 30)] and not plan.copies
+    scheduler.computed(plan)
+    assert list(scheduler.waiting) == answers[1:] and not scheduler.full  # a slot is free, and nobody waits for one
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert not plan.copies and answers[1].status is Status.WAITING
+        scheduler.computed(plan)
+    plan = scheduler.schedule()
+    assert plan.decode == (answers[0], other) and plan.copies == ((answers[1], 0), (answers[2], answers[1].slot))
+    assert [(c.start, c.count) for c in plan.prefill] == [(199, 1)] * 2
+    assert answers[2].cached_tokens == 199
+
+
+def test_a_prompt_that_is_short_or_that_nobody_computes_any_more_is_waited_for_by_nobody() -> None:
+    scheduler = _scheduler(slots=4, max_length=1000, chunk_tokens=100, lanes=2)
+    scheduler.waiting.extend(make_flight(range(20)) for _ in range(2))
+    assert len(scheduler.schedule().prefill) == 2
+    scheduler = _scheduler(slots=4, max_length=1000, chunk_tokens=100, lanes=2)
+    answers = [make_flight(range(200)) for _ in range(2)]
+    scheduler.waiting.extend([*answers, make_flight(range(200), owner="another")])
+    plan = scheduler.schedule()
+    assert [c.flight.request.owner for c in plan.prefill] == ["", "another"]
+    scheduler.computed(plan)
+    scheduler.finish(answers[0])  # cancelled: as far as it came it is known
+    assert scheduler.schedule().copies == () and answers[1].cached_tokens == 50 and answers[1].slot == 0
+
+
+def test_what_a_running_request_knows_is_copied_and_stays_with_it() -> None:
+    scheduler = _scheduler(slots=2, max_length=1000, chunk_tokens=100)
+    first, second = make_flight(range(50)), make_flight((*range(40), 99, 98))
+    scheduler.waiting.append(first)
+    scheduler.computed(scheduler.schedule())
+    scheduler.waiting.append(second)
+    plan = scheduler.schedule()
+    assert plan.copies == ((second, first.slot),) and (first.slot, second.slot, second.cached_tokens) == (0, 1, 40)
 
 
 def test_a_request_that_gets_its_slot_is_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,32 @@ def test_a_prefix_that_is_copied_gives_what_computing_it_gives(cold_engine: Make
     assert _run(engine, PROMPT, names)[0].cached_tokens == len(PROMPT) - 1
 
 
+@pytest.mark.parametrize("names", [(), ("one", "two")])
+def test_answers_of_one_call_are_those_of_calls_of_their_own(cold_engine: MakeEngine, names: Sequence[str]) -> None:
+    """Their prompt is computed for the first alone, and copied from it while it runs."""
+    prompt = tuple(range(20, 220))
+    _, expected = _run(cold_engine(), prompt, names)
+    engine = cold_engine()
+    request = GenerationRequest(prompt, Sampling(max_tokens=6, ignore_eos=True), engine.modules.pin(names))
+    nothing = TextStream(engine.tokenizer, ())
+    flights = [Flight(request, nothing, lambda _: None, lambda: 0.5) for _ in range(2)]
+    engine.scheduler.waiting.extend(flights)
+    made: list[Tensor] = []
+    decode = engine.runner.decode
+
+    def seen(running: Sequence[Flight]) -> Tensor:
+        logits = decode(running)
+        made.extend(logits[row].clone() for row, flight in enumerate(running) if flight is flights[1])
+        return logits
+
+    engine.runner.decode = seen  # type: ignore[method-assign]
+    while not engine.scheduler.idle:
+        engine.stepper.step(lambda: None)
+    assert [flight.cached_tokens for flight in flights] == [0, 199]
+    assert flights[1].output == flights[0].output
+    torch.testing.assert_close(torch.stack(made), torch.stack(expected[1:]), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 65])
 def test_common_prefix_is_exact(length: int) -> None:
     one, other = tuple(range(65)), (*range(length), -1, *range(length + 1, 65))
