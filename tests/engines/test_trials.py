@@ -166,3 +166,33 @@ def test_one_key_leaves_room_in_the_queue(hollow: VllmEngine, monkeypatch: pytes
     with pytest.raises(QueueFull, match="3 requests of this key wait already"):
         hollow._check_admits("a")
     monkeypatch.undo()
+
+
+def test_a_trial_forgets_no_set_that_a_request_is_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the processes end with an error, and every request with them."""
+    monkeypatch.setattr(model_file, "MOST_SETS", 2)
+    there: set[str] = set()
+
+    async def work(model: Model, llm: SimpleNamespace) -> None:
+        async def call(_: str, method: str, __: Any, arguments: Any, *others: Any, **named: Any) -> list[Any]:
+            if method == "unbind_sets":
+                added, removed = arguments
+                there.update(added)
+                there.difference_update(removed)
+            return []
+
+        async def asks(digest: str) -> list[str]:
+            assert not digest or digest in there
+            return [digest]
+
+        llm.engine_core._call_utility_async = call
+        monkeypatch.setattr(model, "_ask_all", asks)
+        model._probes = {"probe-0": shipped()[0]}
+        await model.probe()
+        used = Counter("abcdef")
+        for digest in used:
+            await model.know(digest, {"m0": 1.0}, used)
+        await model.probe()
+        assert {*"abcdef", "probe-0"} <= there
+
+    tried(work, never)

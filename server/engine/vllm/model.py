@@ -167,7 +167,8 @@ class Model:
         async with self._changing:
             if digest in self._known:
                 return
-            idle = [one for one in self._known if not used[one]][: max(0, len(self._known) - MOST_SETS)]
+            idle = [one for one in self._known if not used[one] and one not in self._probes]
+            idle = idle[: max(0, len(self._known) - MOST_SETS)]
             for one in idle:  # first: who names one from now on has it told again
                 del self._known[one]
             await self.all("unbind_sets", {digest: dict(strengths)}, idle)
