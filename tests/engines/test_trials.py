@@ -196,3 +196,20 @@ def test_a_trial_forgets_no_set_that_a_request_is_under(monkeypatch: pytest.Monk
         assert {*"abcdef", "probe-0"} <= there
 
     tried(work, never)
+
+
+def test_requests_that_end_while_those_of_a_key_are_counted_fail_nobody(
+    hollow: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = set[Any]()
+
+    class Landing:
+        @property
+        def request(self) -> SimpleNamespace:
+            live.discard(self)  # as another thread does at any time
+            return SimpleNamespace(owner="a")
+
+    live.update(Landing() for _ in range(3))
+    monkeypatch.setattr(hollow, "_live", live)
+    hollow._check_admits("a")
+    assert not live

@@ -144,7 +144,7 @@ class VllmEngine(Engine):
             raise EngineStopped("the server is shutting down and takes no new requests; try another or come back")
         if not self._up:
             raise EngineRestarts("the model's processes are being started again; try again shortly")
-        own = sum(flight.request.owner == owner for flight in self._live)
+        own = sum(flight.request.owner == owner for flight in list(self._live))  # which land meanwhile
         check_queue(len(self._live) - self.slots, own - self.slots, self._queue_limit, owner)
 
     def cancel(self, flight: Flight) -> None:
