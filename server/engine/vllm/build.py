@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from server.engine.embedded.memory import GIB, SHARE, DoesNotFit, position_bytes
 from server.engine.engine import Engine
 from unbind_core.architecture import LoadedModel, numerics
 from unbind_core.errors import UnbindError
+from unbind_core.files import own_folder, remove_unfinished
 from unbind_core.running.device import free_bytes
 
 SLOTS = {"cpu": 16}  # as many as the embedded engine has there
@@ -103,7 +105,7 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
     model: Any = loaded.model
     width = int(model.get_output_embeddings().weight.shape[0])
     told, ends = numerics(model), end_ids(model, loaded.tokenizer)
-    folder = merged(loaded, options.folder) if options.adapted else options.model
+    folder = merged(loaded, options.folder, options.dtype) if options.adapted else options.model
     model.to(torch.device("meta"))
     flags = (f"kv-cache-memory-bytes={plan.memory}", *options.flags) if plan.memory else options.flags
     arguments = Arguments(
@@ -121,15 +123,25 @@ def build(loaded: LoadedModel, plan: VllmPlan, options: EngineOptions) -> Engine
     return VllmEngine(arguments, loaded.tokenizer, loaded.identity, told, width, options.queue_limit)
 
 
-def merged(loaded: LoadedModel, folder: Path) -> Path:
-    """The checkpoint of base and adapter together, written whole or not at all, once for each model."""
-    path = folder / f"merged-{loaded.identity.fingerprint[:12]}"
+def merged(loaded: LoadedModel, folder: Path, dtype: str) -> Path:
+    """The checkpoint of base and adapter together, written whole or not at all, once for each model in each ``dtype``: the identity
+    is the same in all of them, and weights that were rounded stay so.
+    """
+    path = folder / f"merged-{loaded.identity.fingerprint[:12]}-{dtype}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_unfinished(folder)
     if not path.is_dir():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        half = folder / f".{path.name}.half"
-        shutil.rmtree(half, ignore_errors=True)
-        model: Any = loaded.model
-        model.save_pretrained(half)
-        loaded.tokenizer.save_pretrained(half)
-        half.rename(path)
+        lock, half = own_folder(path)
+        try:
+            model: Any = loaded.model
+            model.save_pretrained(half)
+            loaded.tokenizer.save_pretrained(half)
+            os.sync()  # what a power cut leaves under this name is never written again
+            half.rename(path)
+        except OSError:
+            if not path.is_dir():  # else another server on this folder was first
+                raise
+        finally:
+            shutil.rmtree(half, ignore_errors=True)
+            os.close(lock)
     return path
