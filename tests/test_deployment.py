@@ -121,6 +121,21 @@ def test_the_script_makes_secrets_once_that_others_cannot_reach(tmp_path: Path) 
     assert len(set(found[0].values())) == len(found[0]) and all(len(text) >= 32 for text in found[0].values())
 
 
+def test_the_script_makes_no_secrets_of_nothing_and_leaves_the_lines_of_others_whole(tmp_path: Path) -> None:
+    script = tmp_path / "deploy/secrets.sh"
+    script.parent.mkdir()
+    shutil.copy(ROOT / "deploy/secrets.sh", script)
+    (tmp_path / ".env").write_text("OTHER=1")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("dirname", "mkdir", "chmod", "mv", "cat", "touch", "tail", "grep"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    failed = subprocess.run([script], env={"PATH": str(programs)}, capture_output=True, text=True)
+    assert failed.returncode and "openssl" in failed.stderr and not list((tmp_path / "secrets").iterdir())
+    subprocess.run([script], check=True)
+    assert (tmp_path / ".env").read_text() == "OTHER=1\nSECRETS_FOLDER=./secrets\n"
+
+
 def compose_itself_reads_the_file_and_refuses_it_without_secrets(tmp_path: Path) -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     # Compose 1 knows no name.
