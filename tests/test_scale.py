@@ -54,13 +54,15 @@ def test_the_overlay_sets_only_settings_that_exist_and_holds_no_secret() -> None
 
 
 def test_server_and_worker_of_the_overlay_compute_with_the_same_model_in_the_same_precision() -> None:
-    """Else the service would wait for ever for an enforced module that none of its servers can load."""
+    """Else the service would wait for ever for an enforced module that none of its servers can load; and by the same retain rows,
+    else a plan that a server tells would count others than are fitted on.
+    """
 
     def given(name: str) -> tuple[object, ...]:
         (container,) = documents(OVERLAY / name)[0]["spec"]["template"]["spec"]["containers"]
         flags, own = container["args"], {entry["name"]: entry.get("value") for entry in container["env"]}
         dtype = flags[flags.index("--dtype") + 1] if "--dtype" in flags else DEFAULTS["dtype"]
-        return dtype, container["image"], own["UNBIND_MODEL"], own.get("UNBIND_ADAPTER")
+        return dtype, container["image"], own["UNBIND_MODEL"], own.get("UNBIND_ADAPTER"), own["UNBIND_RETAIN"]
 
     assert given("server.yaml") == given("worker.yaml")
 
