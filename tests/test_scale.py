@@ -67,6 +67,24 @@ def test_server_and_worker_of_the_overlay_compute_with_the_same_model_in_the_sam
     assert given("server.yaml") == given("worker.yaml")
 
 
+def test_no_pod_may_fill_less_than_its_folders_hold() -> None:
+    """Kubernetes ends a pod whose folders on the node's disk hold more than its containers may, however large each may be."""
+    base = documents(ROOT / "deploy/kubernetes/base/deployment.yaml")
+    for layers in (base, base + documents(OVERLAY / "server.yaml"), documents(OVERLAY / "worker.yaml")):
+        volumes, limits = dict[str, Any](), dict[str, str]()
+        for layer in layers:
+            found = layer["spec"]["template"]["spec"]
+            volumes |= {volume["name"]: volume.get("emptyDir", {}) for volume in found["volumes"]}
+            limits |= found["containers"][0]["resources"]["limits"]
+        sizes = [quantity(one["sizeLimit"]) for one in volumes.values() if one and one.get("medium") != "Memory"]
+        assert sizes and sum(sizes) < quantity(limits.get("ephemeral-storage", "1000Gi"))
+
+
+def quantity(text: str) -> int:
+    units = {"Mi": 2**20, "Gi": 2**30}
+    return int(text[:-2]) * units[text[-2:]]
+
+
 @cache
 def built() -> dict[tuple[str, str], dict[str, Any]]:
     """What Kubernetes gets, by kind and name."""
