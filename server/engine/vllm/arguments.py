@@ -26,6 +26,7 @@ OWN = {  # what this service says itself, by a setting or always
     *SETTINGS, "tokenizer", "worker_cls", "additional_config", "skip_tokenizer_init",
     "enable_prefix_caching", "generation_config", "max_logprobs", "runner",
     "logits_processors", "scheduler_cls", "logprobs_mode",
+    "hf_overrides", "hf_config_path",  # another configuration than the one that the model is known by
 }  # fmt: skip
 
 
@@ -68,6 +69,7 @@ class Arguments:
                 max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
                 "context parallelism",
             ),
+            (config.cache_config.prefix_match_unit, "prefixes that end within a page (prefix-match-unit)"),
             (config.cache_config.kv_sharing_fast_prefill, "prompts of which layers compute a part (fast prefill)"),
             (config.model_config.runner_type != "generate", "pooling"),
             (config.diffusion_config, "diffusion"),
