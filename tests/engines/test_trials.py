@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from server.engine.refusals import QueueFull
@@ -17,6 +20,7 @@ from server.engine.vllm import model as model_file
 from server.engine.vllm.engine import VllmEngine
 from server.engine.vllm.gates import GateReports
 from server.engine.vllm.model import Model
+from server.engine.vllm.sockets import gather_sockets
 from server.engine.vllm.worker import GatedWorker
 from tests.engines.both import shipped
 from unbind_core.applying.bank import ModuleBank
@@ -213,3 +217,20 @@ def test_requests_that_end_while_those_of_a_key_are_counted_fail_nobody(
     monkeypatch.setattr(hollow, "_live", live)
     hollow._check_admits("a")
     assert not live
+
+
+def test_sockets_find_a_place_where_the_path_of_temporary_files_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")  # is as it was behind the test
+
+    async def work(model: Model, _: Any) -> None:
+        gather_sockets(model.reports.folder)
+        place = Path(get_open_zmq_ipc_path().removeprefix("ipc://"))
+        assert place.parent == model.reports.folder and len(str(place)) < 108
+
+    tried(work, never)
+    assert not list(long.iterdir())

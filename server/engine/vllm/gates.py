@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from server.engine.vllm.sockets import socket_folder
 from unbind_core.applying.looks import Look, together
 
 PATIENCE_SECONDS = 60.0  # for what was sent before the token that waits for it
@@ -36,7 +36,7 @@ class GateReports:
     """Listens on a socket of its own; used on one event loop."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="unbind-")
+        self._folder = socket_folder()
         self.folder = Path(self._folder.name)  # until ``close``
         self.address = f"ipc://{self.folder / 'gates'}"
         self.stages: frozenset[int] = frozenset()  # of the model, as they name themselves

@@ -5,11 +5,24 @@ temporary files, seven at each start.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 _PLACE = "VLLM_RPC_BASE_PATH"  # read by vLLM for each socket, and by its processes
 _LONGEST = 107 - len("/6b455c97-c20e-42bc-9d3c-7ec9ea977a37")  # bytes of the folder's path, as the system takes them
 _named = os.environ.get(_PLACE)  # by the operator
+
+
+def socket_folder() -> TemporaryDirectory[str]:
+    """A new one among the temporary files; in /tmp where their folder (TMPDIR) has too long a path for a socket in it."""
+    made = TemporaryDirectory(prefix="unbind-")
+    if len(os.fsencode(made.name)) > _LONGEST:
+        with suppress(OSError):  # there is no /tmp: vLLM says what is wrong
+            shorter = TemporaryDirectory(prefix="unbind-", dir="/tmp")
+            made.cleanup()
+            return shorter
+    return made
 
 
 def gather_sockets(folder: Path) -> None:
