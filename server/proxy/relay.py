@@ -52,7 +52,7 @@ class Relay:
             with refusals(self._checked):
                 async with self._served.running(), self._served.upstream.asked(self._path, self.body, JSON) as answer:
                     raw = await whole(answer)
-                return await self._apart(self.following.whole, _no_error(parsed(raw)), raw)
+                return await self._followed(self.following.whole, raw, raw)
         finally:
             self._ended(self)
 
@@ -75,7 +75,7 @@ class Relay:
                                 yield part
                             yield event.raw
                             return
-                        for part in await self._followed(event.data, event.raw):
+                        for part in await self._followed(following.take, event.data, event.raw):
                             if first:
                                 self._served.telemetry.first_token.observe(time.perf_counter() - self._started)
                             first = False
@@ -88,14 +88,13 @@ class Relay:
         finally:
             self._ended(self)
 
-    async def _followed(self, data: str, raw: bytes) -> list[bytes]:
-        return await self._apart(self.following.take, _no_error(parsed(data)), raw)
+    async def _followed(self, work: Callable[[dict[str, Any], bytes], T], data: str | bytes, raw: bytes) -> T:
+        """``work`` of what is read of ``data``; on a thread where both may take so long that others would wait."""
 
-    async def _apart(self, work: Callable[[dict[str, Any], bytes], T], document: dict[str, Any], raw: bytes) -> T:
-        """On a thread where it may take so long that others would wait."""
-        if len(self.body) > LONG_BODY or len(raw) > LONG_BODY:
-            return await apart(work, document, raw)
-        return work(document, raw)
+        def read() -> T:
+            return work(_no_error(parsed(data)), raw)
+
+        return await apart(read) if len(self.body) > LONG_BODY or len(raw) > LONG_BODY else read()
 
 
 def _no_error(document: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from server.proxy import relay
+from server.proxy.events import parsed
 from tests.server.proxy.conftest import ROW, RUN
 from tests.support.live import Answer, Live
 from tests.support.slow_matcher import longest_run
@@ -349,3 +352,24 @@ def test_nothing_else_is_passed_on(guard: Live, other: Upstream, path: str) -> N
     answer = guard.call(path, {"input": "x"})
     assert (answer.status, answer.error["code"]) == (404, "unknown_route")
     assert "/v1/chat/completions" in answer.error["message"] and len(other.asked) == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_large_answer_is_read_where_nobody_waits_for_it(
+    guard: Live, other: Upstream, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    readers = set[str]()
+
+    def reading(text: str | bytes) -> dict[str, Any]:
+        readers.add(threading.current_thread().name)
+        return parsed(text)
+
+    monkeypatch.setattr(relay, "parsed", reading)
+    for size, apart in ((10, False), (40_000, True)):
+        readers.clear()
+        text = "one " * size
+        at_once = answered({"index": 0, "text": text, "finish_reason": "stop"})
+        other.script = Script(streamed([text]), EVENTS) if stream else Script([at_once])
+        answer = guard.complete(stream=stream)
+        assert answer.status == 200, answer.raw[:300]
+        assert any(name.startswith("apart") for name in readers) is apart
