@@ -41,6 +41,7 @@ class Patience:
         self._settings, self._registry, self._stop, self._beat = settings, registry, stop, beat
         self._objects = ObjectStore(settings.published_store)
         self._away = False  # whether the registry did not answer when it was last asked
+        self._untold: tuple[str, int, dict[str, Any]] = "", 0, {}  # of a job under a fence, what it did not take
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -58,9 +59,16 @@ class Patience:
         self._away = False
 
     def report(self, claim: Claim, changes: dict[str, Any]) -> None:
-        """Renew the lease and tell of progress, if the registry answers. Raises LeaseLost, CancelRequested."""
+        """Renew the lease and tell of progress, if the registry answers; else the next report tells of it, too.
+
+        Raises LeaseLost, CancelRequested.
+        """
+        job, fence, untold = self._untold
+        changes = {**(untold if (job, fence) == (claim.job_id, claim.fence) else {}), **changes}
+        self._untold = claim.job_id, claim.fence, changes
         with suppress(*AWAY), self.asking():
             self._registry.jobs.report(claim, time.time(), self._settings.lease_seconds, **changes)
+            self._untold = "", 0, {}
 
     def insist(self, ask: Callable[[], T]) -> T:
         """What the registry answers, however long it does not. Raises Stopping, and whatever else ``ask`` raises."""

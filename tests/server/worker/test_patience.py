@@ -13,8 +13,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from server.registry.audit import Actor
+from server.registry.jobs import Claim
 from server.registry.objects import ObjectStore
-from server.registry.registry import open_registry
+from server.registry.registry import Registry, open_registry
 from server.registry.tables import JobKind, Origin
 from server.settings import Settings
 from server.worker.context import Context
@@ -61,6 +62,46 @@ def test_a_database_that_goes_and_comes_back_is_told_of_in_two_lines(
     registry.close()
 
 
+def claimed(registry: Registry, name: str = "m") -> Claim:
+    asked: dict[str, Any] = {
+        "forget_digest": "d",
+        "notice": {},
+        "options": {},
+        "request_digest": "r",
+        "fingerprint": "f",
+    }
+    registry.takedowns.submit(
+        name=name, row_count=1, idempotency_key=None, actor=Actor("admin"), now=time.time(), **asked
+    )
+    claim = registry.jobs.claim("worker", time.time(), 600.0, 3)
+    assert claim is not None
+    return claim
+
+
+def test_the_stage_that_begins_while_the_registry_is_away_is_told_of_once_it_is_back(settings: Settings) -> None:
+    registry = open_registry(settings)
+    patience = Patience(settings, registry, threading.Event(), lambda: None)
+    claim, file = claimed(registry), settings.data_dir / "unbind.sqlite"
+    patience.report(claim, {"stage": "check"})
+    away = file.rename(file.with_name("elsewhere"))
+    patience.report(claim, {"stage": "fit", "stage_started_at": 5.0, "message": "begins"})
+    away.rename(file)
+    patience.report(claim, {"message": "goes on"})
+    found = registry.jobs.get(claim.job_id, time.time())
+    assert (found["stage"], found["message"]) == ("fit", "goes on")
+    away = file.rename(file.with_name("elsewhere"))
+    patience.report(claim, {"stage": "verify"})
+    away.rename(file)
+    registry.jobs.release(claim, time.time())
+    again = registry.jobs.claim("worker", time.time(), 600.0, 3)
+    assert again is not None
+    patience.report(again, {})
+    assert (
+        registry.jobs.get(claim.job_id, time.time())["stage"] == "fit"
+    )  # what an attempt before was about to say is over
+    registry.close()
+
+
 def test_a_worker_that_is_asked_to_leave_waits_for_no_database(settings: Settings) -> None:
     registry = open_registry(settings)
     stop = threading.Event()
@@ -79,18 +120,7 @@ def test_a_worker_whose_store_has_no_room_gives_signs_of_life(
 ) -> None:
     monkeypatch.setattr("server.worker.patience.REPORT_SECONDS", 0.02)
     registry = open_registry(settings)
-    asked: dict[str, Any] = {
-        "forget_digest": "d",
-        "notice": {},
-        "options": {},
-        "request_digest": "r",
-        "fingerprint": "f",
-    }
-    registry.takedowns.submit(
-        name="m", row_count=1, idempotency_key=None, actor=Actor("admin"), now=time.time(), **asked
-    )
-    claim = registry.jobs.claim("worker", time.time(), 600.0, 3)
-    assert claim is not None
+    claim = claimed(registry)
     with small_disk(tmp_path / "disk") as disk:
         beats: list[None] = []
 
