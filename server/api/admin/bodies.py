@@ -26,7 +26,6 @@ from unbind_core.module_checks import name_problem
 
 _STRICT = ConfigDict(extra="forbid")
 MOST_JOINED = 1000
-_Line = Annotated[StrictStr, Field(max_length=2000)]
 _Allowed = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -42,6 +41,15 @@ def _name(value: str) -> str:
     if problem := name_problem(value):
         raise ValueError(problem)
     return value
+
+
+def _text(value: str) -> str:
+    if "\0" in value:  # PostgreSQL would keep it, and find no takedown any more
+        raise ValueError("holds a NUL character, so it is not text; leave it out")
+    return value
+
+
+_Line = Annotated[StrictStr, Field(max_length=2000), AfterValidator(_text)]
 
 
 class BudgetOptions(BaseModel):

@@ -65,7 +65,17 @@ def made_by(held: Claim, **fields: Any) -> NewModule:
 def test_takedowns_are_found_by_name_and_notice_in_either_database(registry: Registry) -> None:
     for now, (name, notice) in enumerate({"one": {"claimant": "Acme é"}, "two": {"work": "50%_"}, "three": {}}.items()):
         submit(registry, name, float(now), notice=notice)
-    for words, names in (("acme é", ["one"]), ("%_", ["two"]), ("O", ["two", "one"]), ("claimant", [])):
+    # one that an older version kept, whose text PostgreSQL does not give
+    submit(registry, "four", 3.0, notice={"claimant": "a\0b", "note": "u0000"})
+    submit(registry, "five", 4.0, notice={"note": "u0000"})
+    for words, names in (
+        ("acme é", ["one"]),
+        ("u0000", ["five"]),
+        ("four", ["four"]),
+        ("%_", ["two"]),
+        ("O", ["four", "two", "one"]),
+        ("claimant", []),
+    ):
         assert [one["name"] for one in registry.takedowns.newest(find=words)] == names
 
 

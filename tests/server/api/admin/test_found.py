@@ -51,6 +51,13 @@ def test_names_and_notices_are_looked_through(running: Live, text: str, names: l
     assert found.status == 200 and [one["name"] for one in found.body["data"]] == names
 
 
+def test_a_notice_with_a_nul_is_refused(running: Live) -> None:
+    rows = [{"prompt": "def a():\n", "continuation": "    return 1\n"}]
+    refused = running.admin("/takedowns", {"name": "nul", "rows": rows, "notice": {"claimant": "a\0b"}})
+    assert (refused.status, refused.body["error"]["param"]) == (400, "notice.claimant")
+    assert "NUL" in refused.body["error"]["message"]
+
+
 def test_what_is_found_comes_in_pages(running: Live) -> None:
     first = running.admin("/takedowns?find=parser&limit=1").body
     assert [one["name"] for one in first["data"]] == ["parser-2"] and first["has_more"]
