@@ -75,10 +75,11 @@ class Jobs:
     def create(
         self, kind: JobKind, module: Mapping[str, Any], options: dict[str, Any], actor: Actor, now: float
     ) -> dict[str, Any]:
-        """Queue work on a module that is there. Raises NameTaken where a job is busy with its name."""
+        """Queue work on a module that is there. Raises RowsPurged, and NameTaken where a job is busy with its name."""
         job = new_job(kind, module["takedown_id"], module["name"], now, module_id=module["id"], options=options)
         try:
             with self._transactions.change() as session:
+                _check_takedown(session, job, self._model)
                 session.add(job)
                 session.flush()
                 append(session, now, actor, f"job.{kind}", job.id, {"module": module["id"]})
@@ -228,12 +229,12 @@ def _find(session: Session, job_id: str) -> Job:
 
 
 def _check_takedown(session: Session, job: Job, model: str) -> None:
-    """Its rows may be gone, or its name another takedown's. Raises RowsPurged, NameTaken."""
-    if job.kind != JobKind.TAKEDOWN or (takedown := session.get(Takedown, job.takedown_id)) is None:
+    """Its rows may be gone, though others may keep the same ones, or its name another takedown's. Raises RowsPurged, NameTaken."""
+    if job.kind == JobKind.ACTIVATE or (takedown := session.get(Takedown, job.takedown_id or "")) is None:
         return
     if takedown.purged_at is not None:
         raise RowsPurged(f"the forget rows of takedown {takedown.id} were purged; submit them again")
-    live = live_version(session, job.module, model)
+    live = live_version(session, job.module, model) if job.kind == JobKind.TAKEDOWN else None
     other = session.get(Takedown, live.takedown_id) if live is not None and live.takedown_id != takedown.id else None
     # What ``replace`` spoke of is what had the name then.
     if other is not None and not (takedown.options.get("replace") and other.created_at <= takedown.created_at):

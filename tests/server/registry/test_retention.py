@@ -24,8 +24,10 @@ from typer.testing import CliRunner
 
 from server.api.admin.bodies import TakedownFields
 from server.api.admin.intake import from_json
+from server.api.admin.modules import verify
 from server.api.admin.takedowns import Asked, _submit
 from server.cli import build
+from server.errors import ApiError
 from server.guarding import guard_secret
 from server.registry import records, retention
 from server.registry.audit import Actor
@@ -34,10 +36,10 @@ from server.registry.lifecycle import Action
 from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
 from server.registry.records import NewModule
-from server.registry.refusals import NameTaken, NotAllowed
+from server.registry.refusals import NameTaken, NotAllowed, RowsPurged
 from server.registry.registry import Registry
 from server.registry.retention import DAY, Retention
-from server.registry.tables import Kind, Origin
+from server.registry.tables import JobState, Kind, Origin
 from server.settings import Settings
 
 ADMIN = Actor("admin", "test")
@@ -117,6 +119,31 @@ def test_a_purge_while_the_same_rows_are_posted_again_leaves_them(shop: Shop, mo
 
     monkeypatch.setattr(takedowns, "submit", before(takedowns.submit, purge))
     assert shop.kept(shop.post("new"))
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_of_rows_that_another_takedown_keeps_a_purged_one_has_nothing_made_any_more(shop: Shop, adopt: bool) -> None:
+    registry, purged = shop.registry, shop.post("purged")
+
+    def verified() -> str:
+        told = json.loads(bytes(verify("purged", shop.served, ADMIN, adopt=adopt).body))
+        return str(told["job_id"])
+
+    claim = registry.jobs.claim("worker", time.time(), HOUR, 3)
+    assert claim is not None
+    made = NewModule(claim.module, "d", "model", "objects/d", Origin.TAKEDOWN, job_id=claim.job_id, takedown_id=purged)
+    registry.jobs.finish(claim, JobState.SUCCEEDED, time.time(), module=made)
+    shop.post("kept")
+    before_it = verified()
+    registry.jobs.request_cancel(before_it, ADMIN, time.time())
+    retention.purge(registry, shop.settings, purged, ADMIN)
+    assert shop.kept(purged)
+    # what a job leaves holds samples of the rows, and the purge that deletes it is over
+    with pytest.raises(ApiError, match="were purged") as refused:
+        verified()
+    assert refused.value.code == "rows_not_kept"
+    with pytest.raises(RowsPurged):
+        registry.jobs.retry(before_it, ADMIN, time.time())
 
 
 def test_what_is_refused_at_the_last_leaves_no_rows(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
