@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
 from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
 from server.registry.refusals import NotAllowed
 from server.registry.registry import Registry
-from server.registry.tables import ModuleRow, ModuleState
+from server.registry.tables import Job, JobKind, ModuleRow, ModuleState, Takedown
+from server.registry.takedowns import PENDING
 from server.settings import Settings
 
 log = logging.getLogger("unbind.service")
@@ -72,25 +74,52 @@ class Retention:
         return gone
 
     def sweep(self, now: float | None = None) -> list[str]:
-        """Delete the rows that no takedown has had for a day, by the monotonic clock; which these were.
+        """Delete the rows that no takedown has had for a day, by the monotonic clock, and what jobs left that no takedown with rows
+        has; which digests and jobs these were.
 
-        A POST that died before its takedown was recorded leaves such rows. The day is for whoever opened another registry than
-        the one that these rows are recorded in, or went back to a copy of it.
+        A POST that died before its takedown was recorded leaves such rows, a worker that was taken for dead may write what it
+        made of rows that were purged meanwhile. The day is for whoever opened another registry than the one that these are
+        recorded in, or went back to a copy of it.
         """
         now = time.monotonic() if now is None else now
         kept, takedowns = TakedownFiles(self._settings), self._registry.takedowns
-        found = takedowns.unrecorded(kept.kept_forget())
-        for digest in found:
-            if digest not in self._unrecorded:
-                log.warning(
-                    "forget rows %.12s belong to no takedown of this registry; they are deleted in a day", digest
-                )
-        self._unrecorded = {digest: self._unrecorded.get(digest, now) for digest in found}
-        old = {digest for digest, since in self._unrecorded.items() if now - since >= DAY}
-        gone = takedowns.drop_unrecorded(old, kept.purge) if old else []
-        for digest in gone:
-            log.info("forget rows %.12s, which belonged to no takedown, are deleted", digest)
+        rows, jobs = takedowns.unrecorded(kept.kept_forget()), self._spent(kept.kept_jobs())
+        for what, found in (("forget rows", rows), ("files of job", jobs)):
+            for one in found:
+                if one not in self._unrecorded:
+                    told = (
+                        f"{what} %.20s belong to no takedown of this registry that has rows; they are deleted in a day"
+                    )
+                    log.warning(told, one)
+        self._unrecorded = {one: self._unrecorded.get(one, now) for one in (*rows, *jobs)}
+        old = {one for one, since in self._unrecorded.items() if now - since >= DAY}
+        gone = takedowns.drop_unrecorded(old.intersection(rows), kept.purge) if old.intersection(rows) else []
+        gone += self._drop_spent(old.intersection(jobs), kept) if old.intersection(jobs) else []
+        for one in gone:
+            log.info("%.20s, which belonged to no takedown that has rows, is deleted", one)
         return gone
+
+    def _spent(self, jobs: Collection[str]) -> list[str]:
+        with self._registry.transactions.look() as session:
+            return _spent(session, jobs)
+
+    def _drop_spent(self, jobs: Collection[str], kept: TakedownFiles) -> list[str]:
+        gone = []
+        for job in sorted(jobs):  # each by itself: a slow store is not to hold up others for all of them
+            with self._registry.transactions.change() as session:
+                if found := _spent(session, [job]):
+                    kept.purge("", found)
+                    gone += found
+        return gone
+
+
+def _spent(session: Session, jobs: Collection[str]) -> list[str]:
+    """Those of these jobs whose files no takedown needs: none has them, or one that was purged and for which none is at work."""
+    needed = (
+        Takedown.purged_at.is_(None) | Job.state.in_(PENDING) | (Job.kind == JobKind.ACTIVATE)
+    )  # which leaves no row
+    query = select(Job.id).join(Takedown, Takedown.id == Job.takedown_id, isouter=True).where(needed)
+    return sorted(set(jobs).difference(session.scalars(query)))
 
 
 def purge(registry: Registry, settings: Settings, takedown_id: str, actor: Actor) -> dict[str, Any]:

@@ -43,6 +43,13 @@ class TakedownFiles:
             names += [name.rpartition("/")[2] for name in self.store.names("forget")]
         return {name.removesuffix(".jsonl") for name in names}
 
+    def kept_jobs(self) -> set[str]:
+        """The jobs that have left files. Raises OSError, StoreUnreachable."""
+        found = {path.name for path in (self.data_dir / "jobs").glob("job_*") if path.is_dir()}
+        if self.store is not None:
+            found |= {name.split("/")[1] for name in self.store.names("jobs") if name.startswith("jobs/job_")}
+        return found
+
     def load_forget(self, digest: str) -> list[ForgetRow]:
         """The rows of a forget set that is kept. Raises OSError, StoreUnreachable, DataError."""
         if self.store is None:

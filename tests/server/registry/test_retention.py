@@ -31,7 +31,7 @@ from server.errors import ApiError
 from server.guarding import guard_secret
 from server.registry import records, retention
 from server.registry.audit import Actor
-from server.registry.files import job_dir
+from server.registry.files import job_dir, save_json
 from server.registry.lifecycle import Action
 from server.registry.objects import ObjectStore
 from server.registry.private.files import TakedownFiles
@@ -39,7 +39,7 @@ from server.registry.records import NewModule
 from server.registry.refusals import NameTaken, NotAllowed, RowsPurged
 from server.registry.registry import Registry
 from server.registry.retention import DAY, Retention
-from server.registry.tables import JobState, Kind, Origin
+from server.registry.tables import JobKind, JobState, Kind, Origin
 from server.settings import Settings
 
 ADMIN = Actor("admin", "test")
@@ -213,6 +213,26 @@ def test_rows_of_a_post_that_died_go_once_they_were_found_without_a_takedown_for
     assert sweeper.sweep(3 * DAY) == [] and sweeper.sweep(4 * DAY - 1) == []
     assert sweeper.sweep(4 * DAY) == [left]
     assert not shop.files.has_forget(left) and shop.kept(accepted)
+
+
+def test_what_jobs_left_that_no_takedown_with_rows_has_goes_after_a_day(shop: Shop) -> None:
+    registry, files, sweeper = shop.registry, shop.files, Retention(shop.registry, shop.settings)
+    takedowns = {name: shop.post(name, name) for name in ("kept", "purged")}
+    (kept,), (purged,) = (registry.takedowns.get(one)["jobs"] for one in takedowns.values())
+    shop.cancel(takedowns["purged"])
+    retention.purge(registry, shop.settings, takedowns["purged"], ADMIN)
+    about = {"id": "mod_1", "name": "purged", "takedown_id": takedowns["purged"]}
+    activation = registry.jobs.create(JobKind.ACTIVATE, about, {}, ADMIN, time.time())["id"]
+    unknown = f"job_{uuid.uuid4().hex[:16]}"  # of a registry that was put back, say
+    for job in (kept, purged, activation, unknown):  # the purged one's by a worker that was taken for dead meanwhile
+        if files.store is not None:
+            files.store.put(f"jobs/{job}/attempt-1/exhibits.json", b"{}")
+        else:
+            save_json(job_dir(files.data_dir, job) / "attempt-1" / "exhibits.json", {})
+    assert sweeper.sweep(0.0) == [] and sweeper.sweep(DAY - 1) == []
+    assert sorted(sweeper.sweep(DAY)) == sorted([purged, unknown])
+    assert files.kept_jobs() == {kept, activation} and shop.kept(takedowns["kept"])
+    assert sweeper.sweep(2 * DAY) == []
 
 
 def test_a_server_looks_for_rows_without_a_takedown_once_an_hour(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
