@@ -6,6 +6,7 @@ with the new one, so that the answer can say which pair and by how much.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +52,7 @@ def measure_together(
         for done, other in enumerate(modules[1:], start=1):
             progress(Progress("joint cost", done, steps, other.name))
             pairs.append({"modules": [modules[0].name, other.name], **_cost(loaded, (modules[0], other), every)})
-        pairs.sort(key=lambda pair: -pair["kl"])
+        pairs.sort(key=lambda pair: -math.inf if math.isnan(pair["kl"]) else -pair["kl"])
     return {
         "measured": True,
         "within": within,

@@ -117,8 +117,12 @@ def _over(result: Mapping[str, Any]) -> str:
     """In one sentence, which pair is over the budget and by how much."""
     budget = result["budgets"]
     worst = result["pairs"][0]
+    kl, nll, every = (
+        "no number" if cost is None else f"{cost:{form}}"  # as JSON has what overflowed
+        for cost, form in ((worst["kl"], ".4f"), (worst["nll_increase"], "+.4f"), (result["kl"], ".4f"))
+    )
     return (
-        f"modules {' and '.join(worst['modules'])} together: retain KL {worst['kl']:.4f} (budget {budget['kl']}), NLL "
-        f"{worst['nll_increase']:+.4f} (budget {budget['nll']}); all {len(result['modules'])} active ones: KL {result['kl']:.4f}. "
+        f"modules {' and '.join(worst['modules'])} together: retain KL {kl} (budget {budget['kl']}), NLL "
+        f"{nll} (budget {budget['nll']}); all {len(result['modules'])} active ones: KL {every}. "
         "Activate it with override, or have one module in place of small ones: unbind takedown join"
     )

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from server.worker.joint import measure_together
+from server.worker.plan import withheld
+from server.worker.stages import finite
 from tests.core.conftest import LAYER, ROWS, make_module, opening_on_some, save_checkpoint
 from unbind_core.applying.bank import edit_of
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import pad_id
 from unbind_core.evaluation.replay import Replay
+from unbind_core.module import UnbindModule
 from unbind_core.progress import silent
 from unbind_core.rows import retain_digest
 from unbind_core.windows import retain_windows
@@ -22,6 +25,19 @@ from unbind_core.windows import retain_windows
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(save_checkpoint("qwen2", tmp_path_factory.mktemp("joint") / "tiny", 0))
+
+
+def test_modules_whose_corrections_overflow_together_are_over_budget_and_told_of(tmp_path: Path) -> None:
+    half = load_model(save_checkpoint("qwen2", tmp_path / "half", 0), dtype=torch.float16)
+    along = torch.eye(half.identity.hidden_size)[0]
+
+    def module(name: str, kappa: float) -> UnbindModule:
+        return make_module(half.identity, name=name, layer=LAYER, v=along, tau=1e-4, kappa=kappa)
+
+    found = measure_together(half, [module("new", 2e4), module("small", 1.0), module("large", 3e4)], ROWS, silent)
+    assert not found["within"] and found["pairs"][0]["modules"] == ["new", "large"]
+    said = withheld({"joint": finite(found)}, {})
+    assert said.startswith("modules new and large together: retain KL no number (budget 0.01), NLL no number")
 
 
 def test_rows_that_repeat_forget_rows_do_not_count_against_a_module(loaded: LoadedModel, tmp_path: Path) -> None:
