@@ -41,6 +41,7 @@ class Patience:
         self._settings, self._registry, self._stop, self._beat = settings, registry, stop, beat
         self._objects = ObjectStore(settings.published_store)
         self._away = False  # whether the registry did not answer when it was last asked
+        self._met = ""  # what kept this worker from asking for a job
         self._untold: tuple[str, int, dict[str, Any]] = "", 0, {}  # of a job under a fence, what it did not take
 
     @contextmanager
@@ -56,7 +57,15 @@ class Patience:
             raise
         if self._away:
             log.info("the registry answers again")
-        self._away = False
+        self._away, self._met = False, ""
+
+    def met(self, error: Exception) -> None:
+        """Tell of an error that ends no worker, once where it is the same at each try and nothing was asked between, as on a disk
+        that is read-only by now.
+        """
+        met, self._met = self._met, f"{type(error).__name__}: {error}"
+        if self._met != met:
+            log.error("the worker met an error; it tries again, and goes on once it can", exc_info=error)
 
     def report(self, claim: Claim, changes: dict[str, Any]) -> None:
         """Renew the lease and tell of progress, if the registry answers; else the next report tells of it, too.

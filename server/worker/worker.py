@@ -90,8 +90,8 @@ class Worker:
                             self.work(claim)
                 except AWAY:
                     pass  # said where it was met
-                except Exception:
-                    log.exception("the worker met an error; going on")
+                except Exception as error:  # noqa: BLE001 - told of there
+                    self._patience.met(error)
                 if not worked:
                     self.stop.wait(POLL_SECONDS)
         finally:

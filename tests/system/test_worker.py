@@ -178,6 +178,21 @@ def test_a_worker_asked_to_leave_gives_its_job_back(shop: Workshop) -> None:
     assert (job["state"], job["attempt"]) == ("queued", 0) and set(job["timings"]) == {"check"}
 
 
+def test_what_keeps_a_worker_from_its_lock_is_told_of_once_and_waited_out(shop: Workshop) -> None:
+    shop.start()
+    locks = shop.settings.data_dir / "locks"
+    shop.wait(locks.is_dir)
+    away = locks.rename(locks.with_name("away"))
+    locks.write_text("")  # nothing can be opened there
+    shop.wait(lambda: any("FileExistsError" in line or "NotADirectory" in line for line in shop.log))
+    time.sleep(2.5)  # in which it tries some times more
+    locks.unlink()
+    away.rename(locks)
+    (job,) = shop.ended(shop.submit("m"))
+    assert job["state"] == "succeeded"
+    assert sum("met an error" in line for line in shop.log) == 1
+
+
 def test_two_workers_share_a_device_one_job_at_a_time(shop: Workshop) -> None:
     jobs = [shop.submit(f"m{number}", seconds=0.15) for number in range(4)]
     shop.start(), shop.start()
