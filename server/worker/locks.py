@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from server.registry.files import private
 from server.settings import Settings
 from unbind_core.files import locked
 
 
 def take(data_dir: Path, name: str) -> IO[str] | None:
-    """The lock of this name until it is closed; None where another holds it."""
+    """The lock of this name until it is closed; None where another holds it. Raises OSError, also where the data folder is lost."""
+    folder = data_dir / "locks"
+    folder.mkdir(exist_ok=True, mode=0o700)  # in it alone: made anew it would be in the way of the one to be put back
     try:
-        return locked(private(data_dir / "locks") / f"{name}.lock", wait=False)
+        return locked(folder / f"{name}.lock", wait=False)
     except BlockingIOError:
         return None
 

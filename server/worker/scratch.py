@@ -29,7 +29,7 @@ class Scratch:
         self._patience = patience
         self._store = TakedownFiles(settings).store
         self._put: dict[str, tuple[int, int]] = {}  # what is in the store already, as it was then
-        self.folder, self._lock = settings.data_dir, -1
+        self.folder, self._lock = files.private(settings.data_dir), -1
         if self._store is not None:
             own = files.private(settings.data_dir / "scratch")
             remove_unfinished(own)  # of workers that were killed

@@ -193,6 +193,19 @@ def test_what_keeps_a_worker_from_its_lock_is_told_of_once_and_waited_out(shop: 
     assert sum("met an error" in line for line in shop.log) == 1
 
 
+def test_a_data_folder_that_is_lost_is_not_made_anew_by_a_worker(shop: Workshop) -> None:
+    shop.start()
+    data = shop.settings.data_dir
+    shop.wait((data / "locks").is_dir)
+    away = data.rename(data.with_name("away"))
+    shop.wait(lambda: any("met an error" in line or "does not answer" in line for line in shop.log))
+    time.sleep(1.5)  # in which it tries some times more
+    assert not data.exists()
+    away.rename(data)  # which would have put it into the other
+    (job,) = shop.ended(shop.submit("m"))
+    assert job["state"] == "succeeded"
+
+
 def test_two_workers_share_a_device_one_job_at_a_time(shop: Workshop) -> None:
     jobs = [shop.submit(f"m{number}", seconds=0.15) for number in range(4)]
     shop.start(), shop.start()
