@@ -62,7 +62,7 @@ class Worker:
         self.settings, self.stop, self._command = settings, stop, command
         self._beat, self._told = beat or (lambda: None), told or (lambda _: None)
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.registry = open_registry(settings)
+        self.registry = open_registry(settings, existing=beat is not None)  # a server has made it; lost, it stays so
         self._patience = Patience(settings, self.registry, stop, self._beat)
         self._scratch = Scratch(settings, self._patience)
         self._standby: Child | None = None

@@ -103,3 +103,21 @@ def test_a_stopped_worker_that_goes_on_does_not_hold_that_against_its_child(shop
         os.kill(pid, signal.SIGCONT)
     (job,) = shop.ended(job_id)
     assert job["outcome"] == "active" and not any("no sign of life" in line for line in shop.log)
+
+
+def test_a_worker_that_is_started_again_makes_no_lost_data_folder_anew(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    data = shop.settings.data_dir
+    with supervised(shop) as supervisor, caplog.at_level(logging.ERROR, "unbind.worker"):
+        shop.wait((data / "locks").is_dir, 60)
+        killed = supervisor.pid
+        assert killed is not None
+        away = data.rename(data.with_name("away"))
+        os.kill(killed, signal.SIGKILL)
+        shop.wait(lambda: sum("ended with code 1" in record.getMessage() for record in caplog.records) > 0, 60)
+        assert not data.exists()
+        away.rename(data)
+        (job,) = shop.ended(shop.submit("m"), seconds=90)
+        assert job["outcome"] == "active"
