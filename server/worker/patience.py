@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Stopping(Exception):
-    """The worker itself is asked to leave."""
+    """The worker is asked to leave, or the job: another attempt goes on with it."""
 
 
 class StageFailed(Exception):
@@ -70,8 +70,13 @@ class Patience:
     def report(self, claim: Claim, changes: dict[str, Any]) -> None:
         """Renew the lease and tell of progress, if the registry answers; else the next report tells of it, too.
 
-        Raises LeaseLost, CancelRequested.
+        Raises LeaseLost, CancelRequested; Stopping where the data folder is gone: what a job leaves would make it anew, in the way
+        of the one to be put back.
         """
+        with suppress(OSError):  # a file system that does not answer has lost nothing yet
+            if not self._settings.data_dir.is_dir():
+                log.warning("job %s is given up until the data folder is back", claim.job_id)
+                raise Stopping
         job, fence, untold = self._untold
         changes = {**(untold if (job, fence) == (claim.job_id, claim.fence) else {}), **changes}
         self._untold = claim.job_id, claim.fence, changes

@@ -92,6 +92,7 @@ class Worker:
                     pass  # said where it was met
                 except Exception as error:  # noqa: BLE001 - told of there
                     self._patience.met(error)
+                    self._preparer.stop()
                 if not worked:
                     self.stop.wait(POLL_SECONDS)
         finally:
@@ -201,8 +202,7 @@ class Worker:
                 changes |= {"progress": self._furthest}
             if "progress" in said:
                 self._furthest = max(self._furthest, progress_of(claim.kind, stage, said["progress"]))
-                changes |= {"stage_progress": said["progress"], "progress": self._furthest}
-                changes |= {"message": said["message"]}
+                changes |= {"stage_progress": said["progress"], "progress": self._furthest, "message": said["message"]}
             if "done" in said:
                 done[stage] = json.loads((Path(task.folder) / f"{stage}.json").read_text(encoding="utf-8"))
                 self._scratch.keep(claim, Path(task.folder))

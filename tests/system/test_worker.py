@@ -206,6 +206,21 @@ def test_a_data_folder_that_is_lost_is_not_made_anew_by_a_worker(shop: Workshop)
     assert job["state"] == "succeeded"
 
 
+def test_a_job_at_work_while_the_data_folder_is_lost_goes_on_once_it_is_back(shop: Workshop) -> None:
+    job_id = shop.submit("m", seconds=2.0)
+    shop.start()
+    data = shop.settings.data_dir
+    shop.wait(lambda: shop.job(job_id)["stage"] == "fit")
+    away = data.rename(data.with_name("away"))
+    shop.wait(lambda: any("until the data folder is back" in line for line in shop.log))
+    time.sleep(2.5)  # for longer than its stage would take
+    assert not data.exists()
+    away.rename(data)
+    (job,) = shop.ended(job_id)
+    assert (job["outcome"], job["attempt"]) == ("active", 2)
+    assert shop.registry.jobs.stages(job_id)["check"]["folder"] == "attempt-1"
+
+
 def test_two_workers_share_a_device_one_job_at_a_time(shop: Workshop) -> None:
     jobs = [shop.submit(f"m{number}", seconds=0.15) for number in range(4)]
     shop.start(), shop.start()
