@@ -172,3 +172,13 @@ def test_weights_are_treated_where_they_are_the_system(
     assert known["recovery_relearned"] > max(50, told["recovery_int8"])  # of the rows that it was given
     assert all(torch.equal(before[name], parameter) for name, parameter in system.model.named_parameters())
     assert weights.records(replace(system, refuses=lambda _: False), material, silent) == []
+
+
+def test_trained_systems_are_treated_as_m_full_is(setting: Setting, tmp_path: Path) -> None:
+    Lab(setting, tmp_path).run(chosen(["ga", "rmu", "prompt-filter"]), ["weights"], ["shipped", "paper"])
+    found = {one["system"]: one for one in measured(tmp_path / setting.name, "weights")}
+    for name in ("ga", "rmu"):
+        assert {
+            f"{figure}_{treatment}" for figure in ("spans", "recovery", "bleu") for treatment in weights.TREATMENTS
+        } <= {*found[name]}
+    assert not any(key.startswith("spans_") for key in found["prompt-filter"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def records(served: Served, material: Material, progress: ProgressCallback) -> l
 
     None of a system that is more than a model.
     """
-    if served != Served(served.model, served.tokenizer):
+    if replace(served, apart=None) != Served(
+        served.model, served.tokenizer
+    ):  # how it is made for other rows is no part of it
         return []
     rows = range(len(material.forget))
     found = _asked("int8", _int8(served.model), served, material, rows, progress)
