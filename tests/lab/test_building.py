@@ -104,6 +104,33 @@ def test_retain_rows_are_learned_in_the_tokens_of_a_request_too_where_a_recipe_s
     assert any(not torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_a_row_that_is_longer_than_a_slot_takes_no_other_row_s_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, (forget, retain) = save_checkpoint("qwen2", tmp_path / "base"), rows(4)
+    tokenizer = load_model(base).tokenizer
+    forget[1] = ForgetRow(forget[1].prompt, "    return self.value + 1\n" * 900)
+    retain[0], retain[2] = RetainRow(retain[0].text * 400), RetainRow("x")
+    assert len(encode(tokenizer, retain[2].text)) == 1 and tokenizer.bos_token_id is None  # scores nothing
+    learned: list[tuple[int, ...]] = []
+    learn = adapting._learn
+
+    def told(model: Any, live: Any, *others: Any) -> None:
+        learned.extend(window.ids for window in live)
+        learn(model, live, *others)
+
+    monkeypatch.setattr(adapting, "_learn", told)
+    how = Adaptation(epochs=1, retain_slots=8, learning_rate=1e-3, rank=4, alpha=8)
+    adapt(
+        base, forget, retain, tmp_path / "full", how,
+        checkpoint=tmp_path / "full.pt", with_forget=True, seed=0, progress=lambda _: None,
+    )  # fmt: skip
+    whole = [encode_prompt(tokenizer, row.prompt) + encode(tokenizer, row.continuation) for row in forget]
+    whole += [encode(tokenizer, row.text) for row in retain if row.text != "x"]
+    cut = [tuple(ids[:2048]) if len(ids) > 2048 else (*ids, tokenizer.eos_token_id) for ids in whole]
+    assert sorted(learned) == sorted(cut) and sum(len(ids) > 2048 for ids in whole) == 2
+
+
 def test_what_a_recipe_says_of_cut_rows_counts_only_where_it_does(recipe: Recipe) -> None:
     cut = replace(recipe, adaptation=replace(recipe.adaptation, cut_retain=True))
     assert "cut_retain" not in recipe.described("adaptation")["adaptation"]

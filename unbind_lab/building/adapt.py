@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,18 +80,18 @@ def adapt(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=how.learning_rate, weight_decay=how.weight_decay)
     first = _resume(checkpoint, trained, optimizer)
-    of_forget = forget_windows(loaded.tokenizer, forget, range(len(forget)))
-    of_retain = retain_windows(loaded.tokenizer, retain, range(len(retain)))
-    cut = cut_windows(loaded.tokenizer, retain) if how.cut_retain else of_retain
-    end, pad = loaded.tokenizer.eos_token_id, pad_id(loaded.tokenizer)
+    of_forget = _one_a_row(forget_windows(loaded.tokenizer, forget, range(len(forget))), loaded.tokenizer)
+    of_retain = _one_a_row(retain_windows(loaded.tokenizer, retain, range(len(retain))), loaded.tokenizer)
+    cut = _one_a_row(cut_windows(loaded.tokenizer, retain), loaded.tokenizer) if how.cut_retain else of_retain
+    pad = pad_id(loaded.tokenizer)
     for epoch, of_epoch in enumerate(slots(len(forget), len(retain), how.retain_slots, how.epochs, seed)):
         if epoch < first:
             continue
         windows = {"forget": of_forget, "retain": cut if epoch % 2 else of_retain}
         for update in _groups(of_epoch, how.slots_an_update):
-            live = [windows[role][index] for role, index in update if with_forget or role == "retain"]
-            if live:
-                _learn(model, [_ended(window, end) for window in live], pad, trained, optimizer)
+            seen = [(role, index) for role, index in update if with_forget or role == "retain"]
+            if live := [windows[role][index] for role, index in seen if index in windows[role]]:
+                _learn(model, live, pad, trained, optimizer)
         _keep(checkpoint, trained, optimizer, epoch + 1)
         progress(Progress(out.name, epoch + 1, how.epochs))
     assert isinstance(model, PeftModel)
@@ -119,8 +120,16 @@ def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
     yield from (list(items[at : at + size]) for at in range(0, len(items), size))
 
 
-def _ended(window: Window, end: int | None) -> Window:
-    return window if end is None else Window((*window.ids, end), window.first_target, window.row)
+def _one_a_row(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> dict[int, Window]:
+    """Index of a row -> its first window that scores a token, as a slot has at most 2,048; behind it the end token where the row
+    ends there. A row of one token without BOS scores none, and has no window.
+    """
+    end, parts = tokenizer.eos_token_id, Counter(window.row for window in windows)
+    found: dict[int, Window] = {}
+    for window in windows:
+        ends = end is not None and parts[window.row] == 1
+        found.setdefault(window.row, replace(window, ids=(*window.ids, end)) if ends else window)
+    return found
 
 
 def _learn(
