@@ -118,10 +118,11 @@ class Lab:
             found = protocol.records(self._made(entry), self._reported, self.progress)
             write_text(path, "".join(json.dumps(one) + "\n" for one in found))
             options = {"system": entry.system.name, "configuration": entry.label, "options": dict(entry.options)}
-            return {**options, **protocol.summary(found)}
+            return {**options, "measured_on": measured_on, **protocol.summary(found)}
 
         measured_by = [code_of(inspect.getmodule(protocol.records), *protocol.further), self._measured_by]
         files = protocol.files_of(self.setting)
+        measured_on = digest([self.setting.measured_on(self._described), measured_by, *files])
         made_of = digest([self._made_of(entry.system), entry.options, measured_by, *files])
         found = self.kept.value(name, made_of, work)
         return {key: value for key, value in found.items() if isinstance(value, int | float)}

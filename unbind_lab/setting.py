@@ -21,6 +21,11 @@ from unbind_core.rows import ForgetRow, RetainRow, parse_forget, parse_retain, s
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
+# What systems are made and chosen by, and not measured on.
+MADE_WITH = (
+    *("retain_training", "forget_validation", "retain_validation", "validation_rows", "validation_completed_rows"),
+    *("rows_an_update", "seed", "learning_rates", "updates", "modules"),
+)
 ROOT = HERE.parent  # what paths of a shipped setting are relative to; those of others are to their own folder
 WORLDS = Path(".unbind/worlds")  # where ``unbind lab build`` puts what it makes
 
@@ -106,6 +111,11 @@ class Setting:
                 del found[key]
         found["modules"] = {key: contents(value) for key, value in self.modules.items()}
         return found
+
+    @staticmethod
+    def measured_on(described: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what ``described`` says, what figures of two systems must have in common to stand in one table."""
+        return {key: value for key, value in described.items() if key not in MADE_WITH}
 
 
 def require(key: str, value: Any, kind: str, which: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unbind_core.errors import UnbindError
 from unbind_lab import report
+from unbind_lab.claims import claims
 from unbind_lab.filters.filter import Filter
 from unbind_lab.intervals import intervals
 from unbind_lab.lab import LABELS
@@ -19,7 +20,7 @@ from unbind_lab.protocols.known import MAIN, PROTOCOLS
 from unbind_lab.protocols.main import COUNTED, Record
 from unbind_lab.protocols.protocol import Column
 from unbind_lab.report import Section
-from unbind_lab.systems import BASELINES, RIVALS, SYSTEMS, System
+from unbind_lab.systems import SYSTEMS, System
 
 Line = dict[str, Any]
 Commands = Mapping[Path, str]  # what measures more of a folder's setting, as the user has named it
@@ -39,15 +40,13 @@ def lines(folder: Path, commands: Commands | None = None) -> list[Line]:
 
 
 def measured(folder: Path, protocol: str) -> list[Line]:
-    """What was measured by a protocol, in the order of the systems, the user's own last, with what stands beside it where M_full
-    was measured.
+    """What was measured by a protocol on what M_full was, in the order of the systems, the user's own last, with what stands beside
+    it where M_full was measured.
     """
-    paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
-    others = sorted({*(folder / protocol).glob("*.json")} - {*paths})
-    paths += [path for path in others if path.stem.rpartition("-")[2] in LABELS]
-    found = [_summary(path) for path in paths if path.is_file()]
+    found = _comparable(folder, protocol)[0]
     if protocol == "main":
-        found = [{**one, **_counts(folder, one)} for one in found]
+        counts = {_key(one): one for one in _comparable(folder, "evalplus")[0]}
+        found = [{**one, **_counts(counts.get(_key(one), {}))} for one in found]
     full = next((one for one in found if one["system"] == "m-full"), None)
     if full is None:
         return found
@@ -55,10 +54,33 @@ def measured(folder: Path, protocol: str) -> list[Line]:
     return [{**one, **(PROTOCOLS[protocol].beside(one, full) if needed <= one.keys() else {})} for one in found]
 
 
-def _counts(folder: Path, one: Line) -> Line:
-    path = folder / "evalplus" / f"{one['system']}-{one['configuration']}.json"
-    found = _summary(path) if path.is_file() else {}
-    return {name: found[name] for name in COUNTED if name in found}
+def _comparable(folder: Path, protocol: str) -> tuple[list[Line], list[Line]]:
+    """What was measured by a protocol; apart what was so on other rows or by other code than M_full, as before a setting changed.
+    Files of before ``measured_on`` was kept say nothing of that.
+    """
+    paths = [folder / protocol / f"{name}-{label}.json" for name in SYSTEMS for label in LABELS]
+    others = sorted({*(folder / protocol).glob("*.json")} - {*paths})
+    paths += [path for path in others if path.stem.rpartition("-")[2] in LABELS]
+    found = [_summary(path) for path in paths if path.is_file()]
+    full = next((one.get("measured_on") for one in found if one["system"] == "m-full"), None)
+    apart = [one for one in found if None not in (full, on := one.get("measured_on")) and on != full]
+    return [one for one in found if one not in apart], apart
+
+
+def _counts(measured_by_evalplus: Line) -> Line:
+    return {name: measured_by_evalplus[name] for name in COUNTED if name in measured_by_evalplus}
+
+
+def _key(one: Line) -> tuple[str, str]:
+    return one["system"], one["configuration"]
+
+
+def _apart(folder: Path, protocol: str, commands: Commands | None) -> list[str]:
+    """A note of what a table leaves out, where it does."""
+    found = ", ".join(f"{system} ({label})" for system, label in map(_key, _comparable(folder, protocol)[1]))
+    what = "" if protocol == "main" else f" --protocols {protocol}"
+    told = f"Left out, as they were measured on other rows or by other code than m-full: {found}."
+    return [f"{told} `{_command(folder, commands)}{what}` measures them anew."] if found else []
 
 
 def _summary(path: Path) -> Line:
@@ -86,7 +108,9 @@ def sections(folder: Path, commands: Commands | None = None) -> list[Section]:
     found = lines(folder, commands)
     told = [main_section(folder, found, commands), _intervals(folder, found, commands)]
     told += [
-        protocol_section(name, others) for name in PROTOCOLS if name != "main" and (others := measured(folder, name))
+        protocol_section(name, others, _apart(folder, name, commands))
+        for name in PROTOCOLS
+        if name != "main" and (others := measured(folder, name))
     ]
     return [*told, *_published({one["system"] for one in found})]
 
@@ -94,9 +118,9 @@ def sections(folder: Path, commands: Commands | None = None) -> list[Section]:
 def main_section(folder: Path, found: Sequence[Line], commands: Commands | None = None) -> Section:
     """The main table with claims and what is missing."""
     full = next(one for one in found if one["system"] == "m-full")
-    there = {(one["system"], one["configuration"]) for one in found}
+    there = {*map(_key, found)}
     missing = [name for name, system in SYSTEMS.items() if not {(name, label) for label in _labels(system)} <= there]
-    notes = claims(found)
+    notes = [*claims(found), *_apart(folder, "main", commands)]
     if missing:
         notes.append(
             f"Not measured, or not in every configuration: {', '.join(missing)}. "
@@ -114,12 +138,12 @@ def main_section(folder: Path, found: Sequence[Line], commands: Commands | None 
     return _section("", found, [one for one in MAIN if one[1] not in COUNTED or one[1] in full], notes)
 
 
-def protocol_section(name: str, found: Sequence[Line]) -> Section:
+def protocol_section(name: str, found: Sequence[Line], notes: Sequence[str] = ()) -> Section:
     """What a protocol measured: a row a system, or, where it has variants, a row each of the systems that have any."""
     protocol = PROTOCOLS[name]
     if protocol.variants:
         found = [line for one in found for line in _variants(one, protocol.variants)]
-    return _section(name, found, protocol.columns)
+    return _section(name, found, protocol.columns, notes)
 
 
 def _variants(one: Line, variants: Mapping[str, str]) -> Iterator[Line]:
@@ -151,7 +175,7 @@ def together(folders: Sequence[Path], commands: Commands | None = None) -> Secti
     """FR, UR and FU-H of several settings side by side, as the paper's multilingual table has them (Appendix F): each against the
     M_full of its own setting. Raises UnbindError where one is missing.
     """
-    by_name = [{(one["system"], one["configuration"]): one for one in lines(folder, commands)} for folder in folders]
+    by_name = [{_key(one): one for one in lines(folder, commands)} for folder in folders]
     there = {key for found in by_name for key in found}
     shipped = [(name, label) for name, system in SYSTEMS.items() for label in _labels(system)]
     rows = []
@@ -229,52 +253,3 @@ def _cell(value: float, form: str) -> str:
 def _configuration(one: Mapping[str, Any]) -> str:
     options = ", ".join(f"{key} {value:g}" for key, value in one["options"].items())
     return f"{one['configuration']}: {options}" if options else str(one["configuration"])
-
-
-def claims(found: Sequence[Line]) -> list[str]:
-    """Each claim as reached or not, with the number, and the best of the others: entries that are neither reference nor Unbind."""
-    known = {one["system"]: one for one in found if one["configuration"] == "shipped"}
-    others = [one for one in found if one["system"] in {system.name for system in (*BASELINES, *RIVALS)}]
-    scored = [one for one in others if "fu_h" in one]
-    full = known["m-full"]
-    told = []
-    if silent := known.get("unbind-silent"):
-        cut, rise = 100 * (1 - silent["f_bleu"] / full["f_bleu"]), 100 * (silent["r_ppl"] / full["r_ppl"] - 1)
-        told += [
-            f"`silent`, F-BLEU cut by 97 % or more: {_reached(cut >= 97)}, {cut:.1f} %",
-            f"`silent`, R-PPL up by 1.6 % at most: {_reached(rise <= 1.6)}, {rise:+.2f} %",
-            f"`silent`, no row with 50 exact tokens: {_reached(silent['spans_50'] == 0)}, {silent['spans_50']:.0f}",
-        ]
-        if "fu_h" in silent:
-            told.append(_against(silent, scored, "highest FU-H", lambda one: -one["fu_h"], "fu_h", ".2f"))
-    rewrite, retrained = known.get("unbind-rewrite"), known.get("m-retrain")
-    if rewrite and retrained:
-        told += [
-            _against(
-                rewrite,
-                others,
-                "closest F-BLEU to M_retrain's",
-                lambda one: abs(one["f_bleu"] - retrained["f_bleu"]),
-                "f_bleu",
-                ".4f",
-            ),
-            _against(rewrite, others, "smallest KL from M_retrain", lambda one: float(one["kl"]), "kl", ".3f"),
-        ]
-    return told
-
-
-def _against(
-    own: Line, others: Sequence[Line], claim: str, distance: Callable[[Line], float], key: str, form: str
-) -> str:
-    name = f"`{own['system'].removeprefix('unbind-')}`, {claim}: "
-    if not others:
-        return f"{name}{own[key]:{form}}, and nothing else was measured"
-    best = min(others, key=distance)
-    reached = _reached(distance(own) <= distance(best))
-    return (
-        f"{name}{reached}, {own[key]:{form}} against {best[key]:{form}} of {best['system']} ({best['configuration']})"
-    )
-
-
-def _reached(yes: bool) -> str:
-    return "reached" if yes else "**not reached**"

@@ -1,15 +1,19 @@
-"""What is measured again: whatever a protocol or a system is made of has a part in its digest."""
+"""What is measured again: whatever a protocol or a system is made of has a part in its digest. What was not stands in no table."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import unbind_lab
 from unbind_lab.keeping import code_of, files_of
+from unbind_lab.lab import Lab
 from unbind_lab.protocols.known import PROTOCOLS
-from unbind_lab.systems import SYSTEMS
+from unbind_lab.setting import Setting
+from unbind_lab.systems import SYSTEMS, chosen
+from unbind_lab.table import markdown
 
 ROOT = Path(unbind_lab.__file__).parents[1]
 
@@ -44,3 +48,21 @@ def test_a_digest_follows_the_files_of_a_package(tmp_path: Path, monkeypatch: py
     before = code_of(measures)
     (package / "table.toml").write_text("a = 2")
     assert code_of(measures) != before
+
+
+def test_a_table_leaves_out_what_was_measured_on_other_rows_than_m_full(setting: Setting, tmp_path: Path) -> None:
+    folder, protocols = tmp_path / setting.name, ["main", "access"]
+    Lab(setting, tmp_path).run(chosen(["m-full", "m-base"]), protocols)
+    changed = replace(setting, retain_rows=5, completed_rows=3, access_attempts=1)
+    Lab(changed, tmp_path).run(chosen(["m-full"]), protocols)
+    first, *_, access, _, _ = markdown(folder).split("### ")  # the last two are the paper's
+    for part, more in ((first, ""), (access, " --protocols access")):
+        assert "| m-full |" in part and "| m-base |" not in part
+        assert "Left out, as they were measured on other rows or by other code than m-full: m-base (shipped)." in part
+        assert f"`unbind lab run {setting.name}{more}` measures them anew." in part
+    assert "m-base" not in markdown(folder, folder)
+
+    Lab(changed, tmp_path).run(chosen(["m-base"]), protocols)
+    Lab(replace(changed, learning_rates=(1e-3,)), tmp_path).run(chosen(["ga"]), configurations=["paper"])
+    found = markdown(folder)
+    assert "Left out" not in found and found.count("| m-base |") == 5 and found.count("| ga |") == 4

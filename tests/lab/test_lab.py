@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from server.cli import build
 from unbind_core.errors import Cancelled, UnbindError
 from unbind_core.progress import Progress, silent
+from unbind_lab.claims import claims
 from unbind_lab.intervals import intervals
 from unbind_lab.keeping import Kept
 from unbind_lab.lab import Lab
 from unbind_lab.protocols.main import joint_score, summary
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import BASELINES, SYSTEMS, chosen
-from unbind_lab.table import claims, markdown
+from unbind_lab.table import markdown
 from unbind_lab.trained.ga import GA
 from unbind_lab.trained.rmu import RMU
 from unbind_lab.trained.training import Configuration, Rows, Trained, train
