@@ -25,6 +25,8 @@ ROOT = Path(unbind_lab.__file__).parents[1]
         (PROTOCOLS["tasks"].further, "unbind_lab/tasks/harness.py"),
         (PROTOCOLS["attacks"].further, "server/bench/attacks/known.py"),
         (PROTOCOLS["attacks"].further, "unbind_lab/protocols/attacked.py"),
+        (PROTOCOLS["related"].further, "unbind_core/evaluation/neighbours.py"),
+        (PROTOCOLS["muse"].further, "unbind_core/evaluation/membership.py"),
         (PROTOCOLS["strengths"].further, "unbind_lab/protocols/varied.py"),
         (PROTOCOLS["successive"].further, "unbind_core/fitting/corrections/learning.py"),
         (PROTOCOLS["layers"].further, "unbind_core/fitting/corrections/learning.py"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from unbind_core.encoding import encode_prompt, fim_prompt
+from unbind_core.evaluation import membership
 from unbind_core.evaluation.membership import auc
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.progress import ProgressCallback
@@ -129,4 +130,4 @@ COLUMNS: tuple[Column, ...] = (
     ("extraction strength ↓", "strength", ".1f"),
 )
 
-PROTOCOL = Protocol("muse", records, summary, COLUMNS)
+PROTOCOL = Protocol("muse", records, summary, COLUMNS, further=(membership,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from unbind_core.encoding import encode
+from unbind_core.evaluation import neighbours as found_by
 from unbind_core.evaluation.neighbours import nearest, repeating
 from unbind_core.progress import ProgressCallback
 from unbind_core.windows import perplexity_windows
@@ -85,4 +86,4 @@ def _columns() -> Iterable[Column]:
         yield "rise %", f"rise_{name}", "+.2f"
 
 
-PROTOCOL = Protocol("related", records, summary, tuple(_columns()), beside)
+PROTOCOL = Protocol("related", records, summary, tuple(_columns()), beside, further=(found_by,))
