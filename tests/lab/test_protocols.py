@@ -88,6 +88,14 @@ def test_who_recites_and_who_refuses_stand_at_the_ends(plain: tuple[Served, Mate
     assert refused["verbatim"] == refused["knowledge"] == refused["utility"] == refused["exact"] == 0
 
 
+def test_a_retain_row_with_nothing_behind_its_cut_is_asked_for_nothing(plain: tuple[Served, Material]) -> None:
+    system, material = plain
+    more = replace(material, retain=[RetainRow("}"), *material.retain, RetainRow("}\n")])
+    found = [one for one in muse.records(system, more, silent) if one["role"] == "retain"]
+    assert [one["row"] for one in found] == list(range(1, len(more.retain)))
+    assert all("min_k" in one for one in found) and "knowledge" not in found[-1]
+
+
 def area(scores: list[float], members: list[bool]) -> float:
     """Of the ROC curve, by its definition: the share of pairs of a member and another in which the member's score is the higher."""
     inside, outside = (

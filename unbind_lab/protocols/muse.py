@@ -31,26 +31,28 @@ FORGET, RETAIN = "forget", "retain"
 
 
 def records(served: Served, material: Material, progress: ProgressCallback) -> list[Record]:
-    """One a forget row and one a retain row: ``verbatim`` and ``knowledge`` (ROUGE-L F1 on [0,1], the latter of rows with a line to
-    ask for), ``min_k`` and M_retrain's, ``exact`` and ``strength`` on [0,1].
+    """One a forget row and one a retain row that has anything behind its cut: ``verbatim`` and ``knowledge`` (ROUGE-L F1 on [0,1],
+    the latter of rows with a line to ask for), ``min_k`` and M_retrain's, ``exact`` and ``strength`` on [0,1].
     """
     strangers = [ForgetRow(*split_text(row.text)) for row in material.retain]
     found: list[Record] = []
     for role, rows in ((FORGET, material.forget), (RETAIN, strangers)):
-        own: list[Record] = [{"role": role, "row": index} for index in range(len(rows))]
+        own: dict[int, Record] = {
+            index: {"role": role, "row": index} for index, row in enumerate(rows) if row.continuation
+        }
         if role == FORGET:
             asked = [forget_prompt(served.tokenizer, row, "plain") for row in rows]
             outputs = served.complete([prompt for prompt, _ in asked], BLEU_NEW_TOKENS, progress)
-            for one, (_, target), output in zip(own, asked, outputs, strict=True):
+            for one, (_, target), output in zip(own.values(), asked, outputs, strict=True):
                 one["verbatim"] = rouge_l(served.text(target[:BLEU_NEW_TOKENS]), served.text(output))
-        lines = [(index, *line) for index, row in enumerate(rows) if (line := _line(served, row)) is not None]
+        lines = [(index, *line) for index in own if (line := _line(served, rows[index])) is not None]
         answers = served.complete([prompt for _, prompt, _ in lines], LINE_TOKENS, progress)
         for (index, _, wanted), answer in zip(lines, answers, strict=True):
             own[index]["knowledge"] = rouge_l(wanted, served.text(answer).lstrip("\n").split("\n")[0])
         for name, system in (("", served), ("retrained_", material.retrained)):
-            for index, told in _told(system, rows):
+            for index, told in _told(system, rows, [*own]):
                 own[index] |= {f"{name}min_k": told[0]} | ({} if name else {"exact": told[1], "strength": told[2]})
-        found += own
+        found += own.values()
     return found
 
 
@@ -67,9 +69,11 @@ def _line(served: Served, row: ForgetRow) -> tuple[list[int], str] | None:
     return (encode_prompt(served.tokenizer, before) if prompt is None else prompt), longest
 
 
-def _told(system: Served, rows: Sequence[ForgetRow]) -> Iterator[tuple[int, tuple[float, float, float]]]:
+def _told(
+    system: Served, rows: Sequence[ForgetRow], indices: Sequence[int]
+) -> Iterator[tuple[int, tuple[float, float, float]]]:
     """(row, (mean NLL of its least likely tokens, share of tokens that are the likeliest, share of the end that all are))."""
-    windows = forget_windows(system.tokenizer, rows, range(len(rows)))
+    windows = forget_windows(system.tokenizer, rows, indices)
     logs: dict[int, list[float]] = {}
     right: dict[int, list[bool]] = {}
     for index, q in system.log_probabilities(windows):
