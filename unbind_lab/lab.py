@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from unbind_core.errors import UnbindError
+from unbind_core.errors import FittingError, UnbindError, UnsupportedArchitecture
 from unbind_core.evaluation import metrics, scores
 from unbind_core.files import write_text
 from unbind_core.progress import ProgressCallback, counted, silent
@@ -35,6 +35,8 @@ from unbind_lab.trained import step, training
 from unbind_lab.trained.training import Configuration, Rows, Trained, Weights, started_from, train
 
 Report = Callable[[str], None]
+# What a system says that cannot be had of a setting's rows or model. Others can.
+IMPOSSIBLE = (Absent, FittingError, UnsupportedArchitecture)
 LABELS = ("shipped", "paper", "tuned")  # configurations: a system without any of its own is shipped
 
 
@@ -91,7 +93,7 @@ class Lab:
                         found = self.measured(entry, PROTOCOLS[protocol])
                         told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
                         self.report(f"{protocol}: {entry.name} {dict(entry.options)}: {told}")
-            except Absent as error:
+            except IMPOSSIBLE as error:
                 self.report(f"{system.name}: {error}")
                 absent.append(system.name)
         if absent:

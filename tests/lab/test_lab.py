@@ -200,14 +200,13 @@ def test_only_what_is_wanted_is_measured_and_nothing_is_tuned_for_the_paper_s_ow
     assert sorted(path.name for path in (tmp_path / setting.name).rglob("*.json")) == ["gss-paper.json"]
 
 
-def test_a_system_that_a_setting_cannot_have_keeps_no_other_from_being_measured(
-    setting: Setting, tmp_path: Path
-) -> None:
+def test_a_system_that_a_setting_cannot_have_keeps_no_other_from_it(setting: Setting, tmp_path: Path) -> None:
     told: list[str] = []
     lab = Lab(replace(setting, modules={}), tmp_path, report=told.append)
-    with pytest.raises(UnbindError, match="not measured: unbind-paper; why stands above, and all others are"):
-        lab.run(chosen(["unbind-paper", "m-full"]))
+    with pytest.raises(UnbindError, match="measured: unbind-paper, unbind-strict, guard; why stands above, and all"):
+        lab.run(chosen(["unbind-paper", "unbind-strict", "guard", "m-full"]))
     assert told[0].startswith("unbind-paper: setting: 'modules.paper' is missing")
+    assert told[1].startswith("unbind-strict: the retain set has 8 rows") and "no row to forget holds 50" in told[2]
     assert (tmp_path / setting.name / "main" / "m-full-shipped.json").is_file()
 
 
