@@ -17,7 +17,7 @@ FILLER = "pass"
 FEW, MANY = (8, 5), (32, 10)
 BETWEEN = 4  # tokens of the row from one end token to the next
 ALONE = 8  # tokens of the row that are given by themselves
-ASKED = 48  # tokens of each row that are asked for
+ASKED = 64  # tokens of each row that are asked for: more than the 50 of a span that counts
 
 Text = tuple[int, ...]
 View = Callable[[Material, Text], Text]

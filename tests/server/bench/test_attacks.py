@@ -285,7 +285,7 @@ def test_fillers_stand_before_the_last_tokens_of_a_text_that_is_told(
             return [[follows[text]] if knows else [] for text, knows in zip(texts, known, strict=True)]
 
     found = outcome(fillers.assisted(fillers.filled(times, last), last)(Reciting("reciting", loaded), material))
-    assert found["rows"] == len(ROWS) and found["spans_20"] == len(ROWS) - 1
+    assert found["rows"] == len(ROWS) and found["spans_20"] == found["spans_50"] == len(ROWS) - 1
     assert found["argmax_accuracy"] == pytest.approx((len(ROWS) - 1 + 1 / fillers.ASKED) / len(ROWS))
 
 
