@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from unbind_core.architecture import load_model
 from unbind_core.encoding import encode
+from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.windows import Window, forget_windows, make_batch, retain_windows
-from unbind_lab.setting import Setting
+from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import BASELINES
 from unbind_lab.trained import step
 from unbind_lab.trained.asu import smoothed_attention
@@ -21,11 +23,12 @@ from unbind_lab.trained.dpo import dpo
 from unbind_lab.trained.flat import by_kl, by_total_variation
 from unbind_lab.trained.npo import npo
 from unbind_lab.trained.prod import prod, signed_weights
-from unbind_lab.trained.rmu import control, rmu
+from unbind_lab.trained.rmu import RMU, control, rmu
+from unbind_lab.trained.rmu import weights as rmu_weights
 from unbind_lab.trained.simnpo import simnpo
 from unbind_lab.trained.step import Step, by_row, kl
 from unbind_lab.trained.task_vector import subtracted
-from unbind_lab.trained.training import ANSWER, Trained
+from unbind_lab.trained.training import ANSWER, Rows, Trained, train
 
 TRAINED = [system for system in BASELINES if isinstance(system, Trained)]
 FORGET = [
@@ -253,3 +256,15 @@ def test_smoothed_attention_is_that_of_a_smaller_scale_and_ends_with_its_block(p
 
 def test_rmu_leads_to_a_vector_of_its_length() -> None:
     assert control(16, 20.0).norm().item() == pytest.approx(20.0)
+
+
+def test_updates_that_bfloat16_cannot_tell_one_by_one_add_up(setting: Setting) -> None:
+    bench = Bench(replace(setting, dtype="bfloat16"))
+    model = bench.adapted()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if name in rmu_weights(model)}
+    rows, how = Rows(bench.forget, bench.retain_training), replace(RMU.paper, updates=60)
+    after = train(
+        RMU, how, model, bench.full.model, bench.full.tokenizer, rows, rows_an_update=2, seed=0, progress=silent
+    )
+    for name, weight in before.items():
+        assert weight.dtype is torch.bfloat16 and float((after[60][name] != weight).float().mean()) > 0.5

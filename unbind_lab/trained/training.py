@@ -108,20 +108,31 @@ def train(
     for parameter in parameters.values():
         parameter.requires_grad_(True)
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=configuration.learning_rate, weight_decay=system.weight_decay)
+    masters = [p if p.dtype is torch.float32 else p.detach().float() for p in parameters.values()]
+    optimizer = torch.optim.AdamW(masters, lr=configuration.learning_rate, weight_decay=system.weight_decay)
     steps = _steps(system, configuration, model, reference, tokenizer, rows, rows_an_update, seed)
     wanted = {length for length in lengths if length < configuration.updates} | {configuration.updates}
     found: dict[int, Weights] = {}
     model.eval()  # the adapters have no dropout, and nothing else differs
     stage = f"{system.name}, rate {configuration.learning_rate:g}"
     for done in counted(range(1, configuration.updates + 1), configuration.updates, stage, progress):
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         system.loss(next(steps)).backward()
-        optimizer.step()
+        _step(optimizer, list(parameters.values()), masters)
         if done in wanted:
             after = {name: p.detach().clone() for name, p in parameters.items()}
             found[done] = system.finish(before, after, configuration.options)
     return found
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], masters: Sequence[Tensor]) -> None:
+    """One update, by numbers in FP32: what it adds to a weight in bfloat16 is often less than half of what that can tell apart."""
+    apart = [(p, master) for p, master in zip(parameters, masters, strict=True) if p is not master]
+    for parameter, master in apart:
+        master.grad = None if parameter.grad is None else parameter.grad.float()
+    optimizer.step()
+    for parameter, master in apart:
+        parameter.data.copy_(master)
 
 
 def _steps(
