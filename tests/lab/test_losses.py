@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from unbind_core.architecture import load_model
 from unbind_core.encoding import encode
@@ -268,3 +269,12 @@ def test_updates_that_bfloat16_cannot_tell_one_by_one_add_up(setting: Setting) -
     )
     for name, weight in before.items():
         assert weight.dtype is torch.bfloat16 and float((after[60][name] != weight).float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("depth", [28, 32])
+def test_rmu_stands_where_the_paper_s_does(depth: int) -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=8, intermediate_size=8, num_hidden_layers=depth, num_attention_heads=1, vocab_size=8
+    )
+    names = rmu_weights(AutoModelForCausalLM.from_config(config))
+    assert names == [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (5, 6, 7)]

@@ -1,7 +1,7 @@
 """RMU (Appendix C.2): forget states are led to a fixed random vector, retain states held where they were, by three matrices.
 
-The paper takes layer 7 of 28 or 32 and the matrices of 5, 6 and 7. Of another depth it is the layer at the same share of it, the
-third at least.
+The paper takes layer 7 of 28 and of 32, and the matrices of 5, 6 and 7. Of another depth it is the layer at 7 / 28 of it, the third
+at least.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from unbind_core.windows import Batch
 from unbind_lab.trained.step import Step, pieces
 from unbind_lab.trained.training import Configuration, Trained
 
-PAPER_LAYER, PAPER_DEPTH, MATRICES, VECTOR_SEED = 7, 28, 3, 42
+PAPER_LAYER, PAPER_DEPTHS, MATRICES, VECTOR_SEED = 7, (28, 32), 3, 42
 
 
 def layer_of(model: nn.Module) -> int:
-    """Whose output is led away, from 0."""
-    return max(MATRICES - 1, round(PAPER_LAYER * len(decoder_layers(model)) / PAPER_DEPTH))
+    """Whose output is led away, from 0: the paper's in models as deep as its own two."""
+    depth = len(decoder_layers(model))
+    return PAPER_LAYER if depth in PAPER_DEPTHS else max(MATRICES - 1, round(PAPER_LAYER * depth / PAPER_DEPTHS[0]))
 
 
 def weights(model: nn.Module) -> list[str]:
