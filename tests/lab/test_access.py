@@ -43,7 +43,7 @@ def test_the_summary_takes_the_largest_of_each_row() -> None:
             {"row": 0, "way": "original", "span": 50, "recovery": 0.5},
             {"row": 0, "way": "fence", "span": 10, "recovery": 0.1},
             {"row": 1, "way": "original", "span": 49, "recovery": 0.25},
-            {"row": 1, "way": "fence", "span": 70, "recovery": 0.75},
+            {"row": 1, "way": "fence", "span": 100, "recovery": 0.75},
         ]
     )
     assert found == {
@@ -52,6 +52,7 @@ def test_the_summary_takes_the_largest_of_each_row() -> None:
         "spans_fence": 1,
         "recovery_fence": 42.5,
         "spans_all": 2,
+        "spans_100": 1,
         "recovery_all": 62.5,
     }
 
