@@ -20,7 +20,7 @@ from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import BASELINES
 from unbind_lab.trained import step
 from unbind_lab.trained.asu import smoothed_attention
-from unbind_lab.trained.dpo import dpo
+from unbind_lab.trained.dpo import DPO, dpo
 from unbind_lab.trained.flat import by_kl, by_total_variation
 from unbind_lab.trained.npo import npo
 from unbind_lab.trained.prod import prod, signed_weights
@@ -29,7 +29,7 @@ from unbind_lab.trained.rmu import weights as rmu_weights
 from unbind_lab.trained.simnpo import simnpo
 from unbind_lab.trained.step import Step, by_row, kl
 from unbind_lab.trained.task_vector import subtracted
-from unbind_lab.trained.training import ANSWER, Rows, Trained, train
+from unbind_lab.trained.training import ANSWER, Rows, Trained, _steps, train
 
 TRAINED = [system for system in BASELINES if isinstance(system, Trained)]
 FORGET = [
@@ -278,3 +278,15 @@ def test_rmu_stands_where_the_paper_s_does(depth: int) -> None:
     )
     names = rmu_weights(AutoModelForCausalLM.from_config(config))
     assert names == [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (5, 6, 7)]
+
+
+def test_a_row_longer_than_an_input_is_one_of_them(setting: Setting) -> None:
+    bench = Bench(setting)
+    rows = Rows(
+        [replace(bench.forget[0], continuation="    return 1\n" * 700), *bench.forget[1:]], bench.retain_training
+    )
+    steps = _steps(DPO, DPO.paper, bench.adapted(), bench.full.model, bench.full.tokenizer, rows, 3, 0)
+    found = [next(steps), next(steps)]  # a pass over four rows
+    assert sorted(window.row for one in found for window in one.forget_batch.windows) == [0, 1, 2, 3]
+    for window in (window for one in found for window in one._chosen.windows):  # type: ignore[union-attr]
+        assert list(window.ids[: window.first_target]) == encode(bench.full.tokenizer, rows.forget[window.row].prompt)
