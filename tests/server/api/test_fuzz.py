@@ -248,4 +248,4 @@ def test_nothing_in_the_service_s_description_leads_to_a_5xx(target: Live) -> No
 
 @pytest.mark.slow
 def test_nothing_in_the_service_s_description_leads_to_a_5xx_at_length(target: Live) -> None:
-    explore(target, 40)
+    explore(target, 20)
