@@ -41,6 +41,7 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(
 ) -> None:
     program = f"""
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in its background ignores it
 class Pressed:
     def find_spec(self, name, *_):
         if name == "{while_importing}":
