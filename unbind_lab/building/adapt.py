@@ -29,6 +29,7 @@ from unbind_core.rows import ForgetRow, RetainRow, split_text
 from unbind_core.running.device import bfloat16_is_fast
 from unbind_core.windows import Window, batches, forget_windows, retain_windows
 from unbind_lab.building.recipe import Adaptation
+from unbind_lab.trained.training import first_windows
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LARGEST_NORM = 1.0  # of a gradient
@@ -121,15 +122,12 @@ def _groups(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
 
 
 def _one_a_row(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> dict[int, Window]:
-    """Index of a row -> its first window that scores a token, as a slot has at most 2,048; behind it the end token where the row
-    ends there. A row of one token without BOS scores none, and has no window.
-    """
+    """``first_windows``, as a slot has at most 2,048 tokens; behind one the end token where its row ends there."""
     end, parts = tokenizer.eos_token_id, Counter(window.row for window in windows)
-    found: dict[int, Window] = {}
-    for window in windows:
-        ends = end is not None and parts[window.row] == 1
-        found.setdefault(window.row, replace(window, ids=(*window.ids, end)) if ends else window)
-    return found
+    return {
+        row: replace(window, ids=(*window.ids, end)) if end is not None and parts[row] == 1 else window
+        for row, window in first_windows(windows).items()
+    }
 
 
 def _learn(

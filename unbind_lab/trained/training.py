@@ -146,13 +146,14 @@ def _steps(
     seed: int,
 ) -> Iterator[Step]:
     pad, device = pad_id(tokenizer), next(model.parameters()).device
-    forget = _one_a_row(forget_windows(tokenizer, rows.forget, range(len(rows.forget))))
+    forget = [*first_windows(forget_windows(tokenizer, rows.forget, range(len(rows.forget)))).values()]
     answer = encode(tokenizer, ANSWER)
     chosen = [Window((*w.ids[: w.first_target], *answer), w.first_target, w.row) for w in forget]
     order = (
         random.Random(seed).sample(range(len(rows.retain)), len(rows.retain))[: system.pool] if system.retains else []
     )
-    retain = [_shortened(w, system.retain_tokens) for w in _one_a_row(retain_windows(tokenizer, rows.retain, order))]
+    of_retain = first_windows(retain_windows(tokenizer, rows.retain, order)).values()
+    retain = [_shortened(window, system.retain_tokens) for window in of_retain]
     forget_stream, retain_stream = _stream(len(forget), size, seed), _stream(len(retain), size, seed + 1)
     while True:
         at = _by_length(forget, next(forget_stream))
@@ -168,12 +169,14 @@ def _steps(
         )
 
 
-def _one_a_row(windows: Sequence[Window]) -> list[Window]:
-    """The first of each row that scores a token: an input has at most 2,048, as the paper's, and begins where its row does."""
+def first_windows(windows: Sequence[Window]) -> dict[int, Window]:
+    """Index of a row -> the first of its windows that scores a token: an input has at most 2,048, as the paper's, and begins where
+    its row does. A row of one token without BOS scores none, and has no window.
+    """
     found: dict[int, Window] = {}
     for window in windows:
         found.setdefault(window.row, window)
-    return list(found.values())
+    return found
 
 
 def _by_length(windows: Sequence[Window], some: Sequence[int]) -> list[int]:
