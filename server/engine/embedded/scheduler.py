@@ -1,6 +1,6 @@
 """Who computes what in the next step, and where. Deques and integers only: no tensor, so it is tested in milliseconds.
 
-A request waits, gets a slot with what any one already knows of its prompt, prefills the rest in chunks, then joins the
+A request waits, gets a slot with what any slot already knows of its prompt, prefills the rest in chunks, then joins the
 decode batch until it is finished.
 """
 
