@@ -1,4 +1,7 @@
-"""What the project claims of effect, done anew (slow)."""
+"""What the project claims of speed and effect, done anew (slow).
+
+Thresholds leave room for a busy machine.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ pytestmark = pytest.mark.slow
 EVERY = 3  # of the held-out rows: enough for these thresholds
 
 
-def test_one_pass_gradients_equal_one_call_a_target() -> None:
+def test_one_pass_gradients_equal_one_call_a_target_and_cost_a_few_forward_passes() -> None:
     measured = unbind("bench", "fit", "--windows", "1")
     assert measured["max_relative_error"] <= 1e-5
+    assert measured["oracle_speedup"] >= 50
+    assert measured["forward_equivalents"] <= 6
 
 
 def test_a_fit_reaches_the_target_and_leaves_other_rows_alone(tmp_path: Path) -> None:
