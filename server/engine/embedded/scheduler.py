@@ -238,11 +238,13 @@ class Scheduler:
         left = self.chunk_tokens
         wanted = sum(len(flight.prompt) - flight.computed for flight in prefilling)
         share, spare = max(1, left // self.lanes), left - wanted
-        chunks = []
+        chunks: list[Chunk] = []
         for flight in sorted(prefilling, key=lambda flight: flight.admitted):
             if left > 0:
                 own = len(flight.prompt) - flight.computed
                 count = min(left, own, max(share, spare + own))
+                if chunks and count < min(own, share // 2):
+                    continue  # too little to be worth a pass of its own, which moves where all its further chunks end
                 chunks.append(Chunk(flight, flight.computed, count))
                 left -= count
         return Plan(tuple(chunks), tuple(running), tuple(copies))

@@ -127,6 +127,18 @@ def test_what_others_leave_of_a_step_goes_to_a_long_prompt() -> None:
     assert not side_by_side(plan.passes(2))  # nearly all of it is one pass, which all threads have done sooner
 
 
+def test_what_a_prompt_leaves_of_a_step_is_no_pass_for_a_piece_of_another() -> None:
+    scheduler = _scheduler(slots=3, chunk_tokens=512, max_length=1500)
+    first, second, short = flights = [_flight(801), _flight(801), _flight(30)]
+    scheduler.waiting.extend(flights)
+    steps = []
+    while first.status is not Status.RUNNING or second.status is not Status.RUNNING:
+        plan = scheduler.schedule()
+        steps.append([(chunk.flight, chunk.count) for chunk in plan.prefill])
+        scheduler.computed(plan)
+    assert steps == [[(first, 512)], [(first, 289), (short, 30)], [(second, 512)], [(second, 289)]]
+
+
 def test_many_short_prompts_make_equal_passes_and_few_make_one() -> None:
     scheduler = _scheduler(slots=32, chunk_tokens=512, lanes=2, queue_limit=40)
     scheduler.waiting.extend(_flight(16) for _ in range(32))
