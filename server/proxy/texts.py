@@ -26,7 +26,8 @@ NUMBERS = {
     "token_logprobs",
 }  # lists of them go as their texts go
 _FRAME_LABELS = {"id", "object", "model", "system_fingerprint", "service_tier", "provider", "obfuscation"}
-_SPELT = {"token", "bytes", "top_logprobs"}
+_RANKED = {"top_logprobs", "top_probs"}  # the second as llama.cpp writes it under post_sampling_probs
+_SPELT = {"token", "bytes", *_RANKED}
 _AN_ID = re.compile(r"token_id:\d+")  # in place of a token's text, as vLLM writes it
 
 
@@ -126,12 +127,15 @@ def _logprobs(logprobs: Mapping[str, Any]) -> Iterator[Text]:
 def _spelt(entry: Mapping[str, Any], channel: str) -> Iterator[Text]:
     """A token with its alternatives, by rank."""
     yield Text(channel, _spelling(entry))
-    alternatives = entry.get("top_logprobs") or []
-    if not isinstance(alternatives, list):
-        raise Unguardable("'top_logprobs' is no list")
-    for rank, alternative in enumerate(alternatives):
-        yield Text(f"{channel}.{rank}", _spelling(_object(alternative, "top_logprobs")))
-        yield from _others(alternative, f"{channel}.{rank}")
+    for name in _RANKED & entry.keys():
+        alternatives = entry[name] or []
+        if not isinstance(alternatives, list):
+            raise Unguardable(f"'{name}' is no list")
+        # As they stand the chosen token may come first, as vLLM puts it, so that the likeliest would stand now here, now there.
+        ranked = sorted((_object(alternative, name) for alternative in alternatives), key=_likelihood, reverse=True)
+        for rank, alternative in enumerate(ranked):
+            yield Text(f"{channel}.{name}.{rank}", _spelling(alternative))
+            yield from _others(alternative, f"{channel}.{name}.{rank}")
     yield from _others(entry, channel)
 
 
@@ -162,8 +166,15 @@ def _spelling(entry: Mapping[str, Any]) -> str:
 
 
 def _score(alternative: tuple[str, Any]) -> float:
-    score = alternative[1]
-    return float(score) if isinstance(score, (int, float)) else float("-inf")
+    return _number(alternative[1])
+
+
+def _likelihood(alternative: Mapping[str, Any]) -> float:
+    return _number(alternative.get("logprob", alternative.get("prob")))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else float("-inf")
 
 
 def _cutless(found: Iterator[Text]) -> Iterator[Text]:

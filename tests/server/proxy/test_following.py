@@ -142,7 +142,21 @@ def places() -> list[tuple[str, Any]]:
                 "logprobs": {"content": [{"token": "x", "top_logprobs": [{"token": "x"}, {"token": part}]}]},
             },
         ),
+        (
+            "the likeliest, behind what was chosen",
+            lambda part: {"delta": {}, "logprobs": alternatives(part, "top_logprobs", "logprob")},
+        ),
+        (
+            "the likeliest, as probabilities",
+            lambda part: {"delta": {}, "logprobs": alternatives(part, "top_probs", "prob")},
+        ),
     ]
+
+
+def alternatives(likeliest: str, name: str, score: str) -> dict[str, Any]:
+    """Log-probabilities of a token, which stands before the likeliest one in some events and behind it in others."""
+    found = [{"token": "x" * 9, score: -3.0}, {"token": likeliest, score: -0.1}]
+    return {"content": [{"token": "x", name: found if " " in likeliest else found[::-1]}]}
 
 
 @pytest.mark.parametrize(("what", "shape"), places(), ids=[name for name, _ in places()])
