@@ -34,6 +34,7 @@ def flight_of(
             request.guards,
             tokenizer,
             request.prompt,
+            sent=request.sent,
             cuts=bool(sampling.stop),
             shows=shows,
             holds_json=request.holds_json,

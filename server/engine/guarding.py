@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from unbind_core.guard.escapes import meant
 from unbind_core.guard.follower import Follower, Verdict
 from unbind_core.guard.index import GuardIndex
 from unbind_core.guard.lexemes import most_lexemes
+from unbind_core.guard.sent import Sent
 
 MOST_AT_ONCE = 64  # tokens barred at one position, after which the answer ends
 
@@ -38,6 +39,11 @@ class Guarded:
     opened: frozenset[str] = frozenset()
 
 
+def sent_of(prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sent:
+    """What a client sent whose prompt has these tokens."""
+    return Sent(lambda: str(tokenizer.decode(list(prompt), skip_special_tokens=True)))
+
+
 class Guarding:
     """Follows one answer's text, and the text that its likeliest tokens would make where log-probabilities show them."""
 
@@ -47,14 +53,14 @@ class Guarding:
         tokenizer: PreTrainedTokenizerBase,
         prompt: tuple[int, ...],
         *,
+        sent: Sent | None = None,
         cuts: bool,
         shows: bool,
         holds_json: bool = False,
         forcing: Forcing | None = None,
     ) -> None:
-        def sent() -> str:
-            return str(tokenizer.decode(list(prompt), skip_special_tokens=True))
-
+        """``sent``: the prompt, where several requests go on from it; see :func:`sent_of`."""
+        sent = sent or sent_of(prompt, tokenizer)
         self._forcing = forcing
         self._answer = Follower(guards, sent, cuts=cuts)
         # and as what the strings of JSON in it mean: an escape can hide a letter of a run

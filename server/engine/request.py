@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from server.engine.lines import Lines
 from server.engine.pinned import NOTHING, PinnedSet
 from unbind_core.guard.book import GuardSet
+from unbind_core.guard.sent import Sent
 
 if TYPE_CHECKING:
     from server.engine.forcing import Forcing
@@ -121,6 +122,7 @@ class GenerationRequest:
     what was computed for one is never taken over for another, as how much that is tells what the other sent.
     ``grammar``: what it must look like; it is heeded while a gate is open, and the model may then end the answer all the same.
     ``shown``: special tokens that its text spells. ``holds_json``: guards follow what the strings of JSON in it mean as well.
+    ``sent``: the prompt as its guards read it, once for all requests that have the same.
     """
 
     prompt: tuple[int, ...]
@@ -134,6 +136,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
     holds_json: bool = False
+    sent: Sent | None = None
 
     @cached_property
     def packed(self) -> array[int]:

@@ -6,7 +6,8 @@ Most fields are not ours and go on as they are. What would bring an answer that 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -15,6 +16,7 @@ from server.api.inference.bodies.fields import MAX_CHOICES, Name
 from server.api.inference.bodies.generation import UnbindOptions
 from server.errors import field_error, invalid
 from unbind_core.guard.escapes import Unescaped
+from unbind_core.guard.sent import Sent
 
 MOST_PROMPTS = 1024
 # field -> the values with which an answer can be followed
@@ -94,10 +96,14 @@ class Asked(BaseModel):
         except ValueError:
             raise invalid("the body holds a number that is none in JSON (NaN or Infinity)") from None
 
-    def sent(self, index: int) -> str:
-        """Every text that the client sent for the choice ``index``: it may come back."""
-        body = self.model_dump(exclude={"unbind", "model"}, exclude_none=True)
-        return "\n".join(_strings(list(body.values())))
+    def sent(self) -> Callable[[int], Sent]:
+        """By the index of a choice every text that the client sent for it: it may come back."""
+        everything = Sent(self._texts)
+        return lambda _: everything
+
+    def _texts(self, *left_out: str) -> str:
+        body = self.model_dump(exclude={"unbind", "model", *left_out}, exclude_none=True)
+        return _joined(body)
 
 
 class AskedChat(Asked):
@@ -137,10 +143,15 @@ class AskedCompletion(Asked):
         """As many for each prompt."""
         return super().answers * len(self.prompts)
 
-    def sent(self, index: int) -> str:
-        """The choice's own prompt last, where the answer goes on; of ids nobody here knows the text."""
-        body = self.model_dump(exclude={"unbind", "model", "prompt"}, exclude_none=True)
-        return "\n".join([*_strings(list(body.values())), *_strings([self.prompts[index // super().answers]])])
+    def sent(self) -> Callable[[int], Sent]:
+        """The choice's own prompt, beside what all share; of ids nobody here knows the text."""
+        shared, each = Sent(partial(self._texts, "prompt")), super().answers
+        prompts = [Sent(partial(_joined, prompt), shared) for prompt in self.prompts]
+        return lambda index: prompts[index // each]
+
+
+def _joined(value: Any) -> str:
+    return "\n".join(_strings(value))
 
 
 def _strings(value: Any) -> Iterator[str]:

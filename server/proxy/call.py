@@ -20,6 +20,7 @@ from server.proxy.relay import Relay
 from server.proxy.service import GuardService, guarded
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.sent import Sent
 
 WITHHELD = "what it says is withheld"
 
@@ -37,7 +38,7 @@ class Call:
         assigned = self._assigned(profile, asked.unbind.modules if asked.unbind else None)
         body = asked.passed_on(model)
         charge_answers(self.served, self.caller, asked.answers)
-        following = Following(assigned.guards, asked.answers, asked.sent, escaped=asked.escaped, told=self._told)
+        following = Following(assigned.guards, asked.answers, asked.sent(), escaped=asked.escaped, told=self._told)
         headers = heading(assigned.labels)
         checked = partial(_checked, assigned.guards)
         return Relay(self.served, path, body, following, headers=headers, checked=checked, ended=self._ended)
@@ -86,7 +87,7 @@ def _checked(guards: GuardSet | None, message: str) -> str:
     """A message of the other server, which may hold what its model wrote; withheld where a guard would."""
     if guards is None:
         return message
-    channel = Channel(guards, str, escaped=True)
+    channel = Channel(guards, Sent(str), escaped=True)
     channel.push(message)
     channel.end()
     return WITHHELD if channel.blocked else message

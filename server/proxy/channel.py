@@ -5,18 +5,17 @@ A text of JSON is followed twice: as it stands, and as what its strings mean. On
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.escapes import Unescaped
 from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.sent import Sent
 from unbind_core.guard.textguard import TextGuard
 
 
 class Channel:
     """Counts characters alone: the texts themselves stay where they came."""
 
-    def __init__(self, guards: GuardSet, prompt: Callable[[], str], *, escaped: bool = False) -> None:
+    def __init__(self, guards: GuardSet, prompt: Sent, *, escaped: bool = False) -> None:
         self.taken = self.sent = 0
         self._plain = TextGuard(guards, prompt)
         self._meant = TextGuard(guards, prompt) if escaped else None

@@ -7,7 +7,7 @@ text withholds everything that came with it or after it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from server.proxy.refusal import Unguardable
 from server.proxy.texts import ARGUMENTS, NUMBERS, Text, texts_of
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.sent import Sent
 
 MOST_CHANNELS = 512  # tool calls, ranks of alternatives and names that the other server invents
 MOST_HELD = 8 * 1024 * 1024  # bytes
@@ -57,9 +58,9 @@ class Part:
 
 
 class Choice:
-    """One choice with its channels. ``prompt`` gives what the client sent; ``escaped``: its content is JSON."""
+    """One choice with its channels. ``prompt``: what the client sent; ``escaped``: its content is JSON."""
 
-    def __init__(self, guards: GuardSet | None, prompt: Callable[[], str], *, escaped: bool = False) -> None:
+    def __init__(self, guards: GuardSet | None, prompt: Sent, *, escaped: bool = False) -> None:
         self.channels: dict[str, Channel] = {}
         self.blocked: GuardIndex | None = None
         self.ended = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from server.proxy.choice import Choice, Part
@@ -12,6 +11,7 @@ from server.proxy.refusal import Unguardable
 from server.proxy.texts import frame_of
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.sent import Sent
 
 FILTERED = "content_filter"
 BYTES = 4  # of a token, about
@@ -28,7 +28,7 @@ class Following:
         self,
         guards: GuardSet | None,
         expected: int,
-        prompt: Callable[[int], str],
+        prompt: Callable[[int], Sent],
         *,
         escaped: bool = False,
         told: Tell = lambda _: {},
@@ -115,7 +115,7 @@ class Following:
 
     def _choice(self, index: int) -> Choice:
         if index not in self.choices:
-            self.choices[index] = Choice(self._guards, partial(self._prompt, index), escaped=self._escaped)
+            self.choices[index] = Choice(self._guards, self._prompt(index), escaped=self._escaped)
         return self.choices[index]
 
     def _end(self, guard: GuardIndex) -> dict[str, Any]:

@@ -7,12 +7,12 @@ more that stands in the prompt as well: what the client sent itself may be repea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import NamedTuple
 
 from unbind_core.guard.book import Group, GuardSet
 from unbind_core.guard.index import GuardIndex, Shape, Stretch
-from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, readings, spelt
+from unbind_core.guard.lexemes import Comments, Seen, is_word, parts, spelt
+from unbind_core.guard.sent import Sent
 
 
 class Verdict(NamedTuple):
@@ -59,7 +59,7 @@ _NOTHING = Verdict()
 
 
 class Follower:
-    """One answer under ``guards``. ``prompt`` gives what the client sent, and is asked once, if at all.
+    """One answer under ``guards``. ``prompt`` is what the client sent, or gives it, and is asked once, if at all.
 
     ``cuts``: whether the text may be cut anywhere (by a stop string), so that the beginning of a word is a lexeme as well.
     ``marks``: whether it only tells of stretches that move gates, whoever sent them, and of no run.
@@ -68,7 +68,7 @@ class Follower:
     def __init__(
         self,
         guards: GuardSet,
-        prompt: Callable[[], str],
+        prompt: Sent | Callable[[], str],
         *,
         cuts: bool = False,
         marks: bool = False,
@@ -78,11 +78,12 @@ class Follower:
         self.guards = guards
         self.met: list[tuple[Stretch, int]] = []  # with their last runs: of any guard, ended in the newest ``take``
         self._longest, self._counted = 0, frozenset[str]()
-        self._prompt, self._cuts, self._marks = prompt, cuts, marks
+        self._prompt = prompt if isinstance(prompt, Sent) else Sent(prompt)
+        self._cuts, self._marks, self._spelt = cuts, marks, letters
         self._groups = tuple(group for group in guards.groups if group.shape.secrets is letters)
         self._letters: Follower | None = None
         if not (letters or marks) and len(self._groups) < len(guards.groups):
-            self._letters = Follower(guards, lambda: spelt(prompt()), letters=True)
+            self._letters = Follower(guards, self._prompt, letters=True)
         found = guards.stretches if marks else self._groups
         self._shapes = tuple(group.shape for group in found)
         self._keep = max((shape.run for shape in self._shapes), default=1) - 1
@@ -229,18 +230,7 @@ class Follower:
     def _sent(self, shape: Shape, recent: tuple[str, ...], half: int) -> bool:
         """Whether the client sent the newest N/2 lexemes: as they are, as other names are not its own."""
         as_it_is = self.guards.secret.fingerprint(recent[-shape.half :]) if shape.fold else half
-        return as_it_is in self._own[shape]
-
-    @cached_property
-    def _own(self) -> dict[Shape, frozenset[int]]:
-        """The runs of N/2 lexemes of what the client sent, names as they are."""
-        sent = readings(self._prompt())
-        return {
-            shape: frozenset(
-                run for reading in sent for run in Shape(shape.run).runs(reading, shape.half, self.guards.secret)
-            )
-            for shape in self._shapes
-        }
+        return self._prompt.holds(as_it_is, shape.half, self.guards.secret, letters=self._spelt)
 
 
 def _length(shape: Shape, streak: int, fresh: int) -> int:

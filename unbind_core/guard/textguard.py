@@ -11,6 +11,7 @@ from collections.abc import Callable
 from unbind_core.guard.book import GuardSet
 from unbind_core.guard.follower import Follower
 from unbind_core.guard.index import GuardIndex
+from unbind_core.guard.sent import Sent
 
 _PIECES = re.compile(r"\w+|\W")
 
@@ -20,7 +21,7 @@ class TextGuard:
     that of a word with a run of a secret in it nothing is sent where it comes whole.
     """
 
-    def __init__(self, guards: GuardSet, prompt: Callable[[], str]) -> None:
+    def __init__(self, guards: GuardSet, prompt: Sent | Callable[[], str]) -> None:
         self.follower = Follower(guards, prompt)
         self.blocked: GuardIndex | None = None
         self._held = ""

@@ -19,11 +19,13 @@ from server.api.inference.report import Report
 from server.api.inference.separators import refuse_separated
 from server.engine.answering import TOO_MUCH
 from server.engine.grammars import Grammar
+from server.engine.guarding import sent_of
 from server.engine.request import Delta, Flight, GenerationRequest, TokenLogprob
 from server.errors import ApiError, invalid
 from server.policy import OFF, Assigned, heading, labels
 from server.rules import WhenOpen
 from server.service import Service
+from unbind_core.guard.sent import Sent
 
 ITSELF = "itself"  # the owner of the server's own requests: how much of a canary's prompt is known must not show
 
@@ -102,7 +104,7 @@ class Generation:
         ``owner``: see ``GenerationRequest``.
         """
         self.served, self.prompts = served, prompts
-        self.pinned, self.guard_set, self._labels = assigned.modules, assigned.guards, assigned.labels
+        self.pinned, self.guard_set, self.labels = assigned.modules, assigned.guards, assigned.labels
         self.choices: list[Choice] = []
         self.started = time.perf_counter()
         self._report, self._told, self._route, self._echo = report, told, route, echo
@@ -123,8 +125,9 @@ class Generation:
                 if not prompt.ids:
                     raise invalid("prompt: has no tokens; give at least one character", "prompt")
                 refuse_separated(prompt.ids, self.served, self.pinned)
+                sent = sent_of(prompt.ids, self.served.loaded.tokenizer)
                 for _ in range(body.n):
-                    self._submit_one(body, prompt)
+                    self._submit_one(body, prompt, sent)
         except BaseException:
             self.cancel()
             raise
@@ -136,7 +139,7 @@ class Generation:
         self.served.telemetry.prompt_tokens.inc(taken)
         self._charge(taken)
 
-    def _submit_one(self, body: GenerationBody, prompt: Prompt) -> None:
+    def _submit_one(self, body: GenerationBody, prompt: Prompt, sent: Sent) -> None:
         index = len(self.choices)
         tokens = self._tokens(body.wanted, len(prompt.ids))
         if body.min_tokens > tokens:
@@ -158,6 +161,7 @@ class Generation:
             grammar=self._asked.grammar,
             shown=self._asked.shown,
             holds_json=self._asked.holds_json,
+            sent=sent,
         )
         flight, deltas = self.served.engine.submit(request)
         report = None
@@ -289,11 +293,6 @@ class Generation:
         return {"unbind": told} if told else {}
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """The modules and guards that this answer was made under."""
-        return self._labels
-
-    @property
     def headers(self) -> dict[str, str]:
         """Which modules and guards this answer was made under."""
-        return heading(self._labels)
+        return heading(self.labels)

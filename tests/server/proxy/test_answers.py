@@ -17,6 +17,7 @@ from tests.server.proxy.conftest import ROW, RUN
 from tests.support.live import Answer, Live
 from tests.support.slow_matcher import longest_run
 from tests.support.upstream import DONE, EVENTS, Script, Upstream, answered, event, streamed
+from unbind_core.guard.sent import Sent
 
 PIECES = [ROW[at : at + 4] for at in range(0, len(ROW), 4)]
 
@@ -97,6 +98,18 @@ def test_an_echo_is_the_clients_own_text(guard: Live, other: Upstream) -> None:
     half = ROW[: len(ROW) // 2]
     goes_on = guard.complete(prompt=half, echo=True).body["choices"][0]
     assert goes_on["finish_reason"] == "stop" or longest_run(goes_on["text"].removeprefix(half), [ROW]) < RUN
+
+
+def test_what_a_client_sent_is_read_once_for_all_its_answers(
+    guard: Live, other: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Sent] = []
+    runs = Sent._runs
+    monkeypatch.setattr(Sent, "_runs", lambda sent, *rest: (read.append(sent), runs(sent, *rest))[1])
+    other.script = Script([answered(*({"index": index, "text": ROW, "thoughts": ROW} for index in range(6)))])
+    answer = guard.complete(prompt=["one", "two"], n=3, user="a line of mine")
+    assert [choice["finish_reason"] for choice in answer.body["choices"]] == ["content_filter"] * 6
+    assert len(read) == 3  # each prompt, and what else was sent
 
 
 def test_prompts_are_told_apart_by_their_answers(guard: Live, other: Upstream) -> None:

@@ -16,6 +16,7 @@ from tests.support.slow_matcher import longest_run
 from unbind_core.guard.book import GuardBook, GuardSet
 from unbind_core.guard.escapes import Unescaped
 from unbind_core.guard.index import Secret, build_index
+from unbind_core.guard.sent import Sent
 
 RUN = 10
 ROW = """
@@ -34,7 +35,8 @@ FRAME = {"id": "x", "object": "chunk", "created": 1, "model": "m"}
 
 
 def following(prompt: str = "", expected: int = 1, guards: GuardSet | None = GUARDS, **options: Any) -> Following:
-    return Following(guards, expected, lambda _: prompt, **options)
+    sent = Sent(lambda: prompt)
+    return Following(guards, expected, lambda _: sent, **options)
 
 
 def event(choice: dict[str, Any], **more: Any) -> tuple[dict[str, Any], bytes]:

@@ -16,6 +16,7 @@ from tests.support.live import ADMIN_KEY, Live, serving
 from tests.support.shapes import texts
 from tests.support.slow_matcher import longest_run
 from unbind_core.architecture import load_model
+from unbind_core.guard.sent import Sent
 from unbind_core.rows import ForgetRow, parse_forget
 
 RUN, TOKENS = 12, 30
@@ -139,3 +140,15 @@ def test_what_guards_do_is_counted_by_name_and_route(server: Live, rows: list[Fo
     assert 'unbind_guard_stops_total{module="stopped",route="/v1/completions"}' in shown
     assert 'unbind_guard_bars_total{module="steered",route="/v1/completions"}' in shown
     assert 'unbind_guard_run_lexemes_bucket{le="12.0",route="/v1/completions"}' in shown
+
+
+def test_a_prompt_is_read_once_for_all_the_answers_to_it(
+    server: Live, rows: list[ForgetRow], protected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Sent] = []
+    runs = Sent._runs
+    monkeypatch.setattr(Sent, "_runs", lambda sent, *rest: (read.append(sent), runs(sent, *rest))[1])
+    asked = {"prompt": recited(server, rows, protected).prompt, "n": 4, "max_tokens": TOKENS, "temperature": 0}
+    answer = server.call("/p/free/v1/completions", asked, key=ADMIN_KEY)
+    assert answer.status == 200 and len(answer.body["choices"]) == 4
+    assert len(read) == 1
