@@ -26,15 +26,10 @@ class Unescaped:
         meant = []
         for character in text:
             self._place += 1
-            if not self._begun and character != "\\":
-                meant.append(character)
-                self._ends.append(self._place)
-                continue
-            self._begun += character
-            if (found := _meaning(self._begun)) is not None:
+            found, self._begun = _next(self._begun, character)
+            if found:
                 meant.append(found)
                 self._ends.append(self._place)
-                self._begun = ""
         return "".join(meant)
 
     def passed(self, count: int) -> int:
@@ -52,14 +47,24 @@ def meant(begun: str, text: str) -> tuple[str, str]:
         return text, ""
     found = []
     for character in text:
-        if not begun and character != "\\":
-            found.append(character)
-            continue
-        begun += character
-        if (meaning := _meaning(begun)) is not None:
-            found.append(meaning)
-            begun = ""
+        meaning, begun = _next(begun, character)
+        found.append(meaning)
     return "".join(found), begun
+
+
+def _next(begun: str, character: str) -> tuple[str, str]:
+    """What one more character completes, "" while more is to come; and what has begun then: an escape, the first half of a pair of
+    them, or both. A half is said by itself and again in the whole: no guard reads it, and it may have no other.
+    """
+    half, escape = ("", begun) if begun.startswith("\\") else (begun[:1], begun[1:])
+    if not escape and character != "\\":
+        return character, ""
+    found = _meaning(escape + character)
+    if found is None:
+        return "", begun + character
+    if half and "\udc00" <= found <= "\udfff":
+        return (half + found).encode("utf-16", "surrogatepass").decode("utf-16"), ""
+    return found, found if "\ud800" <= found <= "\udbff" else ""
 
 
 def _meaning(escape: str) -> str | None:
