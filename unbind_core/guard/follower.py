@@ -115,6 +115,8 @@ class Follower:
         everything, code, outside = state.everything, state.code, state.outside
         hits: list[GuardIndex] = []
         cuts: list[GuardIndex] = []
+        # Letters of the first word, whose beginnings were asked about as they came; of what is no word they were not.
+        asked = len(state.pending) if state.pending and is_word(state.pending) else 0
         for part in found:
             seen = comments.see(part)
             if seen is Seen.OPENS:
@@ -123,19 +125,20 @@ class Follower:
                 code = outside
             elif seen is not Seen.NOTHING:
                 if self._cuts and (any(everything.streaks) or any(code.streaks)):
-                    cuts += self._beginnings(everything, part)
-                    cuts += self._beginnings(code, part) if seen is Seen.LEXEME else ()
+                    cuts += self._beginnings(everything, part, asked)
+                    cuts += self._beginnings(code, part, asked) if seen is Seen.LEXEME else ()
                 same = seen is Seen.LEXEME and (everything is code or everything == code)
                 everything = self._next(everything, part, hits)
                 code = everything if same else self._next(code, part, hits) if seen is Seen.LEXEME else code
+            asked = 0
         self._state = _State(everything, code, outside, pending, comments.line, comments.open)
         if self._marks:
             return _NOTHING
         if not (any(everything.streaks) or any(code.streaks)):
             return self._verdict(hits, cuts, False) if hits or cuts else _NOTHING
         if pending and is_word(pending):
-            cuts += self._beginnings(everything, pending, whole=True)
-            cuts += self._beginnings(code, pending, whole=True) if not comments.line else ()
+            cuts += self._beginnings(everything, pending, asked, whole=True)
+            cuts += self._beginnings(code, pending, asked, whole=True) if not comments.line else ()
         long = self._long(everything) or (code is not everything and self._long(code))
         if not hits and not cuts:
             return Verdict(long=True) if long else _NOTHING
@@ -210,13 +213,15 @@ class Follower:
             streaks.append(streak)
         return _Trace(recent[-self._keep :], tuple(streaks), trace.fresh)
 
-    def _beginnings(self, trace: _Trace, word: str, *, whole: bool = False) -> list[GuardIndex]:
-        """Guards whose run is complete if the answer is cut within ``word``, or ends with the ``whole`` of it."""
+    def _beginnings(self, trace: _Trace, word: str, asked: int, *, whole: bool = False) -> list[GuardIndex]:
+        """Guards whose run is complete if the answer is cut within ``word``, or ends with the ``whole`` of it; as for cuts within
+        its first letters, so many were ``asked`` about.
+        """
         found: list[GuardIndex] = []
         for group, streak, fresh in self._lengths(trace):
             shape = group.shape
             if streak >= shape.run - shape.half and fresh >= shape.run - 1:
-                words = [word[:end] for end in range(1, len(word))] if self._cuts else []
+                words = [word[:end] for end in range(asked + 1, len(word))] if self._cuts else []
                 for last in [*words, word] if whole else words:
                     recent = (*trace.recent, last)[-shape.run :]
                     if not self._sent(shape, recent, shape.fingerprint(recent[-shape.half :], self.guards.secret)):

@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 _PARTS = re.compile(r"\w+|\n|\\[nrt]|//|/\*|\*/|--|[^\w\s]")
+_WORD = re.compile(r"\w*")
 _SIGNS = frozenset("#/*-+>|;\\") | {"//", "/*", "*/", "--", r"\t"}
 _ENDS = frozenset({"\n", r"\n", r"\r"})  # of a line, also as a string in JSON writes them
 _LINE_COMMENTS = frozenset({"#", "//", "--"})
@@ -60,7 +61,10 @@ _PLAIN = _Plain(
 
 def parts(pending: str, text: str) -> tuple[list[str], str]:
     """Words, punctuation, comment signs and line ends of ``pending`` and ``text``, and the end that more text may change."""
-    whole = pending + text.translate(_PLAIN)
+    plain = text.translate(_PLAIN)
+    if pending and is_word(pending) and _WORD.fullmatch(plain):
+        return [], pending + plain  # a long word that is read anew with each part of it takes the square of its length
+    whole = pending + plain
     found = list(_PARTS.finditer(whole))
     if found and found[-1].end() == len(whole) and (is_word(found[-1][0]) or found[-1][0] in _GROWING):
         return [part[0] for part in found[:-1]], found[-1][0]
