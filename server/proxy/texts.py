@@ -90,11 +90,11 @@ def _call(call: Mapping[str, Any], place: int) -> Iterator[Text]:
     if not isinstance(number, int):
         raise Unguardable("the index of a tool call is no number")
     for name, value in call.items():
-        if name in _PART_LABELS:
+        if name == "type":
             _label(name, value)
         elif name == "function" and value is not None:
             yield from _function(_object(value, name), f"tool_calls.{number}")
-        elif name != "index":
+        elif name != "index":  # an id too may be the model's own words: Kimi K2 writes it in front of each call
             yield from _any(call, name, f"tool_calls.{number}.{name}")
 
 

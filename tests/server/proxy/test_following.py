@@ -118,6 +118,7 @@ def places() -> list[tuple[str, Any]]:
         ("a field that nobody knows", lambda part: {"delta": {"draft": {"inner": [part]}}}),
         ("beside the delta", lambda part: {"delta": {}, "thoughts": part}),
         ("a function's name", lambda part: {"delta": {"tool_calls": [{"index": 0, "function": {"name": part}}]}}),
+        ("a call's id", lambda part: {"delta": {"tool_calls": [{"index": 0, "type": "function", "id": part}]}}),
         ("a call's text", lambda part: {"delta": {"tool_calls": [{"index": 3, "function": {"arguments": part}}]}}),
         ("the older call", lambda part: {"delta": {"function_call": {"arguments": part}}}),
         ("tokens", lambda part: {"text": "", "logprobs": {"tokens": [part], "token_logprobs": [-1.0]}}),
