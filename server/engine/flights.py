@@ -29,7 +29,7 @@ def flight_of(
     sampling, guarding = request.sampling, None
     forcing = Forcing.of(request, tokenizer)
     if request.guards is not None:
-        shows = bool(sampling.logprobs or sampling.prompt_logprobs)
+        shows = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         guarding = Guarding(
             request.guards,
             tokenizer,

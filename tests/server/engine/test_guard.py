@@ -159,6 +159,16 @@ def test_nothing_changes_where_no_run_is_met(engine: EmbeddedEngine, requests: l
                 assert [[t for t, _ in v or ()] for v in told[0]] == [[t for t, _ in v or ()] for v in told[1]]
 
 
+def test_log_probabilities_without_alternatives_are_withheld_where_others_are(
+    engine: EmbeddedEngine, requests: list[GenerationRequest], protected: list[str]
+) -> None:
+    withheld = [
+        [[entry.logprob is None for delta in deltas for entry in delta.logprobs] for deltas in answers]
+        for answers in (asked(engine, under(requests, guards_of(protected), logprobs=count)) for count in (0, 1))
+    ]
+    assert withheld[0] == withheld[1] and any(map(any, withheld[0]))
+
+
 @pytest.mark.parametrize("ends", ["at its first token", "while its beginning is withheld"])
 def test_what_is_told_of_a_prompt_is_told_when_the_answer_is_filtered(
     engine: EmbeddedEngine, protected: list[str], ends: str
