@@ -41,9 +41,11 @@ class Client:
             raise wrong
         self._base = url.rstrip("/") + "/admin/v1"
         try:
-            host = httpx2.URL(self._base).host
+            host = httpx2.URL(url).host
         except httpx2.InvalidURL:
             raise wrong from None
+        if not host:
+            raise wrong
         # No proxy that the environment names reaches this machine's loopback, nor is one to be sent the admin key.
         self._proxied = not is_loopback(host)
         self._key = {"Authorization": f"Bearer {key or _kept_key()}"}
@@ -56,7 +58,7 @@ class Client:
         given = {"Content-Type": "application/json", **(headers or {})}
         method = method or ("GET" if body is None else "POST")
         with self._asked(path, method, given, content=content) as answer:
-            return json.loads(answer.read())
+            return self._parsed(answer)
 
     def whole(self, path: str) -> Any:
         """The answer of a list that comes in pages, all of its ``data`` in one; ``path`` has a query. Raises UnbindError."""
@@ -73,7 +75,7 @@ class Client:
             file.open("rb") as data,
             self._asked(path, "POST", headers, data=fields, files={"file": (name, data)}) as answer,
         ):
-            return json.loads(answer.read())
+            return self._parsed(answer)
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
         """What a stream of server-sent events tells, until it ends or breaks off: the last event says which."""
@@ -82,15 +84,35 @@ class Client:
                 if line.startswith("data: "):
                     yield json.loads(line[6:])
 
+    def _parsed(self, answer: httpx2.Response) -> Any:
+        """What an answer holds. Raises UnbindError for what no server of ours gives, as a page to sign in at."""
+        try:
+            told = json.loads(answer.read())
+        except ValueError:
+            told = None
+        if not isinstance(told, dict):
+            kind = answer.headers.get("content-type", "of no type")
+            raise UnbindError(
+                f"--url: {self._base} is answered by something else than an Unbind server ({answer.status_code}, {kind}); "
+                f"give the address that `unbind serve` tells of, such as {LOCAL}"
+            )
+        return told
+
     @contextmanager
     def _asked(self, path: str, method: str, headers: Mapping[str, str], **body: Any) -> Iterator[httpx2.Response]:
         """The answer, whose body is still to be read, and may fail to come."""
         given: dict[str, Any] = {"headers": _encoded({**headers, **self._key}), "timeout": TIMEOUT_SECONDS, **body}
         given["trust_env"] = self._proxied
         try:
-            with httpx2.stream(method, self._base + path, follow_redirects=True, **given) as answer:
+            # Not followed: a POST that is sent on becomes a GET, and no other address is to be sent the key.
+            with httpx2.stream(method, self._base + path, follow_redirects=False, **given) as answer:
+                if answer.has_redirect_location:
+                    there = str(answer.url.join(answer.headers["location"])).partition("/admin/v1")[0]
+                    raise UnbindError(
+                        f"--url: {self._base} sends on to {there} ({answer.status_code}), which is not followed; give that address"
+                    )
                 if not answer.is_success:
-                    raise UnbindError(f"{_message(answer.read())} ({answer.status_code})")
+                    raise UnbindError(f"{_message(answer.read()) or answer.reason_phrase} ({answer.status_code})")
                 yield answer
         except httpx2.RequestError as error:
             reason = str(error) or type(error).__name__

@@ -39,8 +39,14 @@ class Handler(BaseHTTPRequestHandler):
             "/admin/v1/broken": (502, b"<h1>bad gateway</h1>"),
             "/admin/v1/events": (200, EVENTS),
             "/admin/v1/cut": (200, EVENTS[:50]),
+            "/admin/v1/page": (200, b"<h1>Sign in</h1>"),
+            "/admin/v1/list": (200, b"[]"),
+            "/admin/v1/bare": (502, b""),
+            "/admin/v1/moved": (301, b""),
         }.get(self.path, (200, json.dumps(told).encode()))
         self.send_response(status)
+        if status == 301:
+            self.send_header("Location", "https://elsewhere.invalid/admin/v1/moved")
         self.send_header("Content-Length", str(len(answer) + (1000 if self.path.endswith("cut") else 0)))
         self.end_headers()
         self.wfile.write(answer)
@@ -116,8 +122,22 @@ def test_a_refusal_is_told_in_the_server_s_words(url: str) -> None:
         Client(url, "k").call("/refused", {})
     with pytest.raises(UnbindError, match=r"^<h1>bad gateway</h1> \(502\)$"):
         Client(url, "k").call("/broken")
+    with pytest.raises(UnbindError, match=r"^Bad Gateway \(502\)$"):
+        Client(url, "k").call("/bare")
     with pytest.raises(UnbindError, match="being made"):
         list(Client(url, "k").events("/refused"))
+
+
+@pytest.mark.parametrize("path", ["/page", "/list"])
+def test_an_answer_that_no_server_of_ours_gives_is_told_with_the_remedy(url: str, path: str) -> None:
+    with pytest.raises(UnbindError, match=r"^--url: .*/admin/v1 is answered by something else .*give the address"):
+        Client(url, "k").call(path)
+
+
+@pytest.mark.parametrize("body", [None, {}])
+def test_an_address_that_sends_elsewhere_is_told_and_not_followed(url: str, body: dict[str, str] | None) -> None:
+    with pytest.raises(UnbindError, match=r"sends on to https://elsewhere.invalid \(301\), .* give that address"):
+        Client(url, "k").call("/moved", body)
 
 
 def test_a_stream_tells_its_events_and_ends_where_it_breaks_off(url: str) -> None:
@@ -132,7 +152,7 @@ def test_a_server_that_is_not_there_is_named_with_the_remedy() -> None:
         Client(f"http://127.0.0.1:{port}", "k").call("/x")
 
 
-@pytest.mark.parametrize("address", ["localhost:8000", "ftp://host", "http://[::1", "http://host:port"])
+@pytest.mark.parametrize("address", ["localhost:8000", "ftp://host", "http://[::1", "http://host:port", "http://"])
 def test_what_is_no_address_is_named_with_an_example(address: str) -> None:
     with pytest.raises(UnbindError, match=r"--url: .* is not an address such as http://127"):
         Client(address, "k")
