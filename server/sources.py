@@ -86,7 +86,7 @@ def _written(value: Any) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a mark at its beginning
     except OSError as error:
         raise SettingsError(f"file {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -95,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _secret(path: Path, where: str) -> str:
     try:
-        secret = path.read_text(encoding="utf-8").strip()
+        secret = path.read_text(encoding="utf-8-sig").strip()
     except OSError as error:
         raise SettingsError(f"{where} {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:

@@ -123,8 +123,11 @@ def _encoded(headers: Mapping[str, str]) -> dict[bytes, bytes]:
     """Headers as the server reads them. Raises UnbindError naming the one that cannot be sent, not its value: it may be a key."""
     encoded = {}
     for name, value in headers.items():
-        if any(character in value for character in "\r\n\x00"):
-            raise UnbindError(f"{name}: holds the end of a line or a NUL, which no header can; give it without")
+        if value != value.strip() or any(ord(character) < ord(" ") or character == "\x7f" for character in value):
+            raise UnbindError(
+                f"{name}: holds the end of a line or another control character, or ends in a blank, which no header can; "
+                "give it without"
+            )
         try:
             encoded[name.encode()] = value.encode("latin-1")
         except UnicodeEncodeError:
@@ -147,9 +150,14 @@ def _kept_key() -> str:
     kept = Path(os.environ.get(f"{PREFIX}DATA_DIR", ".unbind")) / "admin.key"
     path = Path(os.environ.get(f"{PREFIX}ADMIN_KEY_FILE") or kept)
     try:
-        return path.read_text(encoding="utf-8").strip()
+        key = path.read_text(encoding="utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise UnbindError(f"no admin key: '{path}' is not text; write the key into it, or give --key") from None
     except OSError as error:
         raise UnbindError(
             f"no admin key: '{path}' cannot be read ({error.strerror}); give --key, or set {PREFIX}ADMIN_KEY, or "
             f"{PREFIX}DATA_DIR to the server's data folder"
         ) from None
+    if not key:
+        raise UnbindError(f"no admin key: '{path}' is empty; write the key into it, or give --key")
+    return key

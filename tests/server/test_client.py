@@ -164,7 +164,7 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown() -> None:
     assert "ключ" not in str(caught.value)
 
 
-@pytest.mark.parametrize("end", ["\r", "\r\n", "\x00"])  # as of a key's file that was written elsewhere
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\x00", " ", "\x1b[0m"])  # as of a key's file that was written elsewhere
 def test_a_key_with_the_end_of_its_line_is_refused_and_not_shown(end: str) -> None:
     with pytest.raises(UnbindError, match="Authorization: holds the end of a line") as caught:
         Client("http://127.0.0.1:9", f"ubk_secret{end}").call("/x")
@@ -192,3 +192,24 @@ def test_where_no_admin_key_is_found_the_file_and_the_data_folder_are_named(
     assert (
         f"'{tmp_path / 'admin.key'}' cannot be read" in said and "UNBIND_DATA_DIR to the server's data folder" in said
     )
+
+
+@pytest.mark.parametrize(("held", "said"), [(b"\n", "is empty"), (b"\xff\xfe", "is not text")])
+def test_a_key_s_file_that_holds_none_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bytes, said: str
+) -> None:
+    file = tmp_path / "admin.key"
+    file.write_bytes(held)
+    monkeypatch.delenv("UNBIND_ADMIN_KEY", raising=False)
+    monkeypatch.setenv("UNBIND_ADMIN_KEY_FILE", str(file))
+    with pytest.raises(UnbindError, match=f"no admin key: '{re.escape(str(file))}' {said}; write the key into it"):
+        Client("http://127.0.0.1:9", None)
+
+
+def test_a_key_is_read_from_a_file_with_line_ends_and_a_mark_of_its_encoding(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "admin.key").write_bytes(b"\xef\xbb\xbfubk_x\r\n\n")
+    monkeypatch.delenv("UNBIND_ADMIN_KEY", raising=False)
+    monkeypatch.setenv("UNBIND_ADMIN_KEY_FILE", str(tmp_path / "admin.key"))
+    assert Client(url, None).call("/x")["key"] == "Bearer ubk_x"

@@ -106,6 +106,13 @@ def test_a_bad_secret_in_a_file_is_told_of_and_not_shown(tmp_path: Path) -> None
     assert "no-hexadecimal-key" not in str(told.value)
 
 
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
+    key, file = tmp_path / "key", tmp_path / "unbind.toml"
+    key.write_bytes(b"\xef\xbb\xbfsecret\r\n")
+    file.write_text(f"admin_key_file = '{key}'\r\n", encoding="utf-8-sig")
+    assert load_settings({}, {}, file).admin_key == "secret"
+
+
 def test_modules_of_the_server_and_profiles_come_from_the_file_and_travel(tmp_path: Path) -> None:
     file = tmp_path / "unbind.toml"
     file.write_text(
