@@ -64,9 +64,12 @@ def load_settings(
         return Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else "settings"
+        if not first["loc"]:  # of several settings together: its input is all of them, secrets too
+            raise SettingsError(f"settings: {first['msg'].removeprefix('Value error, ')}") from None
+        key = str(first["loc"][0])
         shown = "" if key in FROM_FILES else f" ({first.get('input')!r})"
-        raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {first['msg']}") from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{source.get(key, 'settings')}: {key}{shown}: {said}") from None
 
 
 def written_out(settings: Settings) -> dict[str, str]:

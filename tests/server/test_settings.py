@@ -106,6 +106,14 @@ def test_a_bad_secret_in_a_file_is_told_of_and_not_shown(tmp_path: Path) -> None
     assert "no-hexadecimal-key" not in str(told.value)
 
 
+def test_settings_that_do_not_go_together_are_told_of_without_the_others() -> None:
+    with pytest.raises(SettingsError, match=r"^settings: ready_needs_canary: no canaries are run; set canary") as told:
+        load_settings(
+            {"ready_needs_canary": True}, {"UNBIND_ADMIN_KEY": "top-secret", "UNBIND_UPSTREAM_KEY": "top-secret"}
+        )
+    assert "top-secret" not in str(told.value)
+
+
 def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
     key, file = tmp_path / "key", tmp_path / "unbind.toml"
     key.write_bytes(b"\xef\xbb\xbfsecret\r\n")
