@@ -14,6 +14,7 @@ Every setting can be given as a flag of `unbind serve` (`--max-slots 32`), in th
 (`{PREFIX}MAX_SLOTS=32`) and in a TOML file (`max_slots = 32`) named by `{PREFIX}CONFIG`. A flag wins over the
 environment, the environment over the file. A name that does not exist or a value that makes no sense stops the start
 with a message that says which and where. `UNBIND_URL` is none: it is where commands that ask a server find it, without `--url`.
+A path may begin with `~`; an empty one is none where the default is none, and an error elsewhere.
 
 {FILES} may lie in a file that only the service reads, such
 as a mounted secret: `{PREFIX}DATABASE_URL_FILE=/run/secrets/database_url` in the environment, `--database-url-file`, or

@@ -6,6 +6,7 @@ First station of every process; nothing else reads these.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,9 @@ from server.settings import FROM_FILES, PREFIX, SECRETS, Settings
 NULLABLE = {key for key, field in Settings.model_fields.items() if type(None) in get_args(field.annotation)}
 # UNBIND_URL is where the server is, for those who ask it: in the shell that starts one it may stand as well.
 CLIENTS = "url"
+PATHS = {key for key, field in Settings.model_fields.items() if field.annotation in (Path, Path | None)}
+# Read as paths too: what says where files are kept may be an address as well, and a file of a secret is no setting.
+PLACES = PATHS | {"module_store", "private_store", "audit_log"} | {f"{key}_file" for key in FROM_FILES}
 KNOWN = Settings.model_fields.keys() | {f"{key}_file" for key in FROM_FILES}
 
 
@@ -42,16 +46,17 @@ def load_settings(
     config = from_environment.pop("config", None)
     from_environment.pop(CLIENTS, None)
     path = file or (Path(config) if config else None)
+    path = path and Path(at_home(str(path)))
     for origin, given in (
         (f"file {path}", _read(path) if path else {}),
-        ("environment", {key: _text(key, value) for key, value in from_environment.items()}),
+        ("environment", from_environment),
         ("flags", {key: value for key, value in (flags or {}).items() if value is not None}),
     ):
         for key, value in given.items():
             if key not in KNOWN:
                 name = PREFIX + key.upper() if origin == "environment" else key
                 raise SettingsError(f"{origin}: unknown setting '{name}'; known: {', '.join(sorted(KNOWN))}")
-            values[key], source[key] = value, origin
+            values[key], source[key] = _text(key, value, origin), origin
     for key in sorted(FROM_FILES):
         named = f"{key}_file"
         if not (holding := values.pop(named, None)):
@@ -108,6 +113,18 @@ def _secret(path: Path, where: str) -> str:
     return secret
 
 
-def _text(key: str, value: str) -> str | None:
-    """An empty variable means "none" where a setting can be none."""
-    return None if value == "" and key in NULLABLE else value
+def _text(key: str, value: Any, origin: str) -> Any:
+    """A value as it is meant: what is empty is none where a setting can be none, and a path may begin with ``~``, which no shell
+    has resolved in a file, a unit of systemd or behind ``--data-dir=``. Raises SettingsError for an empty path: it would be the
+    working directory.
+    """
+    if value == "" and key in NULLABLE:
+        return None
+    if value == "" and key in PATHS:
+        raise SettingsError(f"{origin}: {key}: is empty; name a path, or leave it out")
+    return at_home(value) if key in PLACES and isinstance(value, str) else value
+
+
+def at_home(path: str) -> str:
+    """The path, with the home that a ``~`` at its beginning stands for; addresses stay as they are."""
+    return os.path.expanduser(path)  # noqa: PTH111 - Path would spoil addresses, and raises where a user is not known

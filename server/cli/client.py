@@ -15,6 +15,7 @@ import typer
 
 from server.exposure import is_loopback
 from server.settings import PREFIX
+from server.sources import at_home
 from unbind_core import UnbindError
 
 Url = Annotated[str, typer.Option("--url", envvar="UNBIND_URL", help="Address of the server.")]
@@ -147,8 +148,8 @@ def _message(body: bytes) -> str:
 def _kept_key() -> str:
     if key := os.environ.get(f"{PREFIX}ADMIN_KEY"):
         return key
-    kept = Path(os.environ.get(f"{PREFIX}DATA_DIR", ".unbind")) / "admin.key"
-    path = Path(os.environ.get(f"{PREFIX}ADMIN_KEY_FILE") or kept)
+    kept = f"{os.environ.get(f'{PREFIX}DATA_DIR') or '.unbind'}/admin.key"
+    path = Path(at_home(os.environ.get(f"{PREFIX}ADMIN_KEY_FILE") or kept))
     try:
         key = path.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError:

@@ -213,3 +213,7 @@ def test_a_key_is_read_from_a_file_with_line_ends_and_a_mark_of_its_encoding(
     monkeypatch.delenv("UNBIND_ADMIN_KEY", raising=False)
     monkeypatch.setenv("UNBIND_ADMIN_KEY_FILE", str(tmp_path / "admin.key"))
     assert Client(url, None).call("/x")["key"] == "Bearer ubk_x"
+    monkeypatch.delenv("UNBIND_ADMIN_KEY_FILE")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.setenv("UNBIND_DATA_DIR", f"~/{tmp_path.name}")  # as a server reads it
+    assert Client(url, None).call("/x")["key"] == "Bearer ubk_x"

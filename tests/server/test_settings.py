@@ -106,6 +106,22 @@ def test_a_bad_secret_in_a_file_is_told_of_and_not_shown(tmp_path: Path) -> None
     assert "no-hexadecimal-key" not in str(told.value)
 
 
+def test_a_path_may_begin_with_a_tilde_and_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "unbind.toml").write_text('data_dir = "~/kept"\nadapter = ""\n')
+    (tmp_path / "key").write_text("secret")
+    environment = {"UNBIND_CONFIG": "~/unbind.toml", "UNBIND_ADMIN_KEY_FILE": "~/key", "UNBIND_MODULE_STORE": "~/store"}
+    made = load_settings({"audit_head": "~/head"}, environment)
+    assert (made.data_dir, made.audit_head) == (tmp_path / "kept", tmp_path / "head")
+    assert (made.admin_key, made.module_store, made.adapter) == ("secret", str(tmp_path / "store"), None)
+    assert load_settings({"private_store": "s3://bucket/~x"}).private_store == "s3://bucket/~x"
+    for flags, variables in (({"data_dir": ""}, {}), ({}, {"UNBIND_DATA_DIR": ""})):
+        with pytest.raises(
+            SettingsError, match=r"^(flags|environment): data_dir: is empty; name a path, or leave it out"
+        ):
+            load_settings(flags, variables)
+
+
 def test_settings_that_do_not_go_together_are_told_of_without_the_others() -> None:
     with pytest.raises(SettingsError, match=r"^settings: ready_needs_canary: no canaries are run; set canary") as told:
         load_settings(
