@@ -146,6 +146,12 @@ def show_lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         screen.print(text.rstrip(), highlight=False, soft_wrap=True)
 
 
+def show_fields(fields: Iterable[tuple[str, Any]]) -> None:
+    """A line a field, cut nowhere: digests are copied."""
+    for name, value in fields:
+        screen.print(f"{name:18} {value}", highlight=False, soft_wrap=True)
+
+
 def write_json(value: Any) -> None:
     """Plain JSON on stdout, for scripts."""
     typer.echo(json.dumps(value, indent=2))

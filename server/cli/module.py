@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import AsJson, clear_errors, screen, show_lines, shown_field, write_json
+from server.cli.console import AsJson, clear_errors, screen, show_fields, show_lines, shown_field, write_json
+from server.cli.takedown.shown import warn
 from server.registry.lifecycle import standing
 
 Reference = Annotated[
@@ -109,18 +109,16 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         write_json(answer)
         return
-    table = Table(show_header=False, box=None)
+    told: dict[str, Any] = {}
     for field, value in answer.items():
         if field == "calibrated":
-            table.add_row(Text("calibrated", style="bold"), ", ".join(str(part) for part in value.values() if part))
+            told[field] = ", ".join(str(part) for part in value.values() if part)
         elif field == "canary":
-            table.add_row(Text("canary", style="bold"), value["told"])
-        elif field == "warnings":
-            for warning in value:
-                table.add_row(Text("warning", style="yellow"), warning)
-        elif not isinstance(value, dict):
-            table.add_row(Text(field, style="bold"), str(shown_field(field, value)))
-    screen.print(table)
+            told[field] = value["told"]
+        elif field != "warnings" and not isinstance(value, dict):
+            told[field] = shown_field(field, value)
+    show_fields(told.items())
+    warn({"warnings": answer.get("warnings", ())})
 
 
 def register(app: typer.Typer) -> None:

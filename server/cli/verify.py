@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from server import demo
-from server.cli.console import AsJson, clear_errors, notes, progress_bars, screen, write_json
+from server.cli.console import AsJson, clear_errors, notes, progress_bars, screen, show_fields, write_json
 from server.cli.fit import Adapter, Dtype
 from server.cli.models import Device, Model, forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
@@ -26,13 +25,10 @@ def show(path: Annotated[Path, typer.Argument(help="Module file.")], as_json: As
     if as_json:
         write_json(described)
         return
-    table = Table(show_header=False, box=None)
     for key, value in described.items():
-        shown = value
         if isinstance(value, dict):
-            shown = ", ".join(f"{k} {len(v) if isinstance(v, list | tuple) else v}" for k, v in value.items())
-        table.add_row(Text(key, style="bold"), str(shown))
-    screen.print(table)
+            described[key] = ", ".join(f"{k} {len(v) if isinstance(v, list | tuple) else v}" for k, v in value.items())
+    show_fields(described.items())
 
 
 def verify_command(

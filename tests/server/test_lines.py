@@ -78,6 +78,13 @@ def test_a_module_file_says_nothing_to_the_terminal(make_module: Callable[..., U
     assert "\x1b" not in shown and r"\x1b]52;c;aGk=" in shown and r"\x1b[2J" in shown
 
 
+def test_what_is_copied_of_a_module_is_shown_whole(make_module: Callable[..., UnbindModule], tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    replace(make_module("one"), forget_digest="f" * 64).save(path)
+    shown = CliRunner(env={"COLUMNS": "40"}).invoke(build(), ["show", str(path)]).stdout
+    assert "forget_digest      " + "f" * 64 in shown.splitlines()
+
+
 @pytest.mark.parametrize("command", [["show", "[/a].safetensors"], ["takedown", "status", "--url", "[/red]http://x"]])
 def test_a_command_that_fails_names_what_it_was_given(command: list[str]) -> None:
     found = CliRunner().invoke(build(), command)

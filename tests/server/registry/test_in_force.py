@@ -321,7 +321,9 @@ def test_the_commands_tell_what_a_takedown_and_a_module_bind(running: Live, rows
     (line,) = [line.split() for line in lines if line.startswith("one ")]
     assert line[:7] == ["one", "module", "1", "calibrated", "and", "available", "True"] and line[-2].startswith("mod_")
     assert len(line[-1]) == 12
-    assert "no request but those" in " ".join(run(running, "module", "show", "one").stdout.split())
+    shown = run(running, "module", "show", "one").stdout
+    digest = json.loads(run(running, "module", "show", "one", "--json").stdout)["digest"]
+    assert "binds              no request but those" in shown and f"digest             {digest}" in shown
 
 
 def test_on_a_terminal_the_scope_is_asked_for(running: Live, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
