@@ -5,6 +5,7 @@ What models need is imported when a command that loads one runs, so that the oth
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -47,6 +48,9 @@ GROUPS = (
     "db",
 )
 
+# What a disk says that takes no more; where a file is not named, it is the one that standard output goes to.
+NOWHERE_TO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 app = typer.Typer(
     name="unbind",
     help="An inference server for code models with built-in unlearning filters.",
@@ -75,6 +79,14 @@ def main() -> None:
         build()()
     except KeyboardInterrupt:  # while commands are still imported: one that runs says so itself
         sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno not in NOWHERE_TO_WRITE or error.filename is not None:
+            raise
+        show_error(
+            UnbindError(f"standard output cannot be written ({error.strerror}); send it elsewhere, or make room")
+        )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be written as the process ends
+        sys.exit(1)
 
 
 def _folder_gone() -> UnbindError | None:

@@ -29,6 +29,21 @@ def test_a_working_directory_that_was_removed_is_named() -> None:
     assert done.returncode == 1 and done.stderr.startswith("error: the working directory was removed"), done.stderr
 
 
+@pytest.mark.parametrize("words", [["--help"], ["show", "modules/demo-a.safetensors", "--json"], ["db", "backup"]])
+def test_a_full_disk_behind_standard_output_is_told_of(tmp_path: Path, words: list[str]) -> None:
+    open_database(tmp_path / "unbind.sqlite").dispose()
+    environment = {**os.environ, "UNBIND_DATA_DIR": str(tmp_path)}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "server", *words]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1 and done.stderr.startswith("error: standard output cannot be written"), done.stderr[
+        -2000:
+    ]
+    assert "\n" not in done.stderr.rstrip()
+
+
 @pytest.mark.parametrize(
     ("while_importing", "begin", "code"),
     [
