@@ -33,6 +33,10 @@ def address(kind: str, named: str, *rest: str) -> str:
     return "/".join(("", kind, quote(named, safe=""), *rest))
 
 
+class Away(UnbindError):
+    """Nobody answers, or whoever does says that the server does not: it may be back soon."""
+
+
 class Client:
     """Calls to ``/admin/v1`` of one server."""
 
@@ -79,8 +83,12 @@ class Client:
             return self._parsed(answer)
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
-        """What a stream of server-sent events tells, until it ends or breaks off: the last event says which."""
+        """What a stream of server-sent events tells, until it ends or breaks off: the last event says which. Raises UnbindError;
+        Away where the server does not answer.
+        """
         with self._asked(path, "GET", {}) as answer, suppress(httpx2.TransportError):
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                raise self._foreign(answer)
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     yield json.loads(line[6:])
@@ -92,12 +100,15 @@ class Client:
         except ValueError:
             told = None
         if not isinstance(told, dict):
-            kind = answer.headers.get("content-type", "of no type")
-            raise UnbindError(
-                f"--url: {self._base} is answered by something else than an Unbind server ({answer.status_code}, {kind}); "
-                f"give the address that `unbind serve` tells of, such as {LOCAL}"
-            )
+            raise self._foreign(answer)
         return told
+
+    def _foreign(self, answer: httpx2.Response) -> UnbindError:
+        kind = answer.headers.get("content-type", "of no type")
+        return UnbindError(
+            f"--url: {self._base} is answered by something else than an Unbind server ({answer.status_code}, {kind}); "
+            f"give the address that `unbind serve` tells of, such as {LOCAL}"
+        )
 
     @contextmanager
     def _asked(self, path: str, method: str, headers: Mapping[str, str], **body: Any) -> Iterator[httpx2.Response]:
@@ -113,11 +124,12 @@ class Client:
                         f"--url: {self._base} sends on to {there} ({answer.status_code}), which is not followed; give that address"
                     )
                 if not answer.is_success:
-                    raise UnbindError(f"{_message(answer.read()) or answer.reason_phrase} ({answer.status_code})")
+                    kind = Away if answer.status_code in (502, 503, 504) else UnbindError
+                    raise kind(f"{_message(answer.read()) or answer.reason_phrase} ({answer.status_code})")
                 yield answer
         except httpx2.RequestError as error:
             reason = str(error) or type(error).__name__
-            raise UnbindError(f"{self._base} does not answer ({reason}); is `unbind serve` running there?") from None
+            raise Away(f"{self._base} does not answer ({reason}); is `unbind serve` running there?") from None
 
 
 def _encoded(headers: Mapping[str, str]) -> dict[bytes, bytes]:

@@ -10,21 +10,28 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
 from server.cli import build
 from server.cli.client import Client
+from server.cli.takedown import shown
 from unbind_core.errors import UnbindError
 
-EVENTS = b'event: progress\ndata: {"state": "running"}\n\nevent: end\ndata: {"state": "succeeded"}\n\n'
+SAID = b'"eta_seconds": null, "stage": "fit", "progress": 0.5, "message": ""}\n\n'
+CUT = b'event: progress\ndata: {"state": "running", ' + SAID
+EVENTS = CUT + b'event: end\ndata: {"state": "succeeded", ' + SAID
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers by path, and says what it was sent."""
 
     protocol_version = "HTTP/1.1"
+    turns: ClassVar[
+        list[tuple[int, bytes]]
+    ] = []  # what a job's events are, one call after the other; then those of its end
 
     def do_GET(self) -> None:
         """Every method alike."""
@@ -38,16 +45,19 @@ class Handler(BaseHTTPRequestHandler):
             "/admin/v1/refused": (409, b'{"error": {"message": "module \'x\' is being made"}}'),
             "/admin/v1/broken": (502, b"<h1>bad gateway</h1>"),
             "/admin/v1/events": (200, EVENTS),
-            "/admin/v1/cut": (200, EVENTS[:50]),
+            "/admin/v1/cut": (200, CUT),
             "/admin/v1/page": (200, b"<h1>Sign in</h1>"),
             "/admin/v1/list": (200, b"[]"),
             "/admin/v1/bare": (502, b""),
             "/admin/v1/moved": (301, b""),
+            "/admin/v1/jobs/j/events": self.turns.pop(0) if self.turns else (200, EVENTS),
         }.get(self.path, (200, json.dumps(told).encode()))
         self.send_response(status)
+        if EVENTS.startswith(answer[:20]) and answer:
+            self.send_header("Content-Type", "text/event-stream")
         if status == 301:
             self.send_header("Location", "https://elsewhere.invalid/admin/v1/moved")
-        self.send_header("Content-Length", str(len(answer) + (1000 if self.path.endswith("cut") else 0)))
+        self.send_header("Content-Length", str(len(answer) + (1000 if answer == CUT else 0)))
         self.end_headers()
         self.wfile.write(answer)
         self.close_connection = True
@@ -130,8 +140,11 @@ def test_a_refusal_is_told_in_the_server_s_words(url: str) -> None:
 
 @pytest.mark.parametrize("path", ["/page", "/list"])
 def test_an_answer_that_no_server_of_ours_gives_is_told_with_the_remedy(url: str, path: str) -> None:
-    with pytest.raises(UnbindError, match=r"^--url: .*/admin/v1 is answered by something else .*give the address"):
+    said = r"^--url: .*/admin/v1 is answered by something else .*give the address"
+    with pytest.raises(UnbindError, match=said):
         Client(url, "k").call(path)
+    with pytest.raises(UnbindError, match=said):
+        list(Client(url, "k").events(path))
 
 
 @pytest.mark.parametrize("body", [None, {}])
@@ -143,6 +156,26 @@ def test_an_address_that_sends_elsewhere_is_told_and_not_followed(url: str, body
 def test_a_stream_tells_its_events_and_ends_where_it_breaks_off(url: str) -> None:
     assert [event["state"] for event in Client(url, "k").events("/events")] == ["running", "succeeded"]
     assert [event["state"] for event in Client(url, "k").events("/cut")] == ["running"]
+
+
+def test_a_job_is_followed_beyond_the_end_of_its_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown, "AGAIN_SECONDS", 0.0)
+    words = ["takedown", "watch", "j", "--json", "--key", "k", "--url", url]
+    cut, loading = (200, CUT), (503, b'{"error": {"message": "the server is loading its model"}}')
+    monkeypatch.setattr(Handler, "turns", [cut, loading, loading, cut])
+    told = CliRunner().invoke(build(), words)
+    assert told.exit_code == 0 and json.loads(told.stdout)["state"] == "succeeded", told.output
+    assert told.stderr.count("the server went away; waiting for it") == 2
+    monkeypatch.setattr(Handler, "turns", [cut, (404, b'{"error": {"message": "no job \'j\'"}}')])
+    told = CliRunner().invoke(build(), words)
+    assert told.exit_code == 1 and told.stderr.endswith("error: no job 'j' (404)\n")
+    monkeypatch.setattr(shown, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(Handler, "turns", [cut])
+    told = CliRunner().invoke(build(), words)
+    assert told.exit_code == 1 and "`unbind takedown watch j` follows it again" in told.stderr
+    monkeypatch.setattr(Handler, "turns", [loading])  # nobody was there to begin with
+    told = CliRunner().invoke(build(), words)
+    assert told.exit_code == 1 and told.stderr == "error: the server is loading its model (503)\n"
 
 
 def test_a_server_that_is_not_there_is_named_with_the_remedy() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from server.cli.client import Client, address
+from server.cli.client import Away, Client, address
 from server.cli.console import notes, screen, show_lines, shown_field, visible, write_json
 from server.registry.lifecycle import standing
 from unbind_core import UnbindError
 from unbind_core.files import told
 
+AWAY_SECONDS = 300.0  # in which a server that is started anew has loaded its model
+AGAIN_SECONDS = 1.0
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -50,7 +53,7 @@ def warn(answer: Mapping[str, Any]) -> None:
 
 
 def follow(client: Client, job_id: str, quietly: bool) -> dict[str, Any]:
-    """The job when it has ended; meanwhile how far it is. Raises UnbindError where the server went away."""
+    """The job when it has ended; meanwhile how far it is. Raises UnbindError where the server went away and does not come back."""
     columns = (
         TextColumn("{task.description:10}", markup=False),
         BarColumn(),
@@ -61,7 +64,7 @@ def follow(client: Client, job_id: str, quietly: bool) -> dict[str, Any]:
         *columns, TimeElapsedColumn(), console=notes, transient=True, disable=quietly or not notes.is_terminal
     ) as bars:
         bar = bars.add_task("waiting", total=1.0, note="")
-        for job in client.events(address("jobs", job_id, "events")):
+        for job in _states(client, job_id):
             left = f"{job['eta_seconds']:.0f} s left ({job['eta_basis']})  " if job["eta_seconds"] is not None else ""
             bars.update(
                 bar,
@@ -69,9 +72,32 @@ def follow(client: Client, job_id: str, quietly: bool) -> dict[str, Any]:
                 completed=job["progress"],
                 note=f"{left}{visible(job['message'])}",
             )
-    if job.get("state") not in ENDED:
-        raise UnbindError(f"the server went away while job {job_id} was running; it goes on when the server is back")
     return job
+
+
+def _states(client: Client, job_id: str) -> Iterator[dict[str, Any]]:
+    """What a job becomes, to its end; a server that is started anew meanwhile is waited for."""
+    job: dict[str, Any] = {}
+    left: float | None = None  # when the server went away
+    while True:
+        try:
+            for job in client.events(address("jobs", job_id, "events")):
+                left = None
+                yield job
+        except Away:
+            if not job:
+                raise
+        if job.get("state") in ENDED:
+            return
+        if left is None:
+            left = time.monotonic()
+            notes.print(f"the server went away; waiting for it, as job {job_id} goes on then", soft_wrap=True)
+        if time.monotonic() - left >= AWAY_SECONDS:
+            raise UnbindError(
+                f"the server went away while job {job_id} was running, and is not back; the job goes on when it is, and "
+                f"`unbind takedown watch {job_id}` follows it again"
+            )
+        time.sleep(AGAIN_SECONDS)
 
 
 def show_ended(jobs: list[dict[str, Any]], as_json: bool, one: bool = True) -> None:
