@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from server.cli.console import show_error
-from server.settings import FROM_FILES, Settings
+from server.settings import DEMO, FROM_FILES, Settings
 from server.sources import SettingsError, load_settings
 
 Parameters = list[inspect.Parameter]
@@ -25,17 +25,30 @@ def setting_flags() -> Parameters:
     for name, field in Settings.model_fields.items():
         option = name.replace("_", "-")
         if field.annotation is bool:
-            given = typer.Option(None, f"--{option}/--no-{option}", help=field.description, show_default=False)
+            given = typer.Option(
+                None, f"--{option}/--no-{option}", help=field.description, show_default="on" if field.default else "off"
+            )
             flags.append(flag(name, bool | None, given))
         else:
             metavar = "NUMBER" if field.annotation in (int, float) else "VALUE"
-            given = typer.Option(None, f"--{option}", help=field.description, show_default=False, metavar=metavar)
+            given = typer.Option(
+                None, f"--{option}", help=field.description, show_default=_shown(field.default), metavar=metavar
+            )
             flags.append(flag(name, str | None, given))
         if name in FROM_FILES:
             text = f"file that holds {name}, such as a mounted secret"
             given = typer.Option(None, f"--{option}-file", help=text, show_default=False, metavar="FILE")
             flags.append(flag(f"{name}_file", str | None, given))
     return flags
+
+
+def _shown(default: Any) -> str | bool:
+    """What holds where flags, environment and file say nothing, False for nothing. The flag's own default is None, as it has to
+    leave the setting to these. A path of the installation is cut in a help text, and says nobody anything.
+    """
+    if isinstance(default, Path) and default.is_absolute():
+        return "the demo's" if default.is_relative_to(DEMO) else default.name
+    return False if default in (None, "", (), {}) else str(default)
 
 
 def flag(name: str, kind: Any, option: Any) -> inspect.Parameter:

@@ -22,7 +22,7 @@ from unbind_core.errors import UnbindError
 
 commands = typer.Typer(help="Keys for clients.", no_args_is_help=True)
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file of settings")]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="the server's data folder")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="the server's data folder; else as set, else .unbind")]
 AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
 MOST_DAYS = 100_000.0  # the API's bounds, as those of rates are: a time that no calendar has can be shown nowhere
 
@@ -132,8 +132,9 @@ def revoke(
     key_id: Annotated[str, typer.Argument(help="its id, from unbind key list")],
     config: Config = None,
     data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Make a key useless for good; a running server knows within a second."""
+    """Make a key useless for good; running servers refuse it within two seconds."""
     with clear_errors():
         try:
             access = _access(settings_from(config, data_dir=data_dir))
@@ -141,6 +142,9 @@ def revoke(
             warnings = left_behind(key_id, access.bound_to(f"key:{key_id}"))
         except NoSuchKey as error:
             raise UnbindError(f"{error}; unbind key list shows them") from None
+    if as_json:
+        write_json({**_view(key), "warnings": warnings})
+        return
     screen.print(f"revoked {key.id} ({key.name})", highlight=False)
     warn({"warnings": warnings})
 

@@ -185,4 +185,11 @@ def test_every_setting_is_a_flag_of_a_command(tmp_path: Path, monkeypatch: pytes
     assert made.enforced == {"a": 1.0, "b": 1.0} and made.retain_test == Path("rows.jsonl")
     shown = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["--help"]).output
     assert all(f"--{name.replace('_', '-')}" in shown for name in KNOWN)
+    for said in (
+        "port to listen on [default: (8000)]",
+        "beside the server [default: (on)]",
+        "no key exists [default: (off)]",
+        "checkpoint to serve [default: (the demo's)]",
+    ):
+        assert said in " ".join(shown.split())
     assert CliRunner().invoke(app, ["--max-slots", "many"]).exit_code == 2

@@ -283,6 +283,8 @@ def test_the_command_line_makes_lists_and_revokes(guarded: Live) -> None:
     (line,) = [line for line in run("list").splitlines() if line.startswith(made["id"])]  # however narrow the screen
     assert "by hand" in line and " inference " in line and line.endswith("  usable")
     assert "revoked" in run("revoke", made["id"])
+    again = json.loads(run("revoke", made["id"], "--json"))
+    assert again["id"] == made["id"] and again["revoked_at"] and again["warnings"] == []
     guarded.service.access.refresh()
     assert guarded.complete(key=made["key"]).status == 401
     guarded.service.access.create_key("for ever", Actor("operator", "x"), time.time(), expires_at=1e15)
