@@ -56,7 +56,7 @@ def fit(
     forms: Annotated[
         str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the partitions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the partitions.")] = 0,
     gate: Annotated[
         str,
         typer.Option(

@@ -67,6 +67,8 @@ def verify_command(
                     f"{option}: {named} holds no row, so there is nothing to measure; name a JSONL file of rows"
                 )
         loaded = load(model, adapter, dtype, device)
+        # here, not where it is measured: nothing may be wrong with it once minutes went into the other columns
+        other = load(model, reference, dtype, device) if reference is not None else None
         module = UnbindModule.load(path, loaded.identity)
         with progress_bars(as_json) as progress:
             table = verify(
@@ -79,8 +81,7 @@ def verify_command(
                 attempts=attempts,
                 progress=progress,
             )
-            if reference is not None:
-                other = load(model, reference, dtype, device)
+            if other is not None:
                 table["reference"] = measure(
                     other.model, other.tokenizer, forget_set, retain_set, attempts=attempts, progress=progress
                 )

@@ -51,6 +51,18 @@ def test_names_and_files_are_refused_before_the_model_is_loaded(tmp_path: Path) 
         )
 
 
+def test_a_reference_that_is_none_is_told_of_before_anything_is_measured(tmp_path: Path) -> None:
+    words = ["verify", str(tmp_path / "no-module"), "--reference", str(tmp_path / "no-adapter")]
+    found = CliRunner().invoke(build(), words)
+    assert found.exit_code == 1 and f"error: adapter: '{tmp_path / 'no-adapter'}' is not a directory" in found.stderr
+
+
+def test_a_seed_that_no_generator_takes_is_refused_before_the_fit(tmp_path: Path) -> None:
+    for seed in ("-1", str(2**70)):  # the API's bounds
+        refused = run(tmp_path, "--seed", seed, "--out", str(tmp_path / "m.safetensors"))
+        assert refused.exit_code == 2 and "--seed" in refused.stderr
+
+
 def test_a_fit_takes_its_effort_from_the_command(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path / "model")
     refused = run(tmp_path, "--effort", "0", "--out", str(tmp_path / "m.safetensors"))
