@@ -18,15 +18,18 @@ from torch.nn import functional
 from unbind_core.running.device import free_bytes
 
 SHARE = 0.125  # of the free memory; where the copies would take more, nothing is packed
+FEW = (
+    4  # rows in float32; fewer read the weight as it lies as quickly as memory can, and packed a fourth slower or more
+)
 
 
 class PackedLinears(AbstractContextManager[None]):
     """While a thread has entered it, the model's ``nn.Linear`` layers use packed weights there; else, and after ``remove``, their
     own.
 
-    For passes without gradients in float32, and in bfloat16 where the processor has what that takes; all others take the plain
-    product. The copies take as much memory again as the weights, and do not see them change. Nothing is packed off the CPU, or
-    where torch was built without oneDNN.
+    For passes without gradients in float32 of ``FEW`` rows and more, and in bfloat16 where the processor has what that takes; all
+    others take the plain product. The copies take as much memory again as the weights, and do not see them change. Nothing is
+    packed off the CPU, or where torch was built without oneDNN.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +50,8 @@ class PackedLinears(AbstractContextManager[None]):
 
         def forward(states: Tensor) -> Tensor:
             plain = torch.is_grad_enabled() or states.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
-            if plain or not getattr(self._here, "entered", False):
+            few = weight.dtype is torch.float32 and states.numel() < FEW * weight.shape[1]
+            if plain or few or not getattr(self._here, "entered", False):
                 return functional.linear(states, weight, bias)
             product: Tensor = multiply(states, packed, bias, "none", [], "")
             return product

@@ -8,7 +8,7 @@ import torch
 from tests.core.conftest import FAMILIES, TinyCheckpoint
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.cpu import linears
-from unbind_core.cpu.linears import PackedLinears, packed_linears
+from unbind_core.cpu.linears import FEW, PackedLinears, packed_linears
 
 IDS = torch.arange(3, 27).view(2, 12)
 
@@ -73,6 +73,17 @@ def test_packed_weights_are_used_only_while_entered(tiny: LoadedModel) -> None:
         finally:
             packed.remove()
         assert torch.equal(tiny.model(IDS).logits, expected)
+
+
+def test_few_rows_take_the_weights_as_they_lie(tiny: LoadedModel) -> None:
+    with torch.inference_mode(), packed_linears(tiny.model):
+        layer = next(part for part in tiny.model.modules() if "forward" in part.__dict__)
+        states = torch.ones(1, FEW, layer.in_features)
+        kept = layer.weight.clone()
+        packed, plain = layer(states), layer(states[:, 1:])
+        layer.weight.zero_()  # which the copies do not see
+        assert torch.equal(layer(states), packed) and not torch.equal(layer(states[:, 1:]), plain)
+        layer.weight.copy_(kept)
 
 
 def test_nothing_is_packed_where_memory_is_short_or_torch_lacks_the_operator(
