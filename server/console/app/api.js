@@ -41,6 +41,9 @@ export async function* stream(path, body, { signal, onHeaders } = {}) {
   }
 }
 
+// Whether an error is of a server that is away or cannot answer now: what it was asked may be asked again.
+export const passing = error => error.status === 0 || error.status >= 500
+
 // Where the server is: a proxy may have put it under a path of its own.
 export const address = path => new URL("." + path, document.baseURI)
 

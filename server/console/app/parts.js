@@ -1,6 +1,9 @@
 // What pages are made of.
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.js"
+import { passing } from "./api.js"
 import { session } from "./session.js"
+
+const RETRY = 2 // seconds
 
 // A page's heading, what it is for, and controls beside it.
 export const Title = ({ title, lead, children }) => html`<div class="title"><div><h1>${title}</h1>
@@ -57,8 +60,9 @@ export function Ask({ title, yes, onYes, onNo, children }) {
   </dialog>`
 }
 
-// What `load` gives, asked again every `seconds` and by `again()`: {data, error, again}. While the server is away the last answer
-// stays and nothing is asked; `error` is the API's.
+// What `load` gives, asked again `seconds` after each answer and by `again()`: {data, error, again}. One question is under way at a time, so
+// that the answers of a slow server are seen as well. While the server is away the last answer stays and nothing is asked; what it could not
+// answer is asked again once it can be, where `seconds` is 0 too. `error` is the API's.
 export function useData(load, seconds = 0, depends = []) {
   const [now, set] = useState({ data: null, error: null })
   const turn = useRef(0)
@@ -69,12 +73,16 @@ export function useData(load, seconds = 0, depends = []) {
       if (mine === turn.current) set({ data, error: null })
     } catch (error) {
       if (mine === turn.current && error.code !== "away") set(before => ({ ...before, error }))
+      return !passing(error)
     }
+    return true
   }, depends)
   useEffect(() => {
-    again()
-    const timer = seconds && setInterval(() => { if (!session.away && !document.hidden) again() }, 1000 * seconds)
-    return () => { turn.current++; clearInterval(timer) }
+    let timer = 0, ended = false
+    const ask = async () => wait(await again() ? seconds : seconds || RETRY)
+    const wait = pause => { if (pause && !ended) timer = setTimeout(() => (session.away || document.hidden ? wait(pause) : ask()), 1000 * pause) }
+    ask()
+    return () => { ended = true; turn.current++; clearTimeout(timer) }
   }, [again, seconds])
   return { ...now, again }
 }

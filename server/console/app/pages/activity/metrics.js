@@ -70,16 +70,19 @@ export function modules(samples) {
 }
 
 // The samples of this page's life, at most two hours. They are taken from the first look at the page on, on other pages too, until the key changes.
-const taken = { samples: [], key: null, timer: 0, listeners: new Set(), error: null }
+const taken = { samples: [], key: null, timer: 0, listeners: new Set(), error: null, asking: false }
 
 async function take() {
-  if (!session.state || session.key !== taken.key) return stop()
-  if (!session.away) {
+  const { key } = session
+  if (!session.state || key !== taken.key) return stop()
+  if (!session.away && !taken.asking) {
+    taken.asking = true
     try {
       const { body } = await call("/metrics")
+      if (key !== taken.key) return // what one key may see is not shown to another
       taken.samples = [...taken.samples.slice(1 - KEPT), sample(body, Date.now() / 1000)]
       taken.error = null
-    } catch (error) { taken.error = error.code === "away" ? null : error }
+    } catch (error) { taken.error = error.code === "away" ? null : error } finally { taken.asking = false }
   }
   for (const listener of taken.listeners) listener()
 }

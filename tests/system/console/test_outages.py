@@ -1,0 +1,75 @@
+"""A server that is slow, fails for a while or hangs: what pages show meanwhile, and that they go on by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.support.live import Live, live
+from tests.system.conftest import ADMIN_KEY
+from tests.system.console.conftest import go, opened
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live(checkpoint, tmp_path_factory.mktemp("outages")) as running:
+        yield running
+
+
+def settled(page: Page) -> None:
+    """Whatever the page does at once is done: two frames are painted."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_a_list_is_shown_by_a_server_that_is_slower_than_the_page_asks(browser: Browser, server: Live) -> None:
+    """The next question discarded the answer to the one before it, so that there was none, and they heaped up at the server."""
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        held: list[Route] = []
+        page.route("**/admin/v1/takedowns?*", lambda route: held.append(route))
+        page.clock.install()
+        go(page, "Takedowns")
+        page.clock.run_for(20_000)
+        settled(page)
+        assert len(held) == 1
+        held[0].continue_()
+        expect(page.get_by_role("heading", name="Nothing was asked to be forgotten yet")).to_be_visible()
+        page.clock.run_for(20_000)
+        settled(page)
+        assert len(held) == 2  # and it is asked again, once
+
+
+def test_figures_are_asked_for_one_time_after_the_other(browser: Browser, server: Live) -> None:
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        held: list[Route] = []
+        page.route("**/metrics", lambda route: held.append(route))
+        page.clock.install()
+        go(page, "Activity")
+        page.clock.run_for(20_000)
+        settled(page)
+        assert len(held) == 1
+        page.unroute("**/metrics")  # what is held goes on
+        expect(page.locator("#age")).to_contain_text("Figures of")
+
+
+@pytest.mark.parametrize("status", [0, 502])
+def test_what_is_asked_once_is_asked_again_after_an_outage(browser: Browser, server: Live, status: int) -> None:
+    def failing(route: Route) -> None:
+        asked.append(route.request.url)
+        if len(asked) > 1:
+            route.continue_()
+        elif status:
+            route.fulfill(status=status, body="<html>Bad Gateway</html>", content_type="text/html")
+        else:
+            route.abort()
+
+    asked: list[str] = []
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.route("**/admin/v1/audit/verify", failing)
+        go(page, "Audit")
+        expect(page.locator(".note.good")).to_contain_text("The trail is whole")
+        assert len(asked) == 2
