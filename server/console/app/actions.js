@@ -1,6 +1,6 @@
 // What an operator does to a module or guard, and what the API answered to it, the joint answer of a job included.
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js"
-import { call, get } from "./api.js"
+import { call, get, passing } from "./api.js"
 import { percent } from "./format.js"
 import { Ask, Button, Field, Note, Problem } from "./parts.js"
 import { announce } from "./session.js"
@@ -73,7 +73,7 @@ function JobNote({ id, module, done, again }) {
           return again()
         }
       } catch (problem) {
-        if (problem.code !== "away") return fail(problem)
+        if (!passing(problem)) return fail(problem)
       }
       timer = setTimeout(look, 1000)
     }

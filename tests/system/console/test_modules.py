@@ -63,6 +63,17 @@ def test_beside_others_in_force_the_joint_answer_is_shown(page: Page, server: Li
     expect(page.locator("main")).to_contain_text("one, version 1, is active")
 
 
+def test_a_measurement_is_followed_through_a_restart_of_the_server(page: Page, server: Live) -> None:
+    """A server answers 503 until its model is loaded."""
+    press(page, "Suspend one, version 1", sure=True)
+    adopt(server, "promised", "global")
+    expect(row(page, "promised")).to_be_visible()
+    loading = {"status": 503, "json": {"error": {"message": "the model is being loaded", "code": "loading"}}}
+    page.route("**/admin/v1/jobs/*", lambda route: route.fulfill(**loading), times=2)
+    press(page, "Activate one, version 1")
+    expect(page.locator("main")).to_contain_text("waiting for a worker")
+
+
 def test_without_modules_the_page_says_what_to_do_next_and_tells_errors(
     browser: Browser, checkpoint: Path, tmp_path: Path
 ) -> None:
