@@ -30,15 +30,17 @@ function useRoute() {
   return now
 }
 
+// What comes when somebody has signed out or in meanwhile is of another key, and is let lie.
 async function beat() {
+  const { key, login } = session, current = () => key === session.key && login === session.login
   try {
     const state = await get("/console/state.json")
-    change({ state, login: false, open: session.open || !session.key, away: null })
+    if (current()) change({ state, login: false, open: session.open || !key, away: null })
   } catch (error) {
     if (!(error instanceof ApiError)) throw error
-    if (error.status === 401 && !session.key) change({ open: false })
-    if (error.status === 401 || error.status === 403) leave(session.reason || (session.key ? error.message : ""))
-    else if (error.status >= 500) change({ away: `The server says: ${error.message}. Trying again every second.` })
+    if (error.status === 401 && !key) change({ open: false })
+    if (error.status >= 500) change({ away: `The server says: ${error.message}. Trying again every second.` })
+    else if ((error.status === 401 || error.status === 403) && current()) leave(session.reason || (key ? error.message : ""))
   }
 }
 

@@ -72,6 +72,22 @@ def test_a_revoked_key_leads_back_to_the_login_and_says_why(browser: Browser, as
         expect(page.get_by_role("alert").filter(has_text="the key 'passing' is revoked")).to_be_visible()
 
 
+def test_who_signs_out_is_out_whatever_is_still_under_way(browser: Browser, asking: Live) -> None:
+    """An answer that came later led back in: the pages and what they show were there again, under no key."""
+    with opened(browser, asking.url, ADMIN_KEY) as page:
+        go(page, "Modules")
+        held: list[Route] = []
+        page.route("**/console/state.json", lambda route: held.append(route))
+        with page.expect_request("**/console/state.json"):
+            pass
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_label("API key")).to_be_visible()
+        with page.expect_event("requestfinished"):
+            held[0].continue_()
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.get_by_label("API key").count() == 1 and page.get_by_role("navigation").count() == 0
+
+
 def test_the_menu_and_the_theme_work_by_keyboard(browser: Browser, asking: Live) -> None:
     with opened(browser, asking.url, ADMIN_KEY) as page:
         expect(page.locator("main")).to_be_focused()  # as the login is gone
