@@ -13,7 +13,7 @@ export class ApiError extends Error {
 // `key`: another one than the session's. `raw`: the answer's text as it came, for what is signed. Throws ApiError; a key that is no longer good leads to the login.
 export async function call(path, { method, body, headers = {}, signal, raw, key = session.key } = {}) {
   const answer = await reached(path, { method, body, headers, signal, key })
-  const text = await answer.text().catch(lost)
+  const text = await answer.text().catch(error => lost(error, signal))
   const type = answer.headers.get("content-type") ?? ""
   return { status: answer.status, body: type.includes("json") && !raw ? JSON.parse(text) : text, headers: answer.headers }
 }
@@ -75,7 +75,7 @@ async function refused(answer) {
 }
 
 function lost(error, signal) {
-  if (signal?.aborted) throw error
+  if (signal?.aborted && signal.reason.name !== "TimeoutError") throw error
   change({ away: "The server does not answer. Trying again every second." })
   throw new ApiError(0, { message: "the server does not answer", code: "away" })
 }

@@ -7,7 +7,7 @@ import { Title, useFocus } from "./parts.js"
 import { change, leave, may, session, useSession } from "./session.js"
 import { ThemeSwitch } from "./theme.js"
 
-const BEAT = 3000, BEAT_AWAY = 1000 // milliseconds
+const BEAT = 3000, BEAT_AWAY = 1000, PATIENCE = 10_000 // milliseconds
 
 // `#/modules/mod_1` is the page `modules` with the path ["mod_1"]; no page at all is the first.
 function route() {
@@ -34,7 +34,7 @@ function useRoute() {
 async function beat() {
   const { key, login } = session, current = () => key === session.key && login === session.login
   try {
-    const state = await get("/console/state.json")
+    const state = await get("/console/state.json", { signal: AbortSignal.timeout(PATIENCE) })
     if (current()) change({ state, login: false, open: session.open || !key, away: null })
   } catch (error) {
     if (!(error instanceof ApiError)) throw error

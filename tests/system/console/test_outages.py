@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support.live import Live, live
-from tests.system.conftest import ADMIN_KEY
+from tests.system.conftest import ADMIN_KEY, serving
 from tests.system.console.conftest import go, opened
 
 pytestmark = pytest.mark.slow
@@ -41,6 +43,17 @@ def test_a_list_is_shown_by_a_server_that_is_slower_than_the_page_asks(browser: 
         page.clock.run_for(20_000)
         settled(page)
         assert len(held) == 2  # and it is asked again, once
+
+
+def test_a_server_that_hangs_is_told_of_until_it_goes_on(browser: Browser, checkpoint: Path, tmp_path: Path) -> None:
+    """Its port takes connections, and nobody answers."""
+    with serving(checkpoint, tmp_path, worker=False) as hanging, opened(browser, hanging.url, ADMIN_KEY) as page:
+        os.kill(hanging.process.pid, signal.SIGSTOP)
+        try:
+            expect(page.get_by_role("alert").filter(has_text="does not answer")).to_be_visible()
+        finally:
+            os.kill(hanging.process.pid, signal.SIGCONT)
+        expect(page.locator(".banner")).to_have_count(0)
 
 
 def test_figures_are_asked_for_one_time_after_the_other(browser: Browser, server: Live) -> None:
