@@ -48,6 +48,18 @@ export function Button({ onClick, children, kind = "", disabled, ...rest }) {
   return html`<button type="button" class=${kind} disabled=${disabled} aria-disabled=${busy} aria-busy=${busy} onClick=${pressed} ...${rest}>${children}</button>`
 }
 
+// A form that is sent once however often it is pressed while `onSubmit`, which may be asynchronous, is at work.
+export function Form({ onSubmit, children, ...rest }) {
+  const busy = useRef(false)
+  async function sent(event) {
+    event.preventDefault()
+    if (busy.current) return
+    busy.current = true
+    try { await onSubmit() } finally { busy.current = false }
+  }
+  return html`<form ...${rest} onSubmit=${sent}>${children}</form>`
+}
+
 // A question before something is done: a dialog of the browser's own, so that focus stays within, Escape
 // leaves it, and focus is then where it was.
 export function Ask({ title, yes, onYes, onNo, children }) {

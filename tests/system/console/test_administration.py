@@ -59,6 +59,19 @@ def test_a_key_is_made_shown_once_used_and_revoked(browser: Browser, keyed: Live
         expect(page.get_by_role("button", name="Revoke another window")).to_have_count(0)
 
 
+def test_a_key_is_made_once_however_often_the_button_is_pressed(browser: Browser, keyed: Live) -> None:
+    """Of two, the text of one was never shown, and it was good for ever."""
+    with opened(browser, keyed.url, ADMIN_KEY) as page:
+        page.goto(keyed.url + "/#/keys/new")
+        page.get_by_label("Name", exact=True).fill("pressed twice")
+        page.get_by_role("button", name="Make the key").dblclick()
+        expect(page.get_by_label("The key", exact=True)).to_be_visible()
+        page.get_by_role("link", name="I have kept it").click()
+        expect(page.get_by_role("button", name="Revoke pressed twice")).to_be_visible()
+        made = [key for key in keyed.admin("/keys").body["data"] if key["name"] == "pressed twice"]
+        assert len(made) == 1
+
+
 def test_rules_that_were_changed_in_another_window_are_not_written_over_unseen(browser: Browser, keyed: Live) -> None:
     with opened(browser, keyed.url, ADMIN_KEY) as page:
         page.goto(keyed.url + "/#/keys/profile")

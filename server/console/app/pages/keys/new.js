@@ -1,7 +1,7 @@
 // A new key: what it may, how much, and its text, which is shown once.
 import { html, useRef, useState } from "../../../vendor/htm-preact.js"
 import { send } from "../../api.js"
-import { Button, Field, Note, Problem, Title } from "../../parts.js"
+import { Button, Field, Form, Note, Problem, Title } from "../../parts.js"
 import { announce } from "../../session.js"
 import { limits, names, strengths } from "./words.js"
 
@@ -18,8 +18,7 @@ export function NewKey({ known, again }) {
   const change = (name, value) => set({ ...form, [name]: value })
   const input = (name, rest = {}) => html`<input id=${name} value=${form[name]} onInput=${event => change(name, event.target.value)} ...${rest} />`
 
-  async function make(event) {
-    event.preventDefault()
+  async function make() {
     setProblem(null)
     const body = { name: form.name.trim(), scopes: form.scopes, enforced: strengths(form.enforced) }
     if (form.profile) body.profile = form.profile
@@ -34,7 +33,7 @@ export function NewKey({ known, again }) {
 
   if (made) return html`<${Made} made=${made} />`
   return html`<${Title} title="New key" lead="Its text is shown once, when it is made. This server keeps only a hash of it." />
-    <form class="card" onSubmit=${make}>
+    <${Form} class="card" onSubmit=${make}>
       ${!known.keys.length && html`<${Note} kind="warn">This is the first key: once it is made, every request to this server needs one.</${Note}>`}
       <${Field} label="Name" id="name" hint="Whom it is for; stands in errors and in the audit trail.">${input("name", { required: true, maxlength: 100 })}</${Field}>
       <fieldset><legend>It may</legend>${Object.entries(SCOPES).map(([scope, text]) => html`<label class="pick" key=${scope}><input type="checkbox" checked=${form.scopes.includes(scope)}
@@ -51,7 +50,7 @@ export function NewKey({ known, again }) {
       ${form.only && html`<${Field} label="May add" id="allowed" hint="Names with commas between them; none at all means nothing may be added.">${input("allowed")}</${Field}>`}
       <${Problem} error=${problem} />
       <div class="row"><button class="main">Make the key</button><a href="#/keys">Back to the keys</a></div>
-    </form>`
+    </${Form}>`
 }
 
 export const hint = known => known.length ? `Names with commas between them, strengths as name=0.5. Here: ${known.slice(0, 8).join(", ")}${known.length > 8 ? " and more" : ""}.`

@@ -1,7 +1,7 @@
 // The rules of a scope, changed as a whole and only where nobody changed them meanwhile.
 import { html, useEffect, useState } from "../../../vendor/htm-preact.js"
 import { call } from "../../api.js"
-import { Button, Empty, Field, Note, Problem, Title } from "../../parts.js"
+import { Button, Empty, Field, Form, Note, Problem, Title } from "../../parts.js"
 import { announce } from "../../session.js"
 import { hint } from "./new.js"
 import { inWords, names, strengths, WHEN_OPEN_CHOICES, written } from "./words.js"
@@ -61,7 +61,7 @@ export function RulesForm({ scope, known, again }) {
     ${problem?.status === 404 && html`<${Empty} title="There is no such key or profile">Choose one of <a href="#/keys">the list</a>.</${Empty}>`}`
   const input = name => html`<input id=${name} value=${form[name]} onInput=${event => change(name, event.target.value)} />`
   return html`<${Title} title=${title} lead="What is written here replaces what stands, from the next request on." />
-    <form class="card" onSubmit=${event => { event.preventDefault(); write(seen.etag) }}>
+    <${Form} class="card" onSubmit=${() => write(seen.etag)}>
       ${seen.rules.missing.length > 0 && html`<${Note} kind="bad">Not active: ${seen.rules.missing.join(", ")}. Requests under these rules are refused with 503 until they are.
         Activate them on the page Modules, or take their names out.</${Note}>`}
       ${Object.entries(NAMED).map(([name, [label, told]]) => html`<${Field} label=${label} id=${name} key=${name} hint=${`${told} ${hint(known.names)}`}>${input(name)}</${Field}>`)}
@@ -73,7 +73,7 @@ export function RulesForm({ scope, known, again }) {
       <${Problem} error=${problem} />
       ${other && html`<${Conflict} scope=${scope} other=${other} known=${known} theirs=${() => take(other)} mine=${() => { setOther(null); return write(other.etag) }} />`}
       <div class="row"><button class="main">Save</button><a href="#/keys">Back without a change</a></div>
-    </form>`
+    </${Form}>`
 }
 
 // Somebody wrote other rules since these were read.
@@ -85,8 +85,7 @@ const Conflict = ({ scope, other, known, theirs, mine }) => html`<div role="aler
 export function NewProfile() {
   const [name, set] = useState(""), [problem, setProblem] = useState(null), [there, setThere] = useState("")
   const rules = profile => "#/keys/rules/" + encodeURIComponent("profile:" + profile)
-  async function make(event) {
-    event.preventDefault()
+  async function make() {
     setProblem(null)
     setThere("")
     const wanted = name.trim()
@@ -99,9 +98,9 @@ export function NewProfile() {
     }
   }
   return html`<${Title} title="New profile" lead="A named set of rules: a key may have it, and a request may ask under it by /p/NAME/v1/... or the model MODEL~NAME." />
-    <form class="card" onSubmit=${make}><${Field} label="Name" id="name"><input id="name" required maxlength="64" value=${name} onInput=${event => set(event.target.value)} /></${Field}>
+    <${Form} class="card" onSubmit=${make}><${Field} label="Name" id="name"><input id="name" required maxlength="64" value=${name} onInput=${event => set(event.target.value)} /></${Field}>
       <${Problem} error=${problem} />
       <div role="alert">${there && html`<${Note} kind="warn">There is a profile ${there} already, and nothing of it was changed.${" "}
         <a href=${rules(there)}>See what it says</a>, or choose another name.</${Note}>`}</div>
-      <div class="row"><button class="main">Make the profile</button><a href="#/keys">Back</a></div></form>`
+      <div class="row"><button class="main">Make the profile</button><a href="#/keys">Back</a></div></${Form}>`
 }
