@@ -52,7 +52,7 @@ function tokens({ text, logprobs, unbind, finish_reason, stop_reason }) {
   let length = 0, count = 0
   while (count < texts.length && length < text.length && text.startsWith(texts[count], length)) length += texts[count++].length
   if (length === text.length) return [...texts.slice(0, count).map((piece, at) => ({ text: piece, gates: gates[at] ?? null })), ...last]
-  const largest = {}
+  const largest = Object.create(null) // a name may be one that objects have
   for (const values of gates) for (const [name, value] of Object.entries(values)) largest[name] = Math.max(largest[name] ?? 0, value)
   return [{ text, gates: gates.length ? largest : null }, ...last]
 }

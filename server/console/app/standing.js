@@ -52,7 +52,7 @@ async function gateCounts() {
 export async function enforceIn(scope, name) {
   const path = `/admin/v1/policies/${encodeURIComponent(scope)}`, { body, headers } = await call(path)
   const { enforced, modules, shadow, allowed, when_open } = body, etag = headers.get("etag")
-  const rules = { enforced: { ...enforced, [name]: enforced[name] ?? 1 }, modules, shadow, allowed, when_open }
+  const rules = { enforced: { [name]: 1, ...enforced }, modules, shadow, allowed, when_open } // a strength that is said stays
   return send("PUT", path, rules, etag ? { "If-Match": etag } : {})
 }
 

@@ -98,6 +98,25 @@ def test_what_came_of_an_action_is_seen_under_a_long_list_too(page: Page) -> Non
     expect(page.get_by_text("two, version 1, is suspended")).to_be_in_viewport()
 
 
+def test_a_module_may_be_called_as_what_every_object_has(browser: Browser, checkpoint: Path, tmp_path: Path) -> None:
+    """The page said that it is enforced, and nothing was; in the playground it stood chosen, and did not apply."""
+    name = "constructor"
+    with live(checkpoint, tmp_path, (name,)) as server, opened(browser, server.url, ADMIN_KEY) as page:
+        choice = page.get_by_label(name, exact=True)
+        expect(choice).not_to_be_checked()
+        choice.check()
+        page.get_by_label("Prompt").fill("def add(a, b):")
+        page.get_by_role("button", name="Complete").click()
+        expect(page.get_by_text(f"applied: {name}@")).to_have_count(1)
+        expect(page.locator("#legend")).to_be_visible()
+        go(page, "Activity")
+        expect(page.get_by_role("region", name="Gates by module")).to_contain_text(name)
+        go(page, "Modules")
+        press(page, f"Enforce {name}", sure=True)
+        expect(row(page, name)).to_contain_text("Binds every request (policy global)")
+        assert applied(server.complete()) == [name]
+
+
 def test_a_name_of_any_length_stays_within_a_phone(page: Page, server: Live) -> None:
     adopt(server, "m" * 64, "global")
     go(page, "Playground")

@@ -11,7 +11,7 @@ const titles = ([left]) => [left.applied.length ? "With what is enforced alone" 
 export function Playground() {
   const { state } = useSession()
   const [asked, set] = useState({ prompt: "", sample: "", tokens: 128 }), change = values => set({ ...asked, ...values })
-  const [chosen, choose] = useState({}) // name -> strength, as it was typed
+  const [chosen, choose] = useState(new Map()) // name -> strength, as it was typed; a module may be called as what objects have, as "constructor"
   const [answers, show] = useState([nothing(), nothing()]), [running, run] = useState(false), [problem, setProblem] = useState(null)
   const control = useRef(null)
   const sample = state.rows[asked.sample], strengths = strengthsOf(chosen, state.modules)
@@ -79,10 +79,10 @@ function Choices({ modules, chosen, choose }) {
     return html`<${Empty} title="No module is loaded">Post a takedown, or put a module file into the server's modules folder; it appears here by
       itself. Until then both sides are the same.</${Empty}>`
   }
-  const change = (name, strength) => choose({ ...chosen, [name]: strength })
+  const change = (name, strength) => choose(new Map(chosen).set(name, strength))
   return html`<fieldset id="modules"><legend>Modules on the right, and how strongly (over 0, up to 10)</legend>
     <div class="row">${modules.map(({ name, label, guard, applies }) => {
-      const strength = chosen[name]
+      const strength = chosen.get(name)
       return html`<span class="choice" key=${name}><label><input type="checkbox" value=${name} checked=${strength !== undefined}
         onChange=${event => change(name, event.target.checked ? "1" : undefined)} />${name}</label>${
         guard && html`<span class="hint">${label ? "and guard" : "guard"}</span>`}${!applies && html`<span class="hint">shadow</span>`}${
@@ -94,7 +94,7 @@ function Choices({ modules, chosen, choose }) {
 // What was typed, as the API takes it: what is no number is refused there, in its words. A module that is gone is left out.
 function strengthsOf(chosen, modules) {
   const there = new Set(modules.map(module => module.name))
-  const named = Object.entries(chosen).filter(([name, strength]) => strength !== undefined && there.has(name))
+  const named = [...chosen].filter(([name, strength]) => strength !== undefined && there.has(name))
   return Object.fromEntries(named.map(([name, strength]) => [name, Number(strength)]))
 }
 

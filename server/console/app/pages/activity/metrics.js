@@ -27,7 +27,7 @@ export function parsed(text) {
 export function sample(text, at) {
   const series = parsed(text)
   const sum = (name, of = () => true) => (series.has(name) ? series.get(name).filter(({ labels }) => of(labels)).reduce((total, { value }) => total + value, 0) : null)
-  const gates = {}, calibrated = {}
+  const gates = Object.create(null), calibrated = Object.create(null) // a name may be one that objects have, as "constructor"
   const gate = module => (gates[module] ??= { read: 0, open: 0 })
   for (const { labels, value } of series.get("unbind_gate_evaluations_total") ?? []) gate(labels.module).read += value
   for (const { labels, value } of series.get("unbind_gate_activations_total") ?? []) gate(labels.module).open += value
