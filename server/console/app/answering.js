@@ -58,9 +58,9 @@ function tokens({ text, logprobs, unbind, finish_reason, stop_reason }) {
 }
 
 // Where guards find protected runs in the text: asked of the server, which tells administrators alone.
-export async function protectedSpans(text) {
+export async function protectedSpans(text, signal) {
   if (!may("admin") || !text) return []
-  const found = await get("/admin/v1/guards/runs", { body: { text } })
+  const found = await get("/admin/v1/guards/runs", { body: { text }, signal })
   const units = [0] // where each code point begins in JavaScript's count
   for (const point of text) units.push(units[units.length - 1] + point.length)
   return found.data.map(run => ({ start: units[run.start], end: units[run.end], kind: "run", label: `${run.lexemes} ${run.unit} of a row that ${run.module} protects` }))

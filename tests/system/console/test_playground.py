@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from server import demo
 from server.console.rows import demo_rows
@@ -83,6 +83,21 @@ def test_a_prompt_of_ones_own_is_completed_alike_and_refusals_are_the_servers(pa
     without, with_nothing = answered(page)
     assert without == with_nothing != ""
     expect(page.locator("#legend")).to_contain_text("Both answers are identical.")
+
+
+def test_nothing_is_generated_for_who_has_left_the_page(page: Page) -> None:
+    """Both answers went on to their end, and another look at the page could begin two more."""
+    ended: list[str] = []
+    page.on("requestfailed", lambda request: ended.append(f"{request.url} {request.failure}"))
+    held: list[Route] = []
+    page.route("**/v1/completions", lambda route: held.append(route))
+    page.fill("#prompt", "def mean(values):\n    ")
+    page.click("#go")
+    expect(page.get_by_text("running")).to_have_count(2)
+    page.goto(page.url.split("#")[0] + "#/audit")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Audit")
+    expect(page.locator("div[role=status]")).to_have_text("Stopped.")
+    assert len(ended) == 2 and all("ERR_ABORTED" in one for one in ended)
 
 
 def test_guards_are_told_of_and_what_is_enforced_is_on_both_sides(browser: Browser, server: Live) -> None:

@@ -1,5 +1,5 @@
 // What a completion is without modules and with them, side by side.
-import { html, useRef, useState } from "../../vendor/htm-preact.js"
+import { html, useEffect, useRef, useState } from "../../vendor/htm-preact.js"
 import { Answer } from "../answer.js"
 import { complete, nothing, protectedSpans, sampleSpans } from "../answering.js"
 import { Empty, Field, Note, Problem, Title } from "../parts.js"
@@ -14,6 +14,7 @@ export function Playground() {
   const [chosen, choose] = useState(new Map()) // name -> strength, as it was typed; a module may be called as what objects have, as "constructor"
   const [answers, show] = useState([nothing(), nothing()]), [running, run] = useState(false), [problem, setProblem] = useState(null)
   const control = useRef(null)
+  useEffect(() => () => control.current?.abort(), []) // nobody reads on
   const sample = state.rows[asked.sample], strengths = strengthsOf(chosen, state.modules)
 
   async function side(number, modules, signal) {
@@ -22,7 +23,7 @@ export function Playground() {
     try {
       const answer = await complete(body, modules, put, signal)
       answer.spans = sample?.kind === "memorised" ? sampleSpans(answer.text, sample.expected) : []
-      answer.spans = [...answer.spans, ...await protectedSpans(answer.text)]
+      answer.spans = [...answer.spans, ...await protectedSpans(answer.text, signal)]
       put({ ...answer })
     } catch (error) {
       show(before => before.map((old, at) => at === number ? { ...old, done: true, failed: !signal.aborted } : old))
@@ -42,9 +43,9 @@ export function Playground() {
     // Errors of both sides are most often one and the same.
     const ended = await Promise.allSettled([side(0, {}, signal), side(1, strengths, signal)])
     const failed = ended.find(one => one.status === "rejected")
-    control.current.abort() // whatever still runs beside one that failed
     setProblem(failed?.reason ?? null)
-    announce(failed ? "" : "Both answers are there.")
+    announce(failed ? "" : signal.aborted ? "Stopped." : "Both answers are there.")
+    control.current.abort() // a stream that failed may not have been read to its end
     run(false)
   }
 
