@@ -295,6 +295,45 @@ def test_what_was_typed_is_there_again_until_somebody_signs_out(browser: Browser
         assert asked == ["beforeunload"]
 
 
+def test_an_answer_is_of_the_form_as_it_is_and_leads_nobody_away(browser: Browser, server: Live) -> None:
+    """A plan that came late stood below other rows than its own; what was submitted led away from another page."""
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        held: list[Route] = []
+        page.goto(server.url + "/#/takedowns/new")
+        page.route("**/admin/v1/takedowns", lambda route: held.append(route))
+        fill(page, "slow")
+        page.get_by_label("Rows or code").fill(CODE)
+        for button in ("Dry run", "Submit"):
+            with page.expect_request("**/admin/v1/takedowns"):
+                page.get_by_role("button", name=button).click()
+            if button == "Dry run":
+                page.get_by_label("Rows or code").fill(CODE.replace("total", "other"))
+            else:
+                go(page, "Audit")
+            with page.expect_event("requestfinished", lambda request: request.method == "POST"):
+                held.pop().continue_()
+            page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            assert page.get_by_role("region", name="What it will take").count() == 0
+        expect(page.locator("div[role=status]")).to_have_text("The takedown was submitted.")
+        expect(page.get_by_role("heading", level=1)).to_have_text("Audit")
+
+
+def test_what_is_submitted_again_after_another_page_is_made_once(browser: Browser, server: Live) -> None:
+    """The server had it, and its answer was lost."""
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        page.goto(server.url + "/#/takedowns/new")
+        page.route("**/admin/v1/takedowns", lambda route: (route.fetch(), route.abort()), times=1)
+        fill(page, "sent-twice")
+        page.get_by_label("Rows or code").fill(CODE.replace("total", "twice"))
+        page.get_by_role("button", name="Submit").click()
+        expect(page.locator("form").get_by_role("alert")).to_have_text("the server does not answer")
+        go(page, "Modules")
+        page.go_back()
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("sent-twice")
+        assert [made["name"] for made in server.admin("/takedowns?find=sent-twice").body["data"]] == ["sent-twice"]
+
+
 def test_what_to_do_about_a_failed_job_depends_on_its_reason(browser: Browser, server: Live) -> None:
     reasons = {
         "the process of stage 'fit' ended with status -9, 3 times; see the worker's log": "no memory left. Try again",

@@ -69,10 +69,10 @@ async function post({ form, notice, rows }, dry, key) {
 const left = answer => answer.files_skipped ? [`Of what was given ${counted(answer.rows, "row")} ${answer.rows === 1 ? "is" : "are"} taken${dropped(answer)}. Save such files as UTF-8 where they are source code, and give them in a takedown of their own.`] : []
 
 export function New({ joining }) {
-  const title = joining ? "Join takedowns" : "New takedown", draft = session.drafts.get(title) ?? { form: BEGIN, notice: {}, rows: NO_ROWS }
+  const title = joining ? "Join takedowns" : "New takedown", draft = session.drafts.get(title) ?? { form: BEGIN, notice: {}, rows: NO_ROWS, key: { current: null } }
   const [form, setForm] = useState(draft.form), [notice, setNotice] = useState(draft.notice), [rows, setRows] = useState(draft.rows)
   const [problem, setProblem] = useState(null), [plan, setPlan] = useState(null)
-  const key = useRef(null) // one for each thing asked, so that what is sent twice is made once
+  const [key] = useState(draft.key), here = useRef(true) // one key for each thing asked, so that what is sent twice is made once
   const { data: scopes } = useData(reachable), { data: modules, error } = useData(() => joining && joinable(), 0, [joining])
   // Of a draft some may have been joined elsewhere, or taken out of use, since they were chosen.
   const joins = modules ? form.joins.filter(name => modules.some(module => module.name === name)) : form.joins
@@ -82,11 +82,12 @@ export function New({ joining }) {
   const typed = form !== BEGIN || rows !== NO_ROWS || Object.values(notice).some(Boolean)
   useEffect(() => {
     if (!typed) return undefined
-    session.drafts.set(title, { form, notice, rows })
+    session.drafts.set(title, { form, notice, rows, key })
     const stay = event => event.preventDefault() // the browser asks before what was typed is gone with the page
     addEventListener("beforeunload", stay)
     return () => removeEventListener("beforeunload", stay)
   }, [form, notice, rows])
+  useEffect(() => () => { here.current = false }, [])
   useEffect(() => {
     const over = event => { if (event.dataTransfer?.types.includes("Files") && event.target.type !== "file") event.preventDefault() } // else it leaves for the file
     const drop = event => {
@@ -106,13 +107,15 @@ export function New({ joining }) {
     if (joining && !joins.length) return setProblem({ message: "Say what it joins: choose one module at least." })
     if (!joining && !form.scope) return setProblem({ message: "Say whom it binds: every request, or only those that name it, are under a profile or have a key." })
     key.current ??= crypto.getRandomValues(new Uint32Array(4)).join("-")
+    const asked = key.current // another one once the form has changed
     try {
       const answer = await post({ form: { ...form, joins }, notice, rows }, dry, dry ? {} : { "Idempotency-Key": key.current })
+      if (dry && asked !== key.current) return // the plan of what stood there before
       announce(dry ? "The plan is below." : "The takedown was submitted.")
       if (dry) return setPlan(answer)
       WARNINGS.set(answer.takedown_id, [...left(answer), ...answer.warnings])
-      session.drafts.delete(title)
-      location.hash = "#/takedowns/" + answer.takedown_id
+      if (asked === key.current) session.drafts.delete(title)
+      if (here.current) location.hash = "#/takedowns/" + answer.takedown_id
     } catch (error) {
       if (!error.message) throw error
       setPlan(null)
