@@ -72,6 +72,16 @@ def test_a_key_is_made_once_however_often_the_button_is_pressed(browser: Browser
         assert len(made) == 1
 
 
+def test_a_key_has_ended_when_the_server_says_so(browser: Browser, keyed: Live) -> None:
+    """The clock of who looks may be wrong: the page called a key expired that was good, and hid its rules."""
+    keyed.admin("/keys", {"name": "lasting", "expires_in": 3600})
+    with opened(browser, keyed.url, ADMIN_KEY) as page:
+        page.clock.set_fixed_time("2099-01-01")
+        go(page, "Keys and policies")
+        expect(page.get_by_role("row").filter(has_text="lasting").first).to_contain_text("usable")
+        expect(page.get_by_role("row").filter(has_text="Key lasting")).to_be_visible()
+
+
 def test_rules_that_were_changed_in_another_window_are_not_written_over_unseen(browser: Browser, keyed: Live) -> None:
     with opened(browser, keyed.url, ADMIN_KEY) as page:
         page.goto(keyed.url + "/#/keys/profile")
