@@ -15,11 +15,25 @@ export async function call(path, { method, body, headers = {}, signal, raw, key 
   const answer = await reached(path, { method, body, headers, signal, key })
   const text = await answer.text().catch(error => lost(error, signal))
   const type = answer.headers.get("content-type") ?? ""
-  return { status: answer.status, body: type.includes("json") && !raw ? JSON.parse(text) : text, headers: answer.headers }
+  return { status: answer.status, body: type.includes("json") && !raw ? read(text) : text, headers: answer.headers }
+}
+
+// Something before the server may answer in its place: a proxy with a login of its own, or a page of a network.
+const ELSEWHERE = "what answered was not this server, but something before it, as a proxy that asks for a login"
+
+function read(text) {
+  try { return JSON.parse(text) } catch { throw new ApiError(502, { message: ELSEWHERE }) }
 }
 
 export const get = async (path, options) => (await call(path, options)).body
 export const send = async (method, path, body, headers) => (await call(path, { method, body, headers })).body
+
+// /console/state.json: who asks, and what there is. Throws as `call` does.
+export async function look(options) {
+  const state = await get("/console/state.json", options)
+  if (!state?.caller) throw new ApiError(502, { message: ELSEWHERE })
+  return state
+}
 
 // The events of a streamed answer, each parsed: `for await (const event of stream(path, body, {signal, onHeaders}))`.
 export async function* stream(path, body, { signal, onHeaders } = {}) {
@@ -55,7 +69,6 @@ async function reached(path, { method, body, headers, signal, key }) {
   const options = { method: method ?? (body === undefined ? "GET" : "POST"), headers: sent, signal, cache: "no-store" }
   if (body !== undefined) options.body = plain ? body : JSON.stringify(body)
   const answer = await fetch(address(path), options).catch(error => lost(error, signal))
-  if (answer.status !== 503) change({ away: null })
   if (answer.ok) return answer
   const error = await refused(answer)
   if (answer.status === 401 && key === session.key && session.state) {
@@ -68,10 +81,10 @@ async function reached(path, { method, body, headers, signal, key }) {
 async function refused(answer) {
   const text = await answer.text().catch(() => "")
   try {
-    return new ApiError(answer.status, JSON.parse(text).error)
-  } catch {
-    return new ApiError(answer.status, { message: `the server answered ${answer.status} ${answer.statusText}` })
-  }
+    const { error } = JSON.parse(text)
+    if (error.message) return new ApiError(answer.status, error)
+  } catch { /* it is of something before the server */ }
+  return new ApiError(answer.status, { message: `the server answered ${answer.status} ${answer.statusText}` })
 }
 
 function lost(error, signal) {

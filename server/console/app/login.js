@@ -1,6 +1,6 @@
 // The login: the whole page where the server asks for a key, and a page's stead where the key in use may not see it.
 import { html, useLayoutEffect, useRef, useState } from "../vendor/htm-preact.js"
-import { get } from "./api.js"
+import { look } from "./api.js"
 import { Field, Problem } from "./parts.js"
 import { change, useSession } from "./session.js"
 
@@ -17,7 +17,7 @@ export function Login({ reason = "", scope, page }) {
     if (/[^\x21-\x7e]/.test(key.trim())) return setProblem({ message: "a key has neither spaces nor letters beyond ASCII" })
     setBusy(true)
     try {
-      const state = await get("/console/state.json", { key: key.trim() })
+      const state = await look({ key: key.trim() })
       if (state.caller.name === null) setProblem({ message: UNKNOWN })
       else if (scope && !state.caller.scopes.includes(scope)) setProblem({ message: `this key does not have the scope '${scope}'` })
       else change({ key: key.trim(), state, login: false, reason: "" })
@@ -26,8 +26,8 @@ export function Login({ reason = "", scope, page }) {
   }
 
   // Where the server asks for no key one gets in without.
-  async function look() {
-    try { change({ state: await get("/console/state.json", { key: "" }), key: "", login: false, reason: "" }) }
+  async function goOn() {
+    try { change({ state: await look({ key: "" }), key: "", login: false, reason: "" }) }
     catch (error) { setProblem(error) }
   }
 
@@ -42,7 +42,7 @@ export function Login({ reason = "", scope, page }) {
         onInput=${event => setKey(event.target.value)} /></${Field}>
       <${Problem} error=${problem} />
       <div class="row"><button class="main" disabled=${busy}>Sign in</button>
-        ${!page && open && html`<button type="button" class="quiet" onClick=${look}>Go on without a key</button>`}</div>
+        ${!page && open && html`<button type="button" class="quiet" onClick=${goOn}>Go on without a key</button>`}</div>
     </form>
   </section>`
 }

@@ -1,6 +1,6 @@
 // The shell: what stands around every page, which page is shown, the login, and the beat that finds out whether all is well.
 import { html, render, useEffect, useState } from "../vendor/htm-preact.js"
-import { ApiError, get } from "./api.js"
+import { ApiError, look } from "./api.js"
 import { Login } from "./login.js"
 import { pages } from "./pages.js"
 import { Title, useFocus } from "./parts.js"
@@ -34,13 +34,14 @@ function useRoute() {
 async function beat() {
   const { key, login } = session, current = () => key === session.key && login === session.login
   try {
-    const state = await get("/console/state.json", { signal: AbortSignal.timeout(PATIENCE) })
-    if (current()) change({ state, login: false, open: session.open || !key, away: null })
+    const state = await look({ signal: AbortSignal.timeout(PATIENCE) })
+    change(current() ? { state, login: false, open: session.open || !key, away: null } : { away: null })
   } catch (error) {
     if (!(error instanceof ApiError)) throw error
     if (error.status === 401 && !key) change({ open: false })
     if (error.status >= 500) change({ away: `The server says: ${error.message}. Trying again every second.` })
-    else if ((error.status === 401 || error.status === 403) && current()) leave(session.reason || (key ? error.message : ""))
+    else if (error.status) change({ away: null })
+    if ((error.status === 401 || error.status === 403) && current()) leave(session.reason || (key ? error.message : ""))
   }
 }
 

@@ -56,6 +56,44 @@ def test_a_server_that_hangs_is_told_of_until_it_goes_on(browser: Browser, check
         expect(page.locator(".banner")).to_have_count(0)
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "told"),
+    [
+        (200, "text/html", "what answered was not this server"),
+        (200, "application/json", "what answered was not this server"),
+        (502, "text/html", "the server answered 502"),
+    ],
+)
+def test_what_answers_in_the_servers_place_is_told_of_until_it_is_gone(
+    browser: Browser, server: Live, status: int, kind: str, told: str
+) -> None:
+    """A proxy's login, or half of an answer, froze the page: nothing of it was ever shown again, the login neither."""
+    with opened(browser, server.url, ADMIN_KEY) as page:
+        seen = """() => {
+            window.banners = 0
+            new MutationObserver(all => { for (const one of all) window.banners += one.addedNodes.length })
+                .observe(document.querySelector('[role=alert]'), { childList: true })
+        }"""
+        page.evaluate(seen)
+        asked: list[Route] = []
+
+        def instead(route: Route) -> None:
+            asked.append(route)
+            route.fulfill(status=status, body='{"model":', content_type=kind)
+
+        page.route("**/console/state.json", instead)
+        expect(page.locator(".banner")).to_contain_text(told)
+        go(page, "Modules")
+        expect(page.get_by_role("row").filter(has_text="one").first).to_be_visible()
+        while len(asked) < 3:
+            with page.expect_response("**/console/state.json"):
+                pass
+        settled(page)
+        assert page.evaluate("window.banners") == 1  # it stays, and is read out once
+        page.unroute("**/console/state.json")
+        expect(page.locator(".banner")).to_have_count(0)
+
+
 def test_figures_are_asked_for_one_time_after_the_other(browser: Browser, server: Live) -> None:
     with opened(browser, server.url, ADMIN_KEY) as page:
         held: list[Route] = []
