@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from server.registry.audit import Actor, append
 from tests.support.live import Live, live
@@ -144,6 +144,17 @@ def test_the_trail_is_paged_filtered_checked_and_saved(browser: Browser, keyed: 
         newest = int(rows.first.locator("th").inner_text())
         page.get_by_role("button", name="Older").click()
         expect(rows.first.locator("th")).to_have_text(str(newest - 50))
+        page.get_by_role("button", name="Newer").click()
+        expect(rows.first.locator("th")).to_have_text(str(newest))
+        older = page.get_by_role("button", name="Older")
+        held: list[Route] = []
+        page.route(lambda url: f"after={newest - 49}" in url, lambda route: held.append(route), times=1)
+        older.click()
+        expect(older).to_be_disabled()  # until the page that it led to is there
+        while not held:
+            page.wait_for_timeout(10)
+        held[0].continue_()
+        expect(rows.first.locator("th")).to_have_text(str(newest - 50))
         page.get_by_label("What", exact=True).select_option("Keys")
         expect(page.locator("main")).not_to_contain_text("wrote rules")
         expect(rows.first).to_contain_text("key")
@@ -156,6 +167,18 @@ def test_the_trail_is_paged_filtered_checked_and_saved(browser: Browser, keyed: 
         expect(page.locator(".empty")).to_contain_text("No entry is like that")
         page.get_by_role("button", name="Show all").click()
         expect(rows).to_have_count(50)
+
+
+def test_the_menu_leads_from_the_trail_of_one_subject_to_all_of_it(browser: Browser, keyed: Live) -> None:
+    made = keyed.admin("/keys", {"name": "followed"}).body["id"]
+    with opened(browser, f"{keyed.url}/#/audit/{made}", ADMIN_KEY) as page:
+        expect(page.locator("tbody tr")).to_have_count(1)
+        go(page, "Audit")
+        expect(page.get_by_label("To what")).to_have_value("")
+        expect(page.locator("tbody tr").nth(1)).to_be_visible()
+        page.go_back()
+        expect(page.get_by_label("To what")).to_have_value(made)
+        expect(page.locator("tbody tr")).to_have_count(1)
 
 
 def test_activity_counts_what_is_asked_and_tells_how_old_its_figures_are(browser: Browser, keyed: Live) -> None:

@@ -31,11 +31,11 @@ const query = wanted => Object.entries(wanted).filter(([, text]) => text.trim())
 export function Audit({ path }) {
   const [wanted, want] = useState({ ...NOTHING, subject: path[0] ?? "" }), [form, set] = useState(wanted), [pages, turn] = useState([0])
   const after = pages.at(-1)
-  useEffect(() => { if (path[0]) { want({ ...NOTHING, subject: path[0] }); set({ ...NOTHING, subject: path[0] }); turn([0]) } }, [path[0]])
-  const { data, error } = useData(() => get(`/admin/v1/audit?order=newest&limit=${PAGE}&after=${after}${query(wanted)}`), after ? 0 : 5, [after, wanted])
+  const { data, error } = useData(() => get(`/admin/v1/audit?order=newest&limit=${PAGE}&after=${after}${query(wanted)}`).then(answer => ({ ...answer, after })), after ? 0 : 5, [after, wanted])
   const { data: keys } = useData(() => get("/admin/v1/keys"))
   const who = Object.fromEntries((keys?.data ?? []).map(key => [key.id, key.name]))
   const ask = values => { want(values); set(values); turn([0]) }
+  useEffect(() => { if ((path[0] ?? "") !== wanted.subject) ask({ ...NOTHING, subject: path[0] ?? "" }) }, [path[0]]) // the menu leads to all
   const change = name => event => set({ ...form, [name]: event.target.value })
   const filtered = query(wanted) !== ""
   return html`<${Title} title="Audit" lead="Everything that was changed here, in order. Each entry holds the digest of the one before it." />
@@ -53,7 +53,7 @@ export function Audit({ path }) {
     ${data?.data.length === 0 && html`<${Empty} title=${filtered ? "No entry is like that" : "Nothing was changed yet"}>${filtered ? "Ask for less, or show all." : "What is done on these pages, by the API or on the command line stands here."}</${Empty}>`}
     ${data?.data.length > 0 && html`<${Table} stacked label="Audit trail, the newest first" columns=${["Entry", "Time", "Who", "Did", "To", "Said"]}>${data.data.map(row => line(row, who))}</${Table}>
       <div class="row"><${Button} disabled=${pages.length === 1} onClick=${() => turn(pages.slice(0, -1))}>Newer</${Button}>
-        <${Button} disabled=${!data.has_more} onClick=${() => turn([...pages, data.data.at(-1).id])}>Older</${Button}>
+        <${Button} disabled=${!data.has_more || data.after !== after} onClick=${() => turn([...pages, data.data.at(-1).id])}>Older</${Button}>
         <span class="hint">Entries ${data.data.at(-1).id} to ${data.data[0].id}</span></div>`}`
 }
 
