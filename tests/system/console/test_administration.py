@@ -199,6 +199,10 @@ def test_activity_counts_what_is_asked_and_tells_how_old_its_figures_are(browser
         expect(gates).to_contain_text(f"{read:,.0f}")
         expect(page.locator("main")).to_contain_text("does not tell the rates that modules were calibrated at")
         assert page.locator("canvas").count() == 5 and complaints(page) == []
+        page.emulate_media(forced_colors="active")  # lines take their colours of what stands for them in the legend
+        lines = page.locator(".chart").first.locator(".swatch")
+        assert len(set(lines.evaluate_all("lines => lines.map(line => getComputedStyle(line).color)"))) == 2
+        page.emulate_media(forced_colors="none")
         go(page, "Audit")
         go(page, "Activity")
         expect(page.locator("canvas").first).to_be_visible()  # what was read is still there

@@ -124,6 +124,26 @@ def test_a_name_of_any_length_stays_within_a_phone(page: Page, server: Live) -> 
     assert complaints(page) == []
 
 
+def test_a_list_with_long_names_and_notices_is_read_without_scrolling_it(page: Page, server: Live) -> None:
+    """Of names and claimants only the first letters could be read on a phone, or at a zoom of 400 %."""
+    rows = [
+        {
+            "text": "def total(values):\n    found = 0\n    for value in values:\n        found += value\n    return found\n"
+            * 4
+        }
+    ]
+    options, notice = {"protect": "guard", "scope": "global"}, {"claimant": "c" * 1500}
+    given = {"name": "n" * 40, "rows": rows, "options": options, "notice": notice}
+    assert server.admin("/takedowns", given).status == 202
+    beyond = "[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)"
+    for title, region, widths in (("Takedowns", "Takedowns", (1280, 320)), ("Modules", "Modules and guards", (320,))):
+        go(page, title)
+        expect(page.get_by_role("region", name=region)).to_contain_text("n" * 40)
+        for width in widths:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate(beyond) == [0]
+
+
 def _by_one(url: str) -> str:
     return url.replace("limit=1000", "limit=1")
 

@@ -53,7 +53,7 @@ function line(takedown) {
     <${Cell} of="State"><${Badge} kind=${kind}>${word}</${Badge}>${told && html`<div class="hint">${told}</div>`}</${Cell}>
     <${Cell} of="Binds" class="words">${takedown.binds}</${Cell}>
     <${Cell} of="Rows">${takedown.row_count.toLocaleString("en")}${takedown.purged_at && html`<div class="hint">erased</div>`}</${Cell}>
-    <${Cell} of="Claimant">${takedown.notice.claimant ?? "-"}</${Cell}>
+    <${Cell} of="Claimant" class="breaking">${takedown.notice.claimant ?? "-"}</${Cell}>
     <${Cell} of="Received" class="nowrap">${time(takedown.created_at)}</${Cell}>
   </tr>`
 }
