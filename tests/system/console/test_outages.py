@@ -108,7 +108,16 @@ def test_figures_are_asked_for_one_time_after_the_other(browser: Browser, server
 
 
 @pytest.mark.parametrize("status", [0, 502])
-def test_what_is_asked_once_is_asked_again_after_an_outage(browser: Browser, server: Live, status: int) -> None:
+@pytest.mark.parametrize(
+    ("address", "asks", "shown"),
+    [
+        ("audit", "**/admin/v1/audit/verify", "text=The trail is whole"),
+        ("keys/rules/profile:fixed", "**/admin/v1/policies/profile*", "text=While a gate is open"),
+    ],
+)
+def test_what_is_asked_once_is_asked_again_after_an_outage(
+    browser: Browser, server: Live, address: str, asks: str, shown: str, status: int
+) -> None:
     def failing(route: Route) -> None:
         asked.append(route.request.url)
         if len(asked) > 1:
@@ -120,7 +129,8 @@ def test_what_is_asked_once_is_asked_again_after_an_outage(browser: Browser, ser
 
     asked: list[str] = []
     with opened(browser, server.url, ADMIN_KEY) as page:
-        page.route("**/admin/v1/audit/verify", failing)
-        go(page, "Audit")
-        expect(page.locator(".note.good")).to_contain_text("The trail is whole")
+        server.admin("/profiles/fixed", {}, "PUT")
+        page.route(asks, failing)
+        page.goto(f"{server.url}/#/{address}")
+        expect(page.locator(shown)).to_be_visible()
         assert len(asked) == 2

@@ -1,7 +1,7 @@
 // The rules of a scope, changed as a whole and only where nobody changed them meanwhile.
 import { html, useEffect, useState } from "../../../vendor/htm-preact.js"
 import { call } from "../../api.js"
-import { Button, Empty, Field, Form, Note, Problem, Title } from "../../parts.js"
+import { Button, Empty, Field, Form, Note, Problem, Title, useData } from "../../parts.js"
 import { announce } from "../../session.js"
 import { hint } from "./new.js"
 import { inWords, names, strengths, WHEN_OPEN_CHOICES, written } from "./words.js"
@@ -40,7 +40,8 @@ export function RulesForm({ scope, known, again }) {
     setOther(null)
     setProblem(null)
   }
-  useEffect(() => { look().then(take, setProblem) }, [])
+  const { data: first, error } = useData(look)
+  useEffect(() => { if (first) take(first) }, [first])
 
   async function write(etag) {
     setProblem(null)
@@ -57,8 +58,8 @@ export function RulesForm({ scope, known, again }) {
   }
 
   const title = `What holds for ${titleOf(scope, known)}`
-  if (!form) return html`<${Title} title=${title} /><${Problem} error=${problem} />
-    ${problem?.status === 404 && html`<${Empty} title="There is no such key or profile">Choose one of <a href="#/keys">the list</a>.</${Empty}>`}`
+  if (!form) return html`<${Title} title=${title} /><${Problem} error=${error} />
+    ${error?.status === 404 && html`<${Empty} title="There is no such key or profile">Choose one of <a href="#/keys">the list</a>.</${Empty}>`}`
   const input = name => html`<input id=${name} value=${form[name]} onInput=${event => change(name, event.target.value)} />`
   return html`<${Title} title=${title} lead="What is written here replaces what stands, from the next request on." />
     <${Form} class="card" onSubmit=${() => write(seen.etag)}>
