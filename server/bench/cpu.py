@@ -1,12 +1,17 @@
 """What each of the processor's devices gains alone: the engine with all of them against the engine without one.
 
-Behind ``unbind bench cpu``. Engines alternate in random order, each on a model and prompts of its own.
+Behind ``unbind bench cpu``. Engines alternate in random order, each on a model and prompts of its own. The allocator is
+the whole process's, so its pair are two child processes, each with one engine, that take turns.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +25,9 @@ import torch
 from server.bench.serve import Workload
 from server.bench.systems import EngineSystem
 from unbind_core.architecture import LoadedModel, load_model
+from unbind_core.cpu.allocator import KEEPING
 from unbind_core.cpu.speedups import EVERY, Speedups
+from unbind_core.errors import UnbindError
 from unbind_core.progress import Progress, ProgressCallback
 
 WORKLOADS = ("8x16->64", "32x16->64", "16x800->64")
@@ -57,6 +64,53 @@ class _Engine:
         begun = time.perf_counter()
         self._system.generate(prompts, load.new, [0.0] * load.requests)
         return time.perf_counter() - begun
+
+
+class _Child:
+    """The engine with every device in a process of its own, whose C library keeps freed memory or does not."""
+
+    def __init__(self, checkpoint: Checkpoint, load: Workload, keeps: bool) -> None:
+        told = {
+            "checkpoint": [str(checkpoint.model), *([str(checkpoint.adapter)] if checkpoint.adapter else [])],
+            "load": [load.requests, load.prompt, load.new],
+            "threads": torch.get_num_threads(),
+        }
+        environment = {name: value for name, value in os.environ.items() if name not in KEEPING}
+        if keeps:
+            environment |= {name: str(value) for name, value in KEEPING.items()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, json.dumps(told)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise UnbindError("a child process of the bench ended; its reason is above")
+        return float(answer)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def _serve(told: str) -> None:
+    """In the child: a line on stdin, one run; seconds on stdout."""
+    given = json.loads(told)
+    torch.set_num_threads(given["threads"])
+    engine = _Engine(Checkpoint(*map(Path, given["checkpoint"])), Workload(*given["load"]), EVERY)
+    try:
+        for _ in sys.stdin:
+            sys.stdout.write(f"{engine()}\n")
+            sys.stdout.flush()
+    finally:
+        engine.close()
 
 
 def alternate(timed: dict[str, Timed], repeats: int, told: Callable[[int], object]) -> dict[str, list[float]]:
@@ -96,7 +150,7 @@ def run(
 ) -> dict[str, Any]:
     """By workload: ``seconds`` (median) of the engine with every device, and ``gain`` of each device alone.
 
-    Raises UnbindError where a workload cannot be read.
+    Raises UnbindError where a workload cannot be read or a child process ends.
     """
     figures: dict[str, Any] = {}
     for load in map(Workload.parse, workloads):
@@ -107,6 +161,15 @@ def run(
             repeats,
             progress,
         )
+        pair: dict[str, Callable[[], Any]] = {
+            name: partial(_Child, checkpoint, load, name == ALL) for name in (ALL, "allocator")
+        }
+        children = _measured(f"{load}, allocator", pair, repeats, progress)
         gains = {name: gain(seconds[name], seconds[ALL]) for name in WITHOUT}
+        gains["allocator"] = gain(children["allocator"], children[ALL])
         figures[str(load)] = {"seconds": statistics.median(seconds[ALL]), "gain": gains}
     return {"workloads": figures, "threads": torch.get_num_threads(), "repeats": repeats}
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

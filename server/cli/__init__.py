@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 
 from server.cli.console import show_error
+from unbind_core.cpu.allocator import keep_freed_memory
 from unbind_core.errors import UnbindError
 
 GROUPS = (
@@ -69,6 +70,7 @@ def main() -> None:
     # a thousand more in each thread. Steps of answers need about a hundred; a prompt's number of rows hardly ever comes again.
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(kept, "256")
+    keep_freed_memory()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file's name that is no text ends no command that has done its work.
         sys.stdout.reconfigure(errors="backslashreplace")
