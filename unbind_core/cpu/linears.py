@@ -18,9 +18,8 @@ from torch.nn import functional
 from unbind_core.running.device import free_bytes
 
 SHARE = 0.125  # of the free memory; where the copies would take more, nothing is packed
-FEW = (
-    4  # rows in float32; fewer read the weight as it lies as quickly as memory can, and packed a fourth slower or more
-)
+# Rows in float32: fewer read the weight as it lies as quickly as memory can, and packed a fourth slower or more.
+FEW = 4
 
 
 class PackedLinears(AbstractContextManager[None]):
