@@ -12,6 +12,7 @@ from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import AsJson, clear_errors, screen, show_fields, show_lines, shown_field, write_json
 from server.cli.takedown.shown import warn
 from server.registry.lifecycle import standing
+from unbind_core.errors import UnbindError
 
 Reference = Annotated[
     str,
@@ -87,7 +88,9 @@ def verify(
 def _change(action: str) -> Callable[..., None]:
     def change(
         reference: Reference,
-        override: Annotated[bool, typer.Option(help="activate: whatever all active modules cost together.")] = False,
+        override: Annotated[
+            bool, typer.Option(help="With activate alone: whatever all active modules cost together.")
+        ] = False,
         etag: Annotated[
             str | None, typer.Option(help="Revision that is meant; the present one where none is given.")
         ] = None,
@@ -96,9 +99,13 @@ def _change(action: str) -> Callable[..., None]:
         as_json: AsJson = False,
     ) -> None:
         with clear_errors():
+            if override and action != "activate":
+                raise UnbindError(
+                    f"--override: goes with `unbind module activate`; {action} asks for no budget, so leave it out"
+                )
             client = Client(url, key)
             seen = etag or client.call(address("modules", reference))["etag"]
-            query = "?override=true" if override and action == "activate" else ""
+            query = "?override=true" if override else ""
             asked = address("modules", reference, action + query)
             _print(client.call(asked, method="POST", headers={"If-Match": seen}), as_json)
 

@@ -227,6 +227,12 @@ def test_where_no_admin_key_is_found_the_file_and_the_data_folder_are_named(
     )
 
 
+@pytest.mark.parametrize("action", ["suspend", "shadow", "retire", "rollback"])
+def test_a_flag_that_a_change_of_a_module_does_not_know_is_refused(url: str, action: str) -> None:
+    told = CliRunner().invoke(build(), ["module", action, "m", "--override", "--key", "k", "--url", url])
+    assert told.exit_code == 1 and told.stderr.startswith("error: --override: goes with `unbind module activate`")
+
+
 @pytest.mark.parametrize(("held", "said"), [(b"\n", "is empty"), (b"\xff\xfe", "is not text")])
 def test_a_key_s_file_that_holds_none_is_named_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bytes, said: str
