@@ -106,7 +106,10 @@ def _correction_problems(module: UnbindModule, size: int) -> Iterator[tuple[str,
 
 def _reach(tensor: Tensor) -> float:
     """The largest of its numbers, whatever the sign."""
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    least, most = tensor.aminmax()  # no copy of it, which would leave a hole in memory between one module and the next
+    return max(-float(least), float(most))
 
 
 def _detector_problems(module: UnbindModule, size: int) -> Iterator[tuple[str, str]]:
