@@ -28,16 +28,22 @@ def settled(page: Page) -> None:
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+def asked_once(page: Page, name: str, address: str) -> list[Route]:
+    """The questions of a page whose answers do not come, one in twenty seconds; further ones are added."""
+    held: list[Route] = []
+    page.route(address, lambda route: held.append(route))
+    page.clock.install()
+    go(page, name)
+    page.clock.run_for(20_000)
+    settled(page)
+    assert len(held) == 1
+    return held
+
+
 def test_a_list_is_shown_by_a_server_that_is_slower_than_the_page_asks(browser: Browser, server: Live) -> None:
     """The next question discarded the answer to the one before it, so that there was none, and they heaped up at the server."""
     with opened(browser, server.url, ADMIN_KEY) as page:
-        held: list[Route] = []
-        page.route("**/admin/v1/takedowns?*", lambda route: held.append(route))
-        page.clock.install()
-        go(page, "Takedowns")
-        page.clock.run_for(20_000)
-        settled(page)
-        assert len(held) == 1
+        held = asked_once(page, "Takedowns", "**/admin/v1/takedowns?*")
         held[0].continue_()
         expect(page.get_by_role("heading", name="Nothing was asked to be forgotten yet")).to_be_visible()
         page.clock.run_for(20_000)
@@ -96,13 +102,7 @@ def test_what_answers_in_the_servers_place_is_told_of_until_it_is_gone(
 
 def test_figures_are_asked_for_one_time_after_the_other(browser: Browser, server: Live) -> None:
     with opened(browser, server.url, ADMIN_KEY) as page:
-        held: list[Route] = []
-        page.route("**/metrics", lambda route: held.append(route))
-        page.clock.install()
-        go(page, "Activity")
-        page.clock.run_for(20_000)
-        settled(page)
-        assert len(held) == 1
+        asked_once(page, "Activity", "**/metrics")
         page.unroute("**/metrics")  # what is held goes on
         expect(page.locator("#age")).to_contain_text("Figures of")
 
