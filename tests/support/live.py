@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from server.app import create_app
 from server.base_service import REFRESH_SECONDS
+from server.engine.embedded.scheduler import Plan
 from server.http.connections import ServerConfig
 from server.service import Service
 from server.settings import Settings
@@ -53,14 +54,14 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
 def fail_at(server: Live, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """One decode step of the engine fails: of those from now on the one of this number, from 1."""
     runner, steps = server.service.engine.runner, itertools.count(1)
-    decode = runner.decode
+    forward = runner.forward
 
-    def failing(*arguments: object) -> object:
-        if next(steps) == step:
+    def failing(plan: Plan) -> object:
+        if plan.decode and next(steps) == step:
             raise RuntimeError("no more")
-        return decode(*arguments)
+        return forward(plan)
 
-    monkeypatch.setattr(runner, "decode", failing)
+    monkeypatch.setattr(runner, "forward", failing)
 
 
 class Answer:

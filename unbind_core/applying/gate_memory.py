@@ -89,14 +89,17 @@ class GateMemory:
 
 
 class SlotPlaces(Places):
-    """The rows of a batch [B,T] in the slots of a memory."""
+    """The rows of a batch [B,T], or flat sequences [N], in the slots of a memory."""
 
-    def __init__(self, memory: GateMemory, slots: Tensor, positions: Tensor, starts: Tensor) -> None:
-        """``slots`` int64 [B]; ``positions`` int64 [B,T], each state's position in its sequence, ``memory.length`` for padding;
-        ``starts`` int64 [B], the position of each row's first real state.
+    def __init__(
+        self, memory: GateMemory, slots: Tensor, positions: Tensor, starts: Tensor, firsts: Tensor | None = None
+    ) -> None:
+        """``slots`` int64 [S], of each row or sequence; ``positions`` int64 [S,T] or [N], each state's position in its sequence,
+        ``memory.length`` for padding; ``starts`` int64 [S], the position of each one's first real state; ``firsts`` int64 [S],
+        where in [N] each begins, None for rows.
         """
-        batch, length = positions.shape
-        firsts = torch.arange(batch, device=positions.device) * length
+        if firsts is None:
+            firsts = torch.arange(len(slots), device=positions.device) * positions.shape[1]
         super().__init__(positions.reshape(-1), firsts, starts)
         self._memory, self._slots = memory, slots
         self._first = slots * (memory.length + 2) + 1  # the row of each slot's position 0; the one in front is zeros

@@ -29,6 +29,7 @@ class _Step:
 
     selection: Selection
     pass_: Pass
+    flat: bool
 
 
 class _LayerHook:
@@ -53,7 +54,8 @@ class _LayerHook:
                 f"{type(module).__name__} returns {type(states).__name__} where a tensor of states is needed; "
                 "give override= the path of layers that return their hidden states"
             )
-        edited = step.selection.edit(self._layer, states, step.pass_).states
+        read = states.reshape(-1, states.shape[-1]) if step.flat else states
+        edited = step.selection.edit(self._layer, read, step.pass_).states.view_as(states)
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
 
@@ -119,8 +121,9 @@ class Intervention:
         return step if owner is self else None
 
     @contextmanager
-    def step(self, selection: Selection | None, pass_: Pass = WHOLE) -> Iterator[None]:
-        """Apply a selection to the forward pass inside; None leaves the model alone.
+    def step(self, selection: Selection | None, pass_: Pass = WHOLE, flat: bool = False) -> Iterator[None]:
+        """Apply a selection to the forward pass inside; None leaves the model alone. ``flat``: ``pass_`` is of states [N,d], and
+        the model's are [B,T,d], B x T being N.
 
         Raises UnbindError inside another step or outside the ``with`` block of the intervention.
         """
@@ -128,7 +131,7 @@ class Intervention:
             raise UnbindError("a step is under way on this model; leave it first, one forward pass has one selection")
         if not self._handles:
             raise UnbindError("the intervention is not attached; use it as `with Intervention(model) as intervention:`")
-        step = None if selection is None else _Step(selection, pass_)
+        step = None if selection is None else _Step(selection, pass_, flat)
         token = _under_way.set((self, step))
         try:
             yield

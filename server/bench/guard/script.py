@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.embedded.runner import Runner
-from server.engine.embedded.scheduler import Chunk, Scheduler
+from server.engine.embedded.scheduler import Chunk, Plan, Scheduler
 from server.engine.embedded.step import Stepper
 from server.engine.flights import flight_of
 from server.engine.request import Delta, Flight, GenerationRequest
@@ -40,22 +40,22 @@ class _Scripted:
         self._usual = torch.randn(vocabulary, generator=generator)
         self._scripts = scripts
 
-    def prefill(self, chunks: Sequence[Chunk], everywhere: bool = False) -> Tensor:
-        """As ``Runner.prefill``."""
-        if not everywhere:
-            return self._rows([self._wish(chunk.flight) if chunk.completes else {} for chunk in chunks])
-        width = max(chunk.count for chunk in chunks)
-        rows = []
-        for chunk in chunks:
-            at = [self._scripts[chunk.flight].wish_at(chunk.start + i) for i in range(chunk.count)]
-            if chunk.completes:
-                at[-1] = self._wish(chunk.flight)
-            rows += at + [{}] * (width - chunk.count)
-        return self._rows(rows).view(len(chunks), width, -1)
+    mixes = True
 
-    def decode(self, flights: Sequence[Flight]) -> Tensor:
-        """As ``Runner.decode``."""
-        return self._rows([self._wish(flight) for flight in flights])
+    def forward(self, plan: Plan) -> Tensor:
+        """As ``Runner.forward``."""
+        rows = []
+        for chunk in plan.prefill:
+            before = range(chunk.start, chunk.start + chunk.asked - 1)
+            rows += [self._scripts[chunk.flight].wish_at(position) for position in before]
+            rows.append(self._last(chunk))
+        return self._rows([*rows, *map(self._wish, plan.decode)])
+
+    def _last(self, chunk: Chunk) -> Mapping[int, float]:
+        if chunk.completes:
+            return self._wish(chunk.flight)
+        at_last = chunk.start + chunk.count - 1
+        return self._scripts[chunk.flight].wish_at(at_last) if chunk.asked > 1 else {}
 
     def clear(self, slot: int) -> None:
         """Nothing is kept."""

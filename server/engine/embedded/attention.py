@@ -1,7 +1,8 @@
 """Attention that reads the slots in place: what the model's layers call while a pass's rows are placed.
 
 The library's own function repeats keys and values for grouped heads wherever there is a mask, and needs one tensor of
-keys for the whole batch. Here a run of neighbouring slots is a view, and each run looks no further than its longest row.
+keys for the whole batch. Here sequences of any lengths share a pass: neighbouring slots with one state each are a view, and each
+run looks no further than its longest sequence.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from server.engine.embedded.slots import Run, placement
+from server.engine.embedded.slots import placement
 from unbind_core.running.attention import one_token
 
 NAME = "unbind_slots"
@@ -53,40 +54,42 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Query [B,Hq,T,D]; key and value whole storages [slots,H,positions,D]; additive mask [B,1,T,L] -> [B,T,Hq,D]."""
+    """Query [B,Hq,T,D], B or T being 1; key and value whole storages [slots,H,positions,D]; additive mask [B,1,T,L] ->
+    [B,T,Hq,D].
+    """
     at = placement()
     if at is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return plain
-    steps = query.shape[2]
+    if each := query.shape[0] > 1:
+        query, attention_mask = query.transpose(0, 2), attention_mask.transpose(0, 2)
     parts = []
     for run in at.runs:
-        rows, slots = slice(run.row, run.row + run.count), slice(run.slot, run.slot + run.count)
-        own = query[rows], key[slots], value[slots], attention_mask[rows]
-        parts.append(_chunk(run, *own, scaling) if steps > 1 else _last(run, *own, scaling))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)), None
+        states, slots = slice(run.first, run.first + run.rows * run.steps), slice(run.slot, run.slot + run.rows)
+        own = query[0, :, states].unflatten(1, (run.rows, run.steps)).transpose(0, 1)
+        mask = attention_mask[0, 0, states, : run.length].unflatten(0, (run.rows, run.steps)).unsqueeze(1)
+        attend = one_token if run.steps == 1 else _chunk
+        parts.append(
+            attend(own, key[slots, :, : run.length], value[slots, :, : run.length], mask, scaling).flatten(0, 1)
+        )
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return found.unsqueeze(1 if each else 0), None
 
 
-def _last(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """One token a row, which sees what its slot holds."""
-    length = run.length
-    return one_token(query, key[:, :, :length], value[:, :, :length], mask[..., :length], scaling)
-
-
-def _chunk(run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+def _chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """A causal triangle at the end of what is there already, in blocks that leave out most of what is masked."""
     steps = query.shape[2]
-    block = QUERY_BLOCK if query.device.type == "cpu" else steps
+    before, block = key.shape[2] - steps, QUERY_BLOCK if query.device.type == "cpu" else steps
     parts = []
     for begin in range(0, steps, block):
         end = min(steps, begin + block)
-        length = min(run.length, run.start + end)
+        seen = before + end
         part = functional.scaled_dot_product_attention(
             query[:, :, begin:end],
-            *_shared(query, key[:, :, :length], value[:, :, :length]),
-            mask[:, :, begin:end, :length],
+            *_shared(query, key[:, :, :seen], value[:, :, :seen]),
+            mask[:, :, begin:end, :seen],
             scale=scaling,
             enable_gqa=query.device.type == "cpu" and query.shape[1] != key.shape[1],
         )

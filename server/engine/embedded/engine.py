@@ -86,10 +86,11 @@ class EmbeddedEngine(Engine):
         """Check the model on the slot cache, then begin to serve. Raises UnsupportedArchitecture."""
         ids = tuple(range(5, 17)) if len(self.tokenizer) > 17 else (0, 1, 2)
         ids = ids[: self.runner.max_length - 1]
-        probe = Flight(
-            GenerationRequest(ids), TextStream(self.tokenizer, ()), lambda _: None, uniform_source(0), slot=0
+        nothing, draw = TextStream(self.tokenizer, ()), uniform_source(0)
+        slots = range(min(2, len(self.scheduler.slots)))
+        self.runner.self_test(
+            *(Flight(GenerationRequest(ids), nothing, lambda _: None, draw, slot=slot) for slot in slots)
         )
-        self.runner.self_test(probe)
         self._thread.start()
 
     def drain(self, timeout: float) -> bool:

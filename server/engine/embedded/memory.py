@@ -37,8 +37,8 @@ class MemoryPlan:
 
     @property
     def bytes(self) -> int:
-        """All keys and values; a slot has one position more, where padding goes."""
-        return self.slots * (self.length + 1) * self.position_bytes
+        """All keys and values."""
+        return self.slots * self.length * self.position_bytes
 
     def __str__(self) -> str:
         """One line for a person."""
@@ -69,10 +69,10 @@ def plan_memory(model: Any, slots: int = 0, length: int = 0, free: int | None = 
     trained = min(trained, short or trained)
     if length > trained:
         raise DoesNotFit(f"max_model_len {length}: the model has {trained} positions; lower --max-model-len to that")
-    fits = budget // (position * max(slots, 1)) - 1  # positions of each slot
+    fits = budget // (position * max(slots, 1))  # positions of each slot
     chosen = length or min(trained, LONGEST, max(fits, 16))
     plan = MemoryPlan(
-        slots or max(1, min(MOST_SLOTS.get(device.type, 16), budget // (position * (chosen + 1)))),
+        slots or max(1, min(MOST_SLOTS.get(device.type, 16), budget // (position * chosen))),
         chosen,
         position,
         free,

@@ -1,6 +1,6 @@
 """The only holder of tensors: turns a plan into forward passes over the slot cache and gives back logits.
 
-Scheduler -> ``Runner.prefill`` / ``Runner.decode`` -> sampler. Each row's modules are applied by the model's hooks.
+Scheduler -> ``Runner.forward`` -> sampler. Each row's modules are applied by the model's hooks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from server.engine.embedded.attention import SlotAttention
-from server.engine.embedded.scheduler import Chunk
+from server.engine.embedded.flat import Flat
+from server.engine.embedded.scheduler import Chunk, Plan
 from server.engine.embedded.sight import attention_kinds
 from server.engine.embedded.slots import Placement, SlotCache, placed
 from server.engine.request import Flight
@@ -61,118 +62,93 @@ class Runner:
             attached.enter_context(self._attention)
             self._attached = attached.pop_all()  # for the engine's life; close() takes them off
         self._selected: dict[str, tuple[list[Any], Selection | None]] = {}
+        self.mixes = self._attention.in_place  # whether sequences of any lengths share a pass
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
-    def prefill(self, chunks: Sequence[Chunk], everywhere: bool = False) -> Tensor:
-        """Compute prompt chunks; logits [B,V] of each chunk's last position, or [B,T,V] of all that are asked for."""
-        width = max(chunk.count for chunk in chunks)
-        rows = [chunk.flight.prompt[chunk.start : chunk.start + chunk.count] for chunk in chunks]
-        ids = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
-        starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
-        return self._forward([chunk.flight for chunk in chunks], ids, starts, counts, "prefill", everywhere)
-
-    def decode(self, flights: Sequence[Flight]) -> Tensor:
-        """One token further for each request; logits [B,V]."""
-        ids = torch.tensor([flight.last_token for flight in flights])[:, None]
-        return self._forward(flights, ids, [flight.computed for flight in flights], [1] * len(flights), "decode")
-
-    def _forward(
-        self,
-        flights: Sequence[Flight],
-        ids: Tensor,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        phase: str,
-        everywhere: bool = False,
-    ) -> Tensor:
-        """``ids`` [B,T] padded on the right: row i is real in its first ``counts[i]`` columns, from ``starts[i]``."""
-        steps = torch.arange(ids.shape[1])
-        positions = torch.tensor(starts)[:, None] + steps
-        padded = min(counts) < ids.shape[1]
-        real = steps < torch.tensor(counts)[:, None]
-        kept = sorted({count - 1 for count in counts})
+    def forward(self, plan: Plan) -> Tensor:
+        """A plan in one pass: logits [K,V], as many rows of each chunk as it is ``asked`` for, up to its last position's, then one
+        of each request that goes one token further.
+        """
+        flat = Flat(plan, self.device)
+        placement, wanted = flat.placement(self._attention.in_place), flat.wanted
         options: dict[str, Any] = {}
-        if self._keeps_logits and not everywhere:
-            options["logits_to_keep"] = torch.tensor(kept, device=self.device)
-        written = positions.masked_fill(~real, self.max_length) if padded else positions
-        slots = [flight.slot for flight in flights]
-        placement = Placement.of(slots, starts, counts, written.to(self.device), self._attention.in_place)
-        positions = positions.clamp_(max=self.max_length - 1).to(self.device)
-        told = None
-        if any(flight.request.quiet for flight in flights):
-            quiet = torch.tensor([flight.request.quiet for flight in flights])
-            told = (real & ~quiet[:, None]).to(self.device)
-        selection = self._select(flights, phase)
-        record: Record | None = [] if any(flight.request.report for flight in flights) else None
-        opened: list[Tensor] | None = [] if any(_looks(flight) for flight in flights) else None
-        sequences = zip(range(len(flights)), starts, counts, (flight.forced for flight in flights), strict=True)
-        forced, eased = where_forced(sequences, positions)
-        pass_ = Pass(
-            places=self._places(selection, placement, starts),
-            phase=phase,
-            real=real.to(self.device) if padded else None,
-            counts=told,
-            record=record,
-            opened=opened,
-            requests=self._requests(flights) if selection is not None else None,
-            forced=forced,
-            eased=eased,
-        )
+        if self._keeps_logits and len(wanted) < flat.total:
+            options["logits_to_keep"] = torch.tensor(wanted, device=self.device)
+        selection = self._select(flat.flights, flat.phase)
+        pass_ = self._pass(flat, placement, selection)
         with (
             torch.inference_mode(),
-            self._threads(ids.numel(), placement.length) if self._threads else nullcontext(),
+            self._threads(flat.total, placement.length) if self._threads else nullcontext(),
             self._packed,
             placed(placement),
-            self.intervention.step(selection, pass_),
+            self.intervention.step(selection, pass_, flat=True),
         ):
             logits: Tensor = self.model(
-                input_ids=ids.to(self.device),
-                position_ids=positions,
-                attention_mask=self._mask(positions, placement.length),
+                input_ids=flat.ids,
+                position_ids=placement.positions,
+                attention_mask=self._mask(placement.positions, placement.length),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
-            ).logits
-        if record is not None:
-            self._report(flights, record, counts)
-        if opened:
-            self._note(flights, torch.stack(opened).any(0), starts, counts)
-        if everywhere:
-            return logits
-        if len(kept) == 1 and self._keeps_logits:
-            return logits[:, 0]
-        columns = [kept.index(count - 1) if self._keeps_logits else count - 1 for count in counts]
-        return logits[torch.arange(len(counts)), columns]
+            ).logits.flatten(0, 1)
+        if pass_.record is not None:
+            self._report(flat, pass_.record)
+        if pass_.opened:
+            self._note(flat, torch.stack(pass_.opened).any(0))
+        return logits if len(wanted) == len(logits) else logits[wanted]
+
+    def _pass(self, flat: Flat, placement: Placement, selection: Selection | None) -> Pass:
+        """What edits are told of it."""
+        flights, positions = flat.flights, placement.positions.view(-1)
+        if selection is None:
+            return Pass()
+        rows = requests = told = places = None
+        if selection.rows > 1 and flat.total > selection.rows:
+            rows = flat.spread(torch.arange(selection.rows, device=self.device))
+        if self.bank.requests is not None:
+            requests = flat.spread(self.bank.requests.rows([flight.serial for flight in flights]))
+        if any(flight.request.quiet for flight in flights):
+            told = flat.spread(torch.tensor([not flight.request.quiet for flight in flights], device=self.device))
+        if selection.remembers:
+            slots, starts, firsts = torch.tensor(
+                [[flight.slot for flight in flights], flat.starts, [part.start for part in flat.parts]],
+                device=self.device,
+            )
+            places = SlotPlaces(self.gate_memory, slots, positions, starts, firsts)
+        sequences = zip(flat.parts, flat.starts, flat.counts, (flight.forced for flight in flights), strict=True)
+        forced, eased = where_forced(sequences, positions)
+        return Pass(
+            rows=rows,
+            places=places,
+            phase=flat.phase,
+            counts=told,
+            record=[] if any(flight.request.report for flight in flights) else None,
+            opened=[] if any(map(_looks, flights)) else None,
+            decoding=flat.decoding,
+            requests=requests,
+            forced=forced,
+            eased=eased,
+        )
 
     @staticmethod
-    def _report(flights: Sequence[Flight], record: Record, counts: Sequence[int]) -> None:
-        """Leave the gate activations at each row's last position with the requests that want them."""
-        last = torch.tensor(counts) - 1
-        found: list[dict[str, float]] = [{} for _ in flights]
+    def _report(flat: Flat, record: Record) -> None:
+        """Leave the gate activations at each sequence's last position with the requests that want them."""
+        last = torch.tensor(flat.ends, device=flat.device) - 1
+        found: list[dict[str, float]] = [{} for _ in flat.flights]
         for names, values in record:
-            for row, at_last in enumerate(values[torch.arange(len(counts)), last.to(values.device)].tolist()):
-                found[row] |= dict(zip(names, at_last, strict=True))
-        for flight, values_of in zip(flights, found, strict=True):
+            for own, at_last in zip(found, values[last].tolist(), strict=True):
+                own |= dict(zip(names, at_last, strict=True))
+        for flight, values_of in zip(flat.flights, found, strict=True):
             if flight.request.report:
                 flight.activations = {e.module.name: values_of.get(e.key, 0.0) for e in flight.request.modules.entries}
 
     @staticmethod
-    def _note(flights: Sequence[Flight], opened: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Tell the requests that look for it where a gate is open first; ``opened`` bool [B,T], padding on the right."""
-        for flight, row, start, count in zip(flights, opened.tolist(), starts, counts, strict=True):
-            if _looks(flight) and True in row[:count]:
-                flight.opens(start + row.index(True))
-
-    def _places(self, selection: Selection | None, placement: Placement, starts: Sequence[int]) -> SlotPlaces | None:
-        """Where gates with memory find and leave their state; None where no gate of the step has one."""
-        if selection is None or not selection.remembers:
-            return None
-        begin = torch.tensor(starts, device=self.device)
-        return SlotPlaces(self.gate_memory, placement.slots, placement.positions, begin)
-
-    def _requests(self, flights: Sequence[Flight]) -> Tensor | None:
-        """Which request each row is of, where the bank tells them apart."""
-        return None if self.bank.requests is None else self.bank.requests.rows([flight.serial for flight in flights])
+    def _note(flat: Flat, opened: Tensor) -> None:
+        """Tell the requests that look for it where a gate is open first; ``opened`` bool [N]."""
+        everywhere = opened.tolist()
+        for flight, part, start in zip(flat.flights, flat.parts, flat.starts, strict=True):
+            if _looks(flight) and True in (own := everywhere[part]):
+                flight.opens(start + own.index(True))
 
     def _select(self, flights: Sequence[Flight], phase: str) -> Selection | None:
         """The selection of these rows, kept while a phase's rows stay the same: making its key is slow for many modules."""
@@ -200,19 +176,26 @@ class Runner:
         """To be added to the scores: made once a pass, where a boolean mask would be converted at every layer."""
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
-    def self_test(self, flight: Flight) -> None:
-        """Prefill in two chunks and one decode step must give the logits of the plain model; also warms up.
+    def self_test(self, probe: Flight, *others: Flight) -> None:
+        """A prompt in two chunks and one decode step must give the logits of the plain model, ``others`` with the same prompt in
+        the same passes where passes are shared; also warms up.
 
-        ``flight`` is a probe that holds slot 0. Raises UnsupportedArchitecture naming the model's class,
-        and UnbindError where its logits are no numbers without a cache either.
+        They hold the slots from 0. Raises UnsupportedArchitecture naming the model's class, and UnbindError where its logits are no
+        numbers without a cache either.
         """
-        probe, split = flight.prompt, len(flight.prompt) // 2
+        count, split = len(probe.prompt), len(probe.prompt) // 2
+
+        def passed(chunks: Sequence[Chunk], *decode: Flight) -> dict[Flight, Tensor]:
+            plans = Plan(tuple(chunks), decode).passes(mixed=self.mixes)
+            return {flight: row for plan in plans for flight, row in zip(plan.flights, self.forward(plan), strict=True)}
+
         try:
-            self.prefill([Chunk(flight, 0, split)])
-            prefilled = self.prefill([Chunk(flight, split, len(probe) - split)])
-            flight.computed = len(probe)
-            flight.output = [int(prefilled[0].argmax())]
-            decoded = self.decode([flight])
+            passed([Chunk(probe, 0, split)])
+            prefilled = passed([Chunk(probe, split, count - split), *(Chunk(other, 0, split) for other in others)])[
+                probe
+            ]
+            probe.computed, probe.output = count, [int(prefilled.argmax())]
+            last = passed([Chunk(other, split, count - split) for other in others], probe)
         except (torch.OutOfMemoryError, UnsupportedArchitecture):
             raise
         except Exception as error:
@@ -222,14 +205,15 @@ class Runner:
                 "rotary or learned positions, or use unbind_core.attach"
             ) from error
         with torch.inference_mode():
-            ids = torch.tensor([[*probe, *flight.output]], device=self.device)
+            ids = torch.tensor([[*probe.prompt, *probe.output]], device=self.device)
             plain = self.model(input_ids=ids, use_cache=False).logits[0, -2:].float()
         if not bool(plain.isfinite().all()):
             raise UnbindError(
                 f"model: its logits are no finite numbers in {str(self.dtype).removeprefix('torch.')}, with no cache either: its "
                 "weights are damaged, or too large for this dtype; download it again, or give another --dtype"
             )
-        off = (torch.cat([prefilled, decoded]).float() - plain).abs().max() / plain.abs().max()
+        found = torch.stack([prefilled, *(last[other] for other in others), last[probe]]).float()
+        off = (found - plain[[0] * (1 + len(others)) + [1]]).abs().max() / plain.abs().max()
         allowed = LOGIT_TOLERANCE if self.dtype == torch.float32 else 0.1
         if not bool(off <= allowed):
             raise UnsupportedArchitecture(

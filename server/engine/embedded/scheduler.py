@@ -40,10 +40,14 @@ class Chunk:
         return self.start + self.count == len(self.flight.prompt)
 
     @property
-    def shape(self) -> tuple[bool, int, int]:
-        """Chunks of equal shape share a forward pass: padding them to the longest costs less than a pass each."""
-        wants_all = self.flight.request.sampling.prompt_logprobs is not None
-        return wants_all, max(self.count, 32).bit_length(), max(self.start, 256).bit_length()
+    def tokens(self) -> tuple[int, ...]:
+        """Its part of the prompt."""
+        return self.flight.prompt[self.start : self.start + self.count]
+
+    @property
+    def asked(self) -> int:
+        """How many of its last positions' logits are needed: all where log-probabilities of the prompt are asked for."""
+        return 1 if self.flight.request.sampling.prompt_logprobs is None else self.count
 
 
 @dataclass(frozen=True)
@@ -61,23 +65,27 @@ class Plan:
         """Its requests."""
         return (*(chunk.flight for chunk in self.prefill), *self.decode)
 
-    def passes(self, lanes: int = 1, least: int = LEAST_PASS) -> list[Plan]:
-        """The forward passes it takes: decode first, as somebody reads along, then prompts of like shape together, in as many
-        passes as make equal work for ``lanes`` at a time and have ``least`` prompt tokens each.
+    def passes(self, lanes: int = 1, least: int = LEAST_PASS, mixed: bool = True) -> list[Plan]:
+        """The forward passes it takes: one, or where its prompts make equal work for ``lanes`` at a time, of ``least`` tokens each,
+        that are done sooner side by side as many as that, the requests that go one token further in the smallest. Without
+        ``mixed`` those and each chunk have a pass of their own.
         """
-        by_shape: dict[tuple[bool, int, int], list[Chunk]] = {}
+        if not mixed:
+            decode = [Plan((), self.decode)] if self.decode else []
+            return decode + [Plan((chunk,), ()) for chunk in self.prefill]
+        most = max(least, math.ceil(_tokens(self.prefill) / lanes))
+        shared: list[list[Chunk]] = [[]]
         for chunk in self.prefill:
-            by_shape.setdefault(chunk.shape, []).append(chunk)
-        most = max(least, math.ceil(sum(chunk.count for chunk in self.prefill) / lanes))
-        shared: list[list[Chunk]] = []
-        for chunks in by_shape.values():
-            shared.append([])
-            for chunk in chunks:
-                if shared[-1] and sum(other.count for other in shared[-1]) + chunk.count > most:
-                    shared.append([])
-                shared[-1].append(chunk)
-        decode = [Plan((), self.decode)] if self.decode else []
-        return decode + [Plan(tuple(chunks), ()) for chunks in shared]
+            if shared[-1] and _tokens(shared[-1]) + chunk.count > most:
+                shared.append([])
+            shared[-1].append(chunk)
+        smallest = min(shared, key=_tokens)
+        plans = [Plan(tuple(chunks), self.decode if chunks is smallest else ()) for chunks in shared]
+        return plans if side_by_side(plans) else [self] if self.flights else []
+
+
+def _tokens(chunks: Sequence[Chunk]) -> int:
+    return sum(chunk.count for chunk in chunks)
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ NOTHING_KEPT = Kept()
 
 def side_by_side(passes: Sequence[Plan]) -> bool:
     """Whether they are done sooner side by side, each by a share of the threads, than one after the other by all of them."""
-    tokens = [sum(chunk.count for chunk in plan.prefill) for plan in passes if plan.prefill]
+    tokens = [_tokens(plan.prefill) for plan in passes if plan.prefill]
     return len(tokens) > 1 and max(tokens) <= LARGEST * sum(tokens)
 
 
@@ -243,8 +251,6 @@ class Scheduler:
             if left > 0:
                 own = len(flight.prompt) - flight.computed
                 count = min(left, own, max(share, spare + own))
-                if chunks and count < min(own, share // 2):
-                    continue  # too little to be worth a pass of its own, which moves where all its further chunks end
                 chunks.append(Chunk(flight, flight.computed, count))
                 left -= count
         return Plan(tuple(chunks), tuple(running), tuple(copies))

@@ -1,7 +1,7 @@
 """Keys and values of every running request, in fixed slots that this cache owns.
 
 A transformers ``Cache`` whose layers write to given (slot, position) places and hand the model the keys of those slots.
-The runner places each pass's rows before it and masks what a row must not see. A placement belongs to the thread that
+The runner places each pass's states before it and masks what a state must not see. A placement belongs to the thread that
 runs the pass, so passes over different slots can run side by side.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,24 +20,26 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass(frozen=True)
 class Run:
-    """Rows ``row`` .. ``row + count - 1`` of a batch, which live in as many slots in a row from ``slot``.
+    """States of a pass from ``first`` on, ``steps`` of each of ``rows`` sequences, which live in as many neighbouring slots from
+    ``slot``.
 
-    ``start``: the latest position at which one of them begins; ``length``: how many positions they may look at.
+    ``start``: where each begins, of more steps than one; ``length``: how many positions they may look at.
     """
 
-    row: int
+    first: int
+    rows: int
+    steps: int
     slot: int
-    count: int
     start: int
     length: int
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the rows of one forward pass live.
+    """Where the states of one forward pass live, sequence after sequence: [1,N], or [N,1] where each is one of its own.
 
-    ``slots`` int64 [B]; ``positions`` int64 [B,T], where new keys are written (``max_length`` is the bin for padding);
-    ``length``: how many positions, from 0, the longest row may look at. ``in_place``: attention reads the storages.
+    ``slots`` and ``positions`` int64, of that shape: where new keys are written; ``length``: how many positions, from 0, the
+    furthest may look at. ``in_place``: attention reads the storages.
     """
 
     slots: Tensor
@@ -48,27 +50,32 @@ class Placement:
     _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def lines(self, heads: int, length: int) -> Tensor:
-        """int64 [B*heads*T]: where new keys go in a storage seen as lines of one head's numbers; made once for all layers."""
+        """int64 [heads*N]: where new keys go in a storage seen as lines of one head's numbers; made once for all layers."""
         found = self._lines.get((heads, length))
         if found is None:
-            first = (self.slots[:, None] * heads + torch.arange(heads, device=self.slots.device)) * length
-            found = self._lines[heads, length] = (first[:, :, None] + self.positions[:, None, :]).flatten()
+            first = (self.slots[:, None] * heads + torch.arange(heads, device=self.slots.device)[:, None]) * length
+            found = self._lines[heads, length] = (first + self.positions[:, None]).flatten()
         return found
 
     @classmethod
     def of(
         cls, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], positions: Tensor, in_place: bool
     ) -> Placement:
-        """Rows in the order of their slots make the fewest runs."""
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        runs = []
+        """Sequences alike make the fewest runs in the order of their slots."""
+        runs: list[Run] = []
         first = 0
-        for row in range(1, len(slots) + 1):
-            if row == len(slots) or slots[row] != slots[row - 1] + 1:
-                start, length = max(starts[first:row]), max(ends[first:row])
-                runs.append(Run(first, slots[first], row - first, start, length))
-                first = row
-        return cls(torch.tensor(slots, device=positions.device), positions, max(ends), tuple(runs), in_place)
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            last = runs[-1] if runs else None
+            alike = (
+                last and (slot, count) == (last.slot + last.rows, last.steps) and (count == 1 or start == last.start)
+            )
+            if last and alike:
+                runs[-1] = replace(last, rows=last.rows + 1, length=max(last.length, start + count))
+            else:
+                runs.append(Run(first, 1, count, slot, start, start + count))
+            first += count
+        own = torch.tensor(slots).repeat_interleave(torch.tensor(counts)).view_as(positions).to(positions.device)
+        return cls(own, positions, max(run.length for run in runs), tuple(runs), in_place)
 
 
 _placed: ContextVar[Placement | None] = ContextVar("placement", default=None)
@@ -81,7 +88,7 @@ def placement() -> Placement | None:
 
 @contextmanager
 def placed(rows: Placement) -> Iterator[None]:
-    """For one forward pass of this thread, rows are where ``rows`` says. Does not nest."""
+    """For one forward pass of this thread, states are where ``rows`` says. Does not nest."""
     if placement() is not None:
         raise RuntimeError("placed() does not nest: one forward pass has one placement")
     token = _placed.set(rows)
@@ -92,7 +99,7 @@ def placed(rows: Placement) -> Iterator[None]:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, each [slots, heads, max_length + 1, head size]; the last position is the bin."""
+    """One layer's keys and values, each [slots, heads, max_length, head size]."""
 
     is_sliding = False
 
@@ -107,12 +114,11 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _storage(self, like: Tensor) -> Tensor:
-        return like.new_zeros((self.slots, like.shape[1], self.max_length + 1, like.shape[3]))
+        return like.new_zeros((self.slots, like.shape[1], self.max_length, like.shape[3]))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B,H,T,D] to the rows' places; return keys and values [B,H,length,D] of the rows' slots.
-
-        The whole storages, for attention that reads in place.
+        """Write [B,H,T,D], B or T being 1, to the states' places; return keys and values [B,H,length,D] of the rows' slots, of a
+        pass [1,N] those of its only sequence; or the whole storages, for attention that reads in place.
         """
         if (at := placement()) is None:
             raise RuntimeError("a slot cache is only written inside placed()")
@@ -129,8 +135,9 @@ class SlotLayer(CacheLayerMixin):
         if at.in_place:
             return storage
         if len(at.runs) == 1:
-            return storage[at.runs[0].slot : at.runs[0].slot + at.runs[0].count, :, : at.length]
-        return storage[at.slots, :, : at.length]
+            (run,) = at.runs
+            return storage[run.slot : run.slot + run.rows, :, : at.length]
+        return storage[at.slots[:, 0], :, : at.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The model builds no mask of its own: the runner's is complete."""

@@ -20,7 +20,7 @@ from server.engine.answering import advanced, dropped, hand_over, hand_over_end,
 from server.engine.embedded.pace import Pace
 from server.engine.embedded.runner import Runner
 from server.engine.embedded.sampler import choose, logprobs
-from server.engine.embedded.scheduler import LEAST_PASS, Plan, Scheduler, side_by_side
+from server.engine.embedded.scheduler import LEAST_PASS, Chunk, Plan, Scheduler, side_by_side
 from server.engine.modules import ModuleTable
 from server.engine.request import Delta, Flight, Status, TokenLogprob, withheld_logprob
 from unbind_core.cpu.lanes import Lanes
@@ -60,32 +60,52 @@ class Stepper:
         for chunk in plan.prefill:
             chunk.flight.begun_at = chunk.flight.begun_at or time.monotonic()
         self.pace.look(self.scheduler.full, time.monotonic())
-        plans = plan.passes(self.lanes.count, self._least_pass)
+        plans = plan.passes(self.lanes.count, self._least_pass, self.runner.mixes)
         work = [partial(self._compute, plan) for plan in plans]
         with closing(self.lanes.run(work, together=side_by_side(plans))) as passes:
-            for number, computed in passes:
-                self._settle(plans[number], computed)
+            for _, parts in passes:
+                for part, computed in parts:
+                    self._settle(part, computed)
                 if len(plans) > 1:
                     post()
         self.modules.collect()
         self.steps += 1
 
-    def _compute(self, plan: Plan) -> _Computed:
-        """One forward pass and its tokens; touches its own requests and no others, as another pass may run beside it."""
+    def _compute(self, plan: Plan) -> list[tuple[Plan, _Computed]]:
+        """One forward pass and its tokens, or where that fails one for each part of it, so that nobody fails for another; touches
+        its own requests and no others, as another pass may run beside it.
+        """
         try:
-            if plan.prefill:
-                # an incomplete prompt draws no number, so that a seed means the same however it was cut into chunks
-                rows = [i for i, chunk in enumerate(plan.prefill) if chunk.completes]
-                ready, logits = [plan.prefill[i].flight for i in rows], self._prefill(plan)
-                logits = logits if len(rows) == len(plan.prefill) else logits[rows]
-            else:
-                ready, logits = list(plan.decode), self.runner.decode(plan.decode)
-            tokens, finite = choose(logits, ready) if ready else ([], [])
-            found = dict(zip(ready, zip(tokens, finite, strict=True), strict=True))
-            return _Computed(found, self._logprobs(logits, ready, tokens))
+            logits = self.runner.forward(plan)
         except BaseException as error:  # panics of Rust are no Exception, and would end the engine's thread
             log.exception("a pass of %d requests failed", len(plan.flights))
-            return _Computed(failure=_reason(error))
+            if len(parts := plan.passes(mixed=False)) > 1:
+                self.runner.recover()
+                return [pair for part in parts for pair in self._compute(part)]
+            return [(plan, _Computed(failure=_reason(error)))]
+        try:
+            return [(plan, self._chosen(plan, logits))]
+        except BaseException as error:
+            log.exception("tokens of %d requests could not be chosen", len(plan.flights))
+            return [(plan, _Computed(failure=_reason(error)))]
+
+    def _chosen(self, plan: Plan, logits: Tensor) -> _Computed:
+        """The tokens of a pass, and what is asked of its log-probabilities; ``logits`` [K,V] as ``Runner.forward`` gives them."""
+        ready, rows, end = list[Flight](), list[int](), 0
+        for chunk in plan.prefill:
+            end += chunk.asked
+            if chunk.flight.request.sampling.prompt_logprobs is not None:
+                self._score(chunk, logits[end - chunk.count : end])
+            if (
+                chunk.completes
+            ):  # an incomplete prompt draws no number, so that a seed means the same however it was cut
+                ready.append(chunk.flight)
+                rows.append(end - 1)
+        ready, rows = [*ready, *plan.decode], [*rows, *range(end, len(logits))]
+        logits = logits if len(rows) == len(logits) else logits[rows]
+        tokens, finite = choose(logits, ready) if ready else ([], [])
+        found = dict(zip(ready, zip(tokens, finite, strict=True), strict=True))
+        return _Computed(found, self._logprobs(logits, ready, tokens))
 
     def _settle(self, plan: Plan, computed: _Computed) -> None:
         """What follows from a forward pass; one that failed fails its own requests and no others."""
@@ -104,22 +124,17 @@ class Stepper:
                 log.exception("a token could not be published")
                 self._fail([flight], dropped(error))
 
-    def _prefill(self, plan: Plan) -> Tensor:
-        """Logits [B,V] of each chunk's last position; those of every position are turned into log-probabilities."""
-        if plan.prefill[0].flight.request.sampling.prompt_logprobs is None:
-            return self.runner.prefill(plan.prefill)
-        everywhere = self.runner.prefill(plan.prefill, everywhere=True)
-        for row, chunk in enumerate(plan.prefill):
-            flight = chunk.flight
-            following = flight.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
-            wanted = flight.request.sampling.prompt_logprobs or 0
-            open_from = len(following) if flight.opened is None else max(0, flight.opened - chunk.start)
-            told = following[:open_from]
-            if told:
-                scored = logprobs(everywhere[row, : len(told)], told, wanted)
-                flight.prompt_logprobs += scored if flight.guarding is None else flight.guarding.shown(scored)
-            flight.prompt_logprobs += [withheld_logprob(token) for token in following[open_from:]]
-        return everywhere[torch.arange(len(plan.prefill)), [chunk.count - 1 for chunk in plan.prefill]]
+    @staticmethod
+    def _score(chunk: Chunk, logits: Tensor) -> None:
+        """Log-probabilities of a prompt's tokens, from the logits [T,V] behind each of a chunk's."""
+        flight = chunk.flight
+        following = flight.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+        open_from = len(following) if flight.opened is None else max(0, flight.opened - chunk.start)
+        told = following[:open_from]
+        if told:
+            scored = logprobs(logits[: len(told)], told, flight.request.sampling.prompt_logprobs or 0)
+            flight.prompt_logprobs += scored if flight.guarding is None else flight.guarding.shown(scored)
+        flight.prompt_logprobs += [withheld_logprob(token) for token in following[open_from:]]
 
     def _logprobs(
         self, logits: Tensor, flights: Sequence[Flight], tokens: Sequence[int]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from server.cli.loading import bind, not_ready
+from server.engine.embedded.scheduler import Plan
 from server.settings import Settings
 from tests.support.live import Live, live, until
 
@@ -244,19 +245,20 @@ def test_more_pipelined_requests_than_are_held_end_the_connection(bounded: Live)
 @contextmanager
 def slow(server: Live) -> Iterator[list[float]]:
     """Each decode step takes 0.03 s; when each began."""
-    decode = server.service.engine.runner.decode
+    forward = server.service.engine.runner.forward
     steps: list[float] = []
 
-    def slowly(*arguments: Any) -> Any:
-        steps.append(time.monotonic())
-        time.sleep(0.03)
-        return decode(*arguments)
+    def slowly(plan: Plan) -> Any:
+        if plan.decode:
+            steps.append(time.monotonic())
+            time.sleep(0.03)
+        return forward(plan)
 
-    server.service.engine.runner.decode = slowly  # type: ignore[method-assign]
+    server.service.engine.runner.forward = slowly  # type: ignore[method-assign]
     try:
         yield steps
     finally:
-        server.service.engine.runner.decode = decode  # type: ignore[method-assign]
+        server.service.engine.runner.forward = forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])

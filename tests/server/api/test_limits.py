@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from server.engine.embedded.scheduler import Plan
 from server.logs import JsonFormatter
 from tests.support.live import TIMEOUT, Live, fail_at, live, until
 
@@ -32,13 +33,13 @@ def test_a_request_that_takes_too_long_is_given_up(
                 "wait in the queue" in late.error["message"]
             )  # none of it was computed: fewer tokens alone help nobody
         hold.set()
-        decode = running.service.engine.runner.decode
+        forward = running.service.engine.runner.forward
 
-        def slow(*arguments: object) -> object:
-            time.sleep(0.05)
-            return decode(*arguments)  # type: ignore[arg-type]
+        def slow(plan: Plan) -> object:
+            time.sleep(0.05 if plan.decode else 0)
+            return forward(plan)
 
-        monkeypatch.setattr(running.service.engine.runner, "decode", slow)
+        monkeypatch.setattr(running.service.engine.runner, "forward", slow)
         streamed = running.complete(**endless, stream=True)
         assert streamed.status == 200 and streamed.events[-1] == "[DONE]"
         assert streamed.events[-2]["error"]["code"] == "request_timeout"
@@ -63,7 +64,7 @@ def test_a_stream_that_fails_before_its_first_token_is_an_error_with_its_status(
     def failing(*_: object) -> object:
         raise RuntimeError("no prompt today")
 
-    monkeypatch.setattr(server.service.engine.runner, "prefill", failing)
+    monkeypatch.setattr(server.service.engine.runner, "forward", failing)
     prompt = {"prompt": "def a(", "messages": [{"role": "user", "content": "hello"}], "input_prefix": "def a("}
     answer = server.call(path, {**prompt, "stream": True})
     assert (answer.status, answer.error["code"]) == (500, "engine_error")

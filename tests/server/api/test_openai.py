@@ -100,7 +100,7 @@ def test_a_permanent_failure_is_not_tried_again(client: OpenAI, server: Live, mo
     def failing(*_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(server.service.engine.runner, "prefill", failing)
+    monkeypatch.setattr(server.service.engine.runner, "forward", failing)
     before = asked(server, 500)
     with pytest.raises(openai.InternalServerError):
         client.completions.create(**FIELDS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.scheduler import Plan
 from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.core.conftest import FAMILIES, save_checkpoint
@@ -221,15 +222,17 @@ def test_a_failing_step_fails_its_requests_and_the_engine_serves_on(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = GenerationRequest(_prompts(1)[0], Sampling(max_tokens=5))
-    decode = engine.runner.decode
+    forward = engine.runner.forward
 
-    def broken(flights: Any) -> Any:
-        raise MemoryError("no room")
+    def broken(plan: Plan) -> Any:
+        if plan.decode:
+            raise MemoryError("no room")
+        return forward(plan)
 
-    monkeypatch.setattr(engine.runner, "decode", broken)
+    monkeypatch.setattr(engine.runner, "forward", broken)
     last = asyncio.run(_collect(engine, request))[-1]
     assert last.finish_reason == "error" and last.error is not None and "out of memory" in last.error
-    monkeypatch.setattr(engine.runner, "decode", decode)
+    monkeypatch.setattr(engine.runner, "forward", forward)
     assert asyncio.run(_collect(engine, request))[-1].finish_reason == "length"
     assert engine.stats().running == 0
 

@@ -51,7 +51,7 @@ def test_who_no_longer_waits_for_an_errand_ends_nothing(engine: EmbeddedEngine) 
 def test_a_panic_ends_its_requests_and_errands_alone(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"Panic.*out of bounds"):
         engine.call(_broken).result(20)
-    for owner, name in ((engine.runner, "decode"), (engine.scheduler, "schedule")):
+    for owner, name in ((engine.runner, "forward"), (engine.scheduler, "schedule")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, _broken)
             last = _ask(engine)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.scheduler import Plan
 from server.engine.request import Delta, GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
@@ -51,24 +51,26 @@ def _answers(engine: EmbeddedEngine, names: list[str]) -> list[list[Delta]]:
 def _watched(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many passes run at the beginning of each prompt's pass, itself included."""
     running, seen, lock = 0, [], threading.Lock()
-    prefill = engine.runner.prefill
+    forward = engine.runner.forward
     started = threading.Event()
 
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(plan: Plan) -> torch.Tensor:
         nonlocal running
+        if not plan.prefill:
+            return forward(plan)
         with lock:
             running += 1
             seen.append(running)
             if running > 1:
                 started.set()
         started.wait(0.2)  # a pass of a model so small is over before the other thread has begun its own
-        logits = prefill(*args, **kwargs)
+        logits = forward(plan)
         with lock:
             running -= 1
             started.clear()
         return logits
 
-    monkeypatch.setattr(engine.runner, "prefill", watched)
+    monkeypatch.setattr(engine.runner, "forward", watched)
     return seen
 
 
@@ -96,19 +98,18 @@ def test_prompts_computed_side_by_side_are_answered_and_counted_as_alone(
 
 def test_a_pass_that_fails_fails_nobody_beside_it(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     _watched(engine, monkeypatch)
-    prefill = engine.runner.prefill
+    forward = engine.runner.forward
 
-    def broken(chunks: Any, everywhere: bool = False) -> torch.Tensor:
-        logits = prefill(chunks, everywhere)
-        if any(chunk.flight.prompt == PROMPTS[1] for chunk in chunks):
+    def broken(plan: Plan) -> torch.Tensor:
+        logits = forward(plan)
+        if any(chunk.flight.prompt == PROMPTS[1] for chunk in plan.prefill):
             raise RuntimeError("broken")
         return logits
 
-    monkeypatch.setattr(engine.runner, "prefill", broken)
+    monkeypatch.setattr(engine.runner, "forward", broken)
     ends = [deltas[-1] for deltas in _answers(engine, [])]
-    failed = [delta.error is not None for delta in ends]
-    assert failed[1] and sum(failed) <= 2  # a prompt in the same pass shares its fate
-    assert [delta.finish_reason for delta in ends].count("length") == len(PROMPTS) - sum(failed)
+    assert [delta.error is not None for delta in ends] == [i == 1 for i in range(len(PROMPTS))]
+    assert [delta.finish_reason for delta in ends].count("length") == len(PROMPTS) - 1
 
 
 def test_a_step_of_one_thread_is_nothing_to_another(engine: EmbeddedEngine) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.request import GenerationRequest, Sampling
+from server.engine.embedded.scheduler import Plan
+from server.engine.request import Flight, GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.server.conftest import MakeModule
 from tests.server.engine.test_engine import _collect, _prompts
@@ -32,29 +33,30 @@ GRAIN = 1 / 1024  # what scores of networks are rounded to
 class Captured:
     """States of each layer as its edit met them, and of which requests' positions they are, in the order of passes."""
 
-    passes: list[tuple[list[Any], list[int], list[int], str, dict[int, Tensor]]] = field(default_factory=list)
+    passes: list[tuple[list[tuple[Flight, int, int, int, str]], dict[int, Tensor]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._here = threading.local()  # passes run side by side on several threads
 
     def watch(self, engine: EmbeddedEngine) -> None:
-        forward = engine.runner._forward
+        forward = engine.runner.forward
 
-        def spied(flights: Any, ids: Tensor, starts: Any, counts: Any, phase: str, everywhere: bool = False) -> Tensor:
+        def spied(plan: Plan) -> Tensor:
             self._here.states = {}
-            slots = [flight.slot for flight in flights]
-            logits = forward(flights, ids, starts, counts, phase, everywhere)
-            who = [(flight, slot) for flight, slot in zip(flights, slots, strict=True)]
-            self.passes.append((who, list(starts), list(counts), phase, self._here.states))
+            parts = [(chunk.flight, chunk.flight.slot, chunk.start, chunk.count, "prefill") for chunk in plan.prefill]
+            parts += [(flight, flight.slot, flight.computed, 1, "decode") for flight in plan.decode]
+            logits = forward(plan)
+            self.passes.append((parts, self._here.states))
             return logits
 
-        engine.runner._forward = spied
+        engine.runner.forward = spied  # type: ignore[method-assign]
         for index, layer in enumerate(decoder_layers(engine.runner.model)):
             layer.register_forward_hook(self._hook(index), prepend=True)
 
     def _hook(self, index: int) -> Any:
         def hook(_module: Any, _args: Any, output: Any) -> None:
-            self._here.states[index] = (output[0] if isinstance(output, tuple) else output).detach().double().clone()
+            states = output[0] if isinstance(output, tuple) else output
+            self._here.states[index] = states.detach().double().flatten(0, 1).clone()
 
         return hook
 
@@ -73,13 +75,14 @@ def recounted(captured: Captured, module: UnbindModule) -> Recount:
     found = Recount()
     z: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by slot and position, of all heads
     was_open: dict[int, dict[int, bool]] = defaultdict(dict)
-    for who, starts, counts, phase, states in captured.passes:
-        for row, ((flight, slot), start, count) in enumerate(zip(who, starts, counts, strict=True)):
+    for parts, states in captured.passes:
+        behind = 0
+        for flight, slot, start, count, phase in parts:
+            own = slice(behind, behind := behind + count)
             named = {entry.module.name for entry in flight.request.modules.entries}
             if module.name not in named:
                 continue
-            for column in range(count):
-                h, position = states[module.layer][row, column], start + column
+            for position, h in enumerate(states[module.layer][own], start):
                 if module.heads is None:
                     score = float((h @ module.w.double() - module.s_ref) / module.tau)
                     is_open = score >= 1
@@ -139,12 +142,11 @@ def test_counts_scores_and_requests_equal_a_recount_from_captured_states(
     asyncio.run(all_at_once([(*prompt, 7, 8, 9) for prompt in first[-5:]], 5))  # prefixes
     asyncio.run(all_at_once(first[:2], 0))  # warms up: computed, and not counted
     gates = engine.gates().result(10)
-    assert any(
-        start > 0 and flight.cached_tokens
-        for who, starts, *_ in captured.passes
-        for (flight, _), start in zip(who, starts, strict=True)
-    ), "no prefix was used again"
-    assert any(len({flight.request.modules.identity for flight, _ in who}) > 1 for who, *_ in captured.passes)
+    assert any(start > 0 and flight.cached_tokens for parts, _ in captured.passes for flight, _, start, *_ in parts), (
+        "no prefix was used again"
+    )
+    assert any(len({flight.request.modules.identity for flight, *_ in parts}) > 1 for parts, _ in captured.passes)
+    assert any(len({phase for *_, phase in parts}) > 1 for parts, _ in captured.passes), "no pass had both"
     for module in modules:
         expected, look = recounted(captured, module), gates.looks[module.name]
         assert {phase: list(both) for phase, both in gates.counts[module.name].items()} == expected.counts

@@ -94,12 +94,17 @@ def test_one_key_neither_fills_the_queue_nor_takes_every_slot_that_comes_free() 
     assert greedy[2].slot == 1 and late in scheduler.waiting  # then in turns
 
 
-def test_prompts_of_like_shape_share_a_pass_and_others_do_not() -> None:
-    scheduler = _scheduler(slots=4, chunk_tokens=1000, max_length=500)
-    flights = [_flight(4), _flight(30), _flight(400), _flight(7)]
+def test_prompts_of_all_lengths_and_running_requests_share_a_pass() -> None:
+    scheduler = _scheduler(slots=5, chunk_tokens=1000, max_length=500)
+    running, *flights = [_flight(9), _flight(4), _flight(30), _flight(400), _flight(7)]
+    scheduler.waiting.append(running)
+    scheduler.computed(scheduler.schedule())
     scheduler.waiting.extend(flights)
-    shared = [[chunk.flight for chunk in plan.prefill] for plan in scheduler.schedule().passes()]
-    assert shared == [[flights[0], flights[1], flights[3]], [flights[2]]]
+    plan = scheduler.schedule()
+    (shared,) = plan.passes()
+    assert shared.flights == (*flights, running)
+    apart = [one.flights for one in plan.passes(mixed=False)]
+    assert apart == [(running,), *((flight,) for flight in flights)]
 
 
 def test_two_long_prompts_share_a_step_in_passes_of_their_own() -> None:
@@ -110,6 +115,7 @@ def test_two_long_prompts_share_a_step_in_passes_of_their_own() -> None:
     assert [(chunk.flight, chunk.count) for chunk in plan.prefill] == [(first, 256), (second, 256)]
     passes = plan.passes(2)
     assert [one.flights for one in passes] == [(first,), (second,)] and side_by_side(passes)
+    assert [one.decode for one in replace(plan, decode=(third,)).passes(2)] == [(third,), ()]  # in one of them
     assert [one.flights for one in plan.passes(1)] == [(first, second)]
     scheduler.computed(plan)
     for flight in (first, third):
@@ -124,10 +130,10 @@ def test_what_others_leave_of_a_step_goes_to_a_long_prompt() -> None:
     scheduler.waiting.extend(flights)
     plan = scheduler.schedule()
     assert [chunk.count for chunk in plan.prefill] == [40, 472]
-    assert not side_by_side(plan.passes(2))  # nearly all of it is one pass, which all threads have done sooner
+    assert plan.passes(2) == [plan]  # nearly all of it is one chunk, which all threads have done sooner
 
 
-def test_what_a_prompt_leaves_of_a_step_is_no_pass_for_a_piece_of_another() -> None:
+def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_one() -> None:
     scheduler = _scheduler(slots=3, chunk_tokens=512, max_length=1500)
     first, second, short = flights = [_flight(801), _flight(801), _flight(30)]
     scheduler.waiting.extend(flights)
@@ -136,7 +142,7 @@ def test_what_a_prompt_leaves_of_a_step_is_no_pass_for_a_piece_of_another() -> N
         plan = scheduler.schedule()
         steps.append([(chunk.flight, chunk.count) for chunk in plan.prefill])
         scheduler.computed(plan)
-    assert steps == [[(first, 512)], [(first, 289), (short, 30)], [(second, 512)], [(second, 289)]]
+    assert steps == [[(first, 512)], [(first, 289), (second, 223)], [(second, 512)], [(second, 66), (short, 30)]]
 
 
 def test_many_short_prompts_make_equal_passes_and_few_make_one() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.embedded.scheduler import Kept, Scheduler, common_prefix
+from server.engine.embedded.scheduler import Kept, Plan, Scheduler, common_prefix
 from server.engine.request import Flight, GenerationRequest, Sampling
 from server.engine.text import TextStream
 from tests.server.conftest import MakeModule
@@ -30,14 +30,14 @@ def _run(
     """One request through a stopped engine's own steps; the logits from which each token was chosen."""
     made: list[Tensor] = []
     runner: Any = engine.runner
-    forward = runner.__class__._forward.__get__(runner)
+    forward = runner.__class__.forward.__get__(runner)
 
-    def recorded(*args: Any, **kwargs: Any) -> Tensor:
-        logits = forward(*args, **kwargs)
+    def recorded(plan: Plan) -> Tensor:
+        logits: Tensor = forward(plan)
         made.append(logits[0].clone())
         return logits
 
-    runner._forward = recorded
+    runner.forward = recorded
     request = GenerationRequest(tuple(prompt), Sampling(max_tokens=new, ignore_eos=True), engine.modules.pin(names))
     flight = Flight(request, TextStream(engine.tokenizer, ()), lambda _: None, lambda: 0.5)
     engine.scheduler.waiting.append(flight)
@@ -239,14 +239,18 @@ def test_answers_of_one_call_are_those_of_calls_of_their_own(cold_engine: MakeEn
     flights = [Flight(request, nothing, lambda _: None, lambda: 0.5) for _ in range(2)]
     engine.scheduler.waiting.extend(flights)
     made: list[Tensor] = []
-    decode = engine.runner.decode
+    forward = engine.runner.forward
 
-    def seen(running: Sequence[Flight]) -> Tensor:
-        logits = decode(running)
-        made.extend(logits[row].clone() for row, flight in enumerate(running) if flight is flights[1])
+    def seen(plan: Plan) -> Tensor:
+        logits = forward(plan)
+        made.extend(
+            row.clone()
+            for flight, row in zip(plan.flights, logits, strict=True)
+            if flight in plan.decode and flight is flights[1]
+        )
         return logits
 
-    engine.runner.decode = seen  # type: ignore[method-assign]
+    engine.runner.forward = seen  # type: ignore[method-assign]
     while not engine.scheduler.idle:
         engine.stepper.step(lambda: None)
     assert [flight.cached_tokens for flight in flights] == [0, 199]

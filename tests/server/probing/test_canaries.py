@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from server import demo
+from server.engine.embedded.scheduler import Plan
 from server.probing.asking import Answer
 from server.probing.results import Canaries, Outcome
 from server.probing.rounds import Held, Judge, left_alone
@@ -172,19 +173,19 @@ def test_how_much_of_a_prompt_is_known_does_not_tell_what_canaries_asked(checkpo
 def test_a_client_takes_the_slot_of_a_canary(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with live(checkpoint, tmp_path, ("one",), canary_seconds=60, max_slots=1) as server:
         runner = server.service.engine.runner  # type: ignore[attr-defined]
-        plain = runner.decode
+        plain = runner.forward
 
-        def slow(flights: object) -> object:
-            time.sleep(0.1)
-            return plain(flights)
+        def slow(plan: Plan) -> object:
+            time.sleep(0.1 if plan.decode else 0)
+            return plain(plan)
 
-        monkeypatch.setattr(runner, "decode", slow)
+        monkeypatch.setattr(runner, "forward", slow)
         until(lambda: server.service.engine.stats().running == 1)  # a canary: nobody else asks
         begun = time.monotonic()
         assert server.complete(max_tokens=1).status == 200
         assert time.monotonic() - begun < 3.0  # the canary's 48 tokens would take 4.8 s
         assert not runs(server)
-        monkeypatch.setattr(runner, "decode", plain)
+        monkeypatch.setattr(runner, "forward", plain)
         until(lambda: any(key[:2] == ("one", "control") for key in runs(server)))
 
 

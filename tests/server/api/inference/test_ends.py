@@ -10,6 +10,7 @@ import torch
 
 from server.api.inference.separators import refuse_separated
 from server.encoding import separators
+from server.engine.embedded.scheduler import Plan
 from server.engine.request import Sampling
 from server.errors import ApiError
 from tests.support.live import Answer, Live
@@ -235,10 +236,13 @@ def test_the_time_limit_ends_an_answer_once_a_line_has_ended(server: Live, monke
 def test_the_prompt_s_time_limit_leaves_what_was_computed_for_the_next_time(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill = server.service.engine.runner.prefill
-    monkeypatch.setattr(
-        server.service.engine.runner, "prefill", lambda *a, **k: (time.sleep(0.02), prefill(*a, **k))[1]
-    )
+    forward = server.service.engine.runner.forward
+
+    def slow(plan: Plan) -> object:
+        time.sleep(0.02 if plan.prefill else 0)
+        return forward(plan)
+
+    monkeypatch.setattr(server.service.engine.runner, "forward", slow)
     fields = {"input_prefix": "total = count + offset\n" * 12, "n_predict": 4, "t_max_prompt_ms": 5}
     first = _infill(server, **fields)
     assert (first["content"], first["stop_type"], first["tokens_predicted"]) == ("", "limit", 0)

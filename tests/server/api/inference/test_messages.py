@@ -12,6 +12,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic
 
+from server.engine.embedded.scheduler import Plan
 from tests.support.live import Answer, Live, fail_at, live
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -207,13 +208,13 @@ def test_a_stream_that_takes_too_long_is_raised(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with live(checkpoint, tmp_path, request_timeout=2.0) as server:  # a busy machine needs some for the first token
-        decode = server.service.engine.runner.decode
+        forward = server.service.engine.runner.forward
 
-        def slow(*arguments: object) -> object:
-            time.sleep(0.05)
-            return decode(*arguments)  # type: ignore[arg-type]
+        def slow(plan: Plan) -> object:
+            time.sleep(0.05 if plan.decode else 0)
+            return forward(plan)
 
-        monkeypatch.setattr(server.service.engine.runner, "decode", slow)
+        monkeypatch.setattr(server.service.engine.runner, "forward", slow)
         asked = {**ASKED, "max_tokens": 200, "ignore_eos": True, "stream": True}
         name, last = events(server.call("/v1/messages", asked))[-1]
         assert (name, last["error"]["type"]) == ("error", "timeout_error")
