@@ -5,7 +5,6 @@ The chat is made and answered by what ``/v1/chat/completions`` uses; here are th
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from server.api.inference.call import Admitted
 from server.api.inference.chat import begun, length
 from server.api.inference.generation import Generation, Result
 from server.api.inference.tools.calling import Calling, Speech
+from server.api.inference.written import rewritable
 from server.api.models import check_model
 from server.service import Service, service
 
@@ -155,7 +155,7 @@ class _Answering:
 def _input(arguments: str) -> Event:
     """What a tool is called with; arguments that are no object, as where a limit ended them, as the text that they are."""
     try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        found = rewritable(arguments or "{}")
+    except ValueError:
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictStr, field_validator
@@ -10,6 +9,7 @@ from pydantic import BaseModel, Field, StrictStr, field_validator
 from server.api.inference.bodies.fields import Text
 from server.api.inference.bodies.tools import FunctionName
 from server.api.inference.bodies.unsupported import unsupported
+from server.api.inference.written import rewritable
 
 
 class CalledFunction(BaseModel):
@@ -20,10 +20,10 @@ class CalledFunction(BaseModel):
 
     @property
     def meant(self) -> dict[str, Any] | str:
-        """The object that the arguments write; the text itself where they are none."""
+        """The object that the arguments write; the text itself where they are none, or none that a template could write."""
         try:
-            found = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
+            found = rewritable(self.arguments or "{}")
+        except ValueError:
             return self.arguments
         return found if isinstance(found, dict) else self.arguments
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from server.api.inference.written import rewritable
 
 ARGUMENTS = ("arguments", "parameters")
 
@@ -43,8 +43,8 @@ class Called:
 
     def _meant(self, text: str) -> str:
         try:
-            value = json.loads(text) if self._given else None
-        except (ValueError, RecursionError):
+            value = rewritable(text) if self._given else None
+        except ValueError:
             return text
         return (value or "{}") if isinstance(value, str | None) else text
 
@@ -98,7 +98,7 @@ class Called:
 def _string(written: str) -> str | None:
     """What a string of JSON means; None where it is none."""
     try:
-        found = json.loads(written)
-    except (ValueError, RecursionError):
+        found = rewritable(written)
+    except ValueError:
         return None
     return found if isinstance(found, str) and found else None

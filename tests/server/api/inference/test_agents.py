@@ -216,3 +216,22 @@ def test_a_limit_within_a_call_leaves_it_incomplete(openai: OpenAI, anthropic: A
     assert (made.status, made.output[-1].status) == ("incomplete", "incomplete")
     message: Any = anthropic.messages.create(**{**MESSAGE, "tool_choice": {"type": "any"}, "max_tokens": 24})
     assert message.stop_reason == "max_tokens"
+
+
+def test_arguments_that_no_json_can_write_again_are_a_text(server: Live) -> None:
+    """A number beyond any float is JSON, and the body of an answer could not hold what Python reads of it."""
+    nine, exponent = (server.call("/tokenize", {"content": one}).body["tokens"][0] for one in "9e")
+    size = {"type": "object", "properties": {"size": {"type": "number"}}, "required": ["size"]}
+    asked = {
+        "messages": HELLO,
+        "max_tokens": 200,
+        "temperature": 0,
+        "tools": [{"name": "f", "input_schema": {**size, "additionalProperties": False}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "logit_bias": {str(nine): 40, str(exponent): 60},
+        "frequency_penalty": 2,
+    }
+    answer = server.call("/v1/messages", asked)
+    assert answer.status == 200, answer.raw
+    (call,) = answer.body["content"]
+    assert json.loads(call["input"]["arguments"])["size"] == float("inf")

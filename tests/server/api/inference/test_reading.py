@@ -23,6 +23,7 @@ TEXTS: dict[str, list[tuple[str, str, Calls]]] = {
         ("a < b <tool_cal> <tool_call>no</tool_call> x", "a < b <tool_cal> <tool_call>no x", []),
         ('<tool_call>{"name": "f"}</tool_call> done', " done", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": "\\ud83d"}</tool_call>', "", [("f", '"\\ud83d"')]),
         ('<tool_call>{"name": "f", "arguments": {"a": "cut', "", [("f", '{"a": "cut')]),
         ('<tool_call>{"na', '<tool_call>{"na', []),
         ("no calls here\n\n", "no calls here\n\n", []),

@@ -227,7 +227,9 @@ def test_what_was_called_and_what_came_of_it_go_through_the_template(family: tup
     assert "Of a city" not in server.call("/detokenize", {"tokens": none.body["prompt_token_ids"]}).body["content"]
 
 
-@pytest.mark.parametrize("written", ['{"city": "Ul', "[1]", "Ulm"])
+@pytest.mark.parametrize(
+    "written", ['{"city": "Ul', "[1]", "Ulm", '{"city": "\\ud83d"}', '{"city": 1e999}', '{"city": NaN}']
+)
 def test_arguments_that_are_no_object_go_through_the_template_as_they_stand(
     family: tuple[str, Live], written: str
 ) -> None:
