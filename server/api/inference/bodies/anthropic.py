@@ -20,7 +20,7 @@ from pydantic import (
 
 from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.conversation import as_chat
-from server.api.inference.bodies.fields import Text, TokenCount
+from server.api.inference.bodies.fields import JsonObject, Text, TokenCount
 from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.bodies.tools import FunctionName, of_the_client
 from server.errors import field_error
@@ -141,7 +141,7 @@ class AnthropicTool(BaseModel):
     type: Annotated[Literal["custom"], of_the_client("custom")] = "custom"
     name: FunctionName
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     strict: StrictBool | None = None
 
     @property

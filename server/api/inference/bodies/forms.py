@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, model_validator
 
-from server.api.inference.bodies.fields import Text
+from server.api.inference.bodies.fields import NO_NUMBER, Text
 from server.api.inference.bodies.generation import LenientBody
 from server.engine.grammars import Form
 from server.errors import field_error
@@ -149,7 +149,9 @@ def _forms(
 
 def _json(document: Schema | str, field: str, *, lenient: bool = False) -> Wanted:
     try:
-        written = document if isinstance(document, str) else json.dumps(document)
+        written = document if isinstance(document, str) else json.dumps(document, allow_nan=False)
+    except ValueError:
+        raise field_error(field, NO_NUMBER) from None
     except RecursionError:
         raise field_error(field, "is nested too deeply; send a simpler schema") from None
     return Wanted(Form("json", written, lenient), field)

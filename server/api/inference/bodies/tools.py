@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, model_validator
 
+from server.api.inference.bodies.fields import JsonObject
 from server.api.inference.bodies.generation import LenientBody
 from server.errors import field_error
 
@@ -36,7 +37,7 @@ class Function(BaseModel):
 
     name: FunctionName
     description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: StrictBool | None = None
 
 

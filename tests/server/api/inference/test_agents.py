@@ -235,3 +235,27 @@ def test_arguments_that_no_json_can_write_again_are_a_text(server: Live) -> None
     assert answer.status == 200, answer.raw
     (call,) = answer.body["content"]
     assert json.loads(call["input"]["arguments"])["size"] == float("inf")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_schema_with_a_number_that_is_none_in_json_is_refused(server: Live, number: float) -> None:
+    """Tools and the form of a response stand in its answer again, which could not be written."""
+    odd = {"type": "object", "properties": {"size": {"type": "number", "maximum": number}}}
+    response = {"input": "hello", "max_output_tokens": 1}
+    chat = {"messages": HELLO, "max_tokens": 1}
+    form = {"type": "json_schema", "name": "a", "schema": odd}
+    function = {"type": "function", "function": {"name": "a", "parameters": odd}}
+    for path, body, field in (
+        (
+            "/v1/responses",
+            {**response, "tools": [{"type": "function", "name": "a", "parameters": odd}]},
+            "tools.0.parameters",
+        ),
+        ("/v1/responses", {**response, "text": {"format": form}}, "text.format.schema"),
+        ("/v1/chat/completions", {**chat, "tools": [function]}, "tools.0.function.parameters"),
+        ("/v1/chat/completions", {**chat, "guided_json": odd}, "guided_json"),
+        ("/v1/messages", {**chat, "tools": [{"name": "a", "input_schema": odd}]}, "tools.0.input_schema"),
+    ):
+        answer = server.call(path, body)
+        assert (answer.status, answer.error["param"]) == (400, field), answer.raw
+        assert "none in JSON" in answer.error["message"]
