@@ -17,10 +17,13 @@ _LABELS = ("", "event", "id", "retry")  # "" begins a comment
 
 @dataclass(frozen=True)
 class Event:
-    """``raw``: its bytes with the blank line that ends it. ``data`` is None where it has none, as a comment."""
+    """``raw``: its bytes with the blank line that ends it. ``data`` is None where it has none, as a comment. ``beside``: its other
+    lines, each by name and value; that of a comment is "".
+    """
 
     raw: bytes
     data: str | None
+    beside: tuple[tuple[str, str], ...] = ()
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Event]:
@@ -46,7 +49,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Event]:
 
 
 def _event(lines: list[bytes]) -> Event:
-    raw, data = b"".join(lines), []
+    raw, data, beside = b"".join(lines), list[str](), list[tuple[str, str]]()
     try:
         text = raw.decode()
     except UnicodeDecodeError:
@@ -60,7 +63,9 @@ def _event(lines: list[bytes]) -> Event:
             data.append(value.removeprefix(" "))
         elif name not in _LABELS or len(line) > MOST_OTHER:
             raise Unguardable("a line of the stream is none of server-sent events")
-    return Event(raw, "\n".join(data) or None)
+        elif line:
+            beside.append((name, value))
+    return Event(raw, "\n".join(data) or None, tuple(beside))
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from server.proxy.channel import Channel
 from server.proxy.choice import Choice, Part
 from server.proxy.refusal import Unguardable
 from server.proxy.texts import frame_of
@@ -39,6 +40,7 @@ class Following:
         self._frames: dict[int, Part] = {}  # the newest part of each choice
         self._guards, self._expected, self._prompt = guards, expected, prompt
         self._escaped, self._told = escaped, told
+        self._beside: dict[str, Channel] = {}
 
     @property
     def cut_short(self) -> bool:
@@ -88,6 +90,17 @@ class Following:
         if kept and parts == leaving and all(part.whole for part in parts):
             return [raw]
         return [_written(part) for part in leaving]
+
+    def pass_by(self, lines: Iterable[tuple[str, str]]) -> None:
+        """Lines of the stream that are no data, of which a server may make what it likes. Raises Unguardable."""
+        if self._guards is None:
+            return
+        for name, text in lines:
+            if name not in self._beside:
+                self._beside[name] = Channel(self._guards, self._prompt(0))
+            self._beside[name].push(f"{text}\n")
+            if self._beside[name].blocked is not None:
+                raise Unguardable("lines beside the data hold text that is protected")
 
     def finish(self) -> list[bytes]:
         """What leaves once the stream has ended: what choices held that did not say that they had."""

@@ -67,6 +67,7 @@ class Relay:
                     aclosing(events(answer.aiter_raw())) as found,
                 ):
                     async for event in found:
+                        following.pass_by(event.beside)
                         if event.data is None:
                             yield event.raw
                             continue

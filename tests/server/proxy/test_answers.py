@@ -258,6 +258,21 @@ def test_a_stream_that_fails_ends_with_the_error(guard: Live, other: Upstream, s
     assert longest_run(text_of(answer), [ROW]) <= RUN // 2 + 1  # what was held was not sent
 
 
+@pytest.mark.parametrize("name", ["", "id", "event"])
+def test_lines_beside_the_data_are_followed_too(guard: Live, other: Upstream, name: str) -> None:
+    """A comment is no name: a server that writes what it computes there would tell all of it."""
+    words = ROW.split()
+    beside = [f"{name}: {word}\n".encode() + (b"\n" if number % 2 else START) for number, word in enumerate(words)]
+    for lines in ([f"{name}: {' '.join(words)}\n\n".encode()], beside):
+        other.script = Script([START, *lines, *streamed(["x"]), DONE], EVENTS)
+        answer = guard.complete(stream=True)
+        assert answer.raw.endswith(DONE) and b'"unguardable_answer"' in answer.raw
+        said = [line.partition(b":")[2] for line in answer.raw.split(b"\n") if not line.startswith(b"data:")]
+        assert longest_run(b" ".join(said).decode(), [ROW]) < RUN
+        whole = guard.complete(prompt=ROW, stream=True)
+        assert whole.raw == b"".join([START, *lines, *streamed(["x"]), DONE])
+
+
 def test_an_empty_reason_is_no_end(guard: Live, other: Upstream) -> None:
     def said(texts: list[str]) -> list[bytes]:
         return [part.replace(b"null}]", b'""}]') for part in streamed(texts, chat=True)]
