@@ -71,6 +71,8 @@ def _event(lines: list[bytes]) -> Event:
 def parsed(text: str | bytes) -> dict[str, Any]:
     """A JSON object that can be read in one way alone: no name stands twice in it. Raises Unguardable."""
     try:
+        # Of bytes alone json.loads guesses the encoding, and lets halves of surrogate pairs pass.
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         found = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         raise Unguardable("it is not JSON") from None

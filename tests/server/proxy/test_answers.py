@@ -145,6 +145,8 @@ UNREADABLE = [
     (False, Script([b'{"choices": [], "choices": []}'])),
     (False, Script([b"[" * 100_000])),
     (False, Script([b"\xff\xfe"])),
+    (False, Script([SMALL.decode().encode("utf-16")])),
+    (False, Script([SMALL.replace(b'"x"', b'"\xed\xa0\x80"')])),
     (False, Script([SMALL], "text/plain")),
     (False, Script([SMALL], "application/json; charset=utf-16")),
     (False, Script([START, DONE], EVENTS)),
