@@ -93,7 +93,10 @@ class Relay:
         """``work`` of what is read of ``data``; on a thread where both may take so long that others would wait."""
 
         def read() -> T:
-            return work(_no_error(parsed(data)), raw)
+            try:
+                return work(_no_error(parsed(data)), raw)
+            except RecursionError:
+                raise Unguardable("it is nested too deeply") from None
 
         return await apart(read) if len(self.body) > LONG_BODY or len(raw) > LONG_BODY else read()
 

@@ -144,6 +144,8 @@ UNREADABLE = [
     (False, Script([b"[]"])),
     (False, Script([b'{"choices": [], "choices": []}'])),
     (False, Script([b"[" * 100_000])),
+    (False, Script([SMALL[:-1] + b', "more": ' + b'{"a": ' * 800 + b"1" + b"}" * 801])),
+    (True, Script([START.rstrip()[:-1] + b', "more": ' + b'{"a": ' * 800 + b"1" + b"}" * 801 + b"\n\n"], EVENTS)),
     (False, Script([b"\xff\xfe"])),
     (False, Script([SMALL.decode().encode("utf-16")])),
     (False, Script([SMALL.replace(b'"x"', b'"\xed\xa0\x80"')])),
