@@ -145,13 +145,23 @@ def refusal_of(document: dict[str, Any], status: int, retry_after: str = "") -> 
         error = {"message": error}
     if not isinstance(error, dict):
         error = {}
-    message = error.get("message") or error.get("detail")
+    message = error.get("message") or _detailed(error.get("detail"))
     return Refused(
         status,
-        message[:MOST_MESSAGE] if isinstance(message, str) else "it does not say why",
+        message[:MOST_MESSAGE] if message and isinstance(message, str) else "it does not say why",
         _short(error.get("param")),
         _short(error.get("code")),
         retry_after if retry_after.isdigit() and len(retry_after) < 6 else None,
+    )
+
+
+def _detailed(detail: Any) -> Any:
+    """FastAPI's list of what is wrong, as a text; all else as it is. What was sent stands in it too, and is left out."""
+    if not isinstance(detail, list):
+        return detail
+    wrong = [one for one in detail if isinstance(one, dict) and isinstance(one.get("loc"), list)]
+    return "; ".join(
+        f"{'.'.join(str(part) for part in one['loc'] if part != 'body')}: {one.get('msg')}" for one in wrong
     )
 
 

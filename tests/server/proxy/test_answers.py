@@ -212,6 +212,19 @@ def test_refusals_are_those_of_this_api(guard: Live, other: Upstream, status: in
         assert answer.headers.get("x-should-retry") == again
 
 
+def test_a_refusal_as_fastapi_writes_it_is_told(guard: Live, other: Upstream) -> None:
+    wrong = [
+        {"type": "int_parsing", "loc": ["body", "messages", 0, "n"], "msg": "must be a number", "input": {"n": ROW}},
+        {"type": "missing", "loc": ["body", "model"], "msg": "is needed"},
+    ]
+    other.script = Script([json.dumps({"detail": wrong}).encode()], status=422)
+    answer = guard.complete()
+    assert (answer.status, answer.error["message"]) == (422, "messages.0.n: must be a number; model: is needed")
+    for detail in ([], [1], [{"loc": 1}], {"a": 1}, None):
+        other.script = Script([json.dumps({"detail": detail}).encode()], status=422)
+        assert guard.complete().error["message"] == "it does not say why"
+
+
 def test_an_answer_that_is_broken_off_may_be_asked_for_again(guard: Live, other: Upstream) -> None:
     other.script = Script([b'{"id": '], whole=False)
     answer = guard.complete()
