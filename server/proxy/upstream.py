@@ -18,8 +18,6 @@ from server.proxy.refusal import Unguardable
 from unbind_core.errors import UnbindError
 
 CONNECT_SECONDS = 10.0
-# An idle connection is kept for less than the 5 seconds of most servers: what is sent as they close it would be lost.
-KEPT_SECONDS = 2.0
 MOST_BYTES = 64 * 1024 * 1024  # of an answer that comes at once
 MOST_REFUSAL = 64 * 1024
 MOST_MESSAGE = 2000  # characters
@@ -56,14 +54,15 @@ class Upstream:
     def __init__(self, address: str, key: str, seconds: float) -> None:
         """``seconds``: the longest silence of the other server in an answer."""
         self.address = checked_address(address)
-        headers = {"Accept-Encoding": "identity", "User-Agent": "unbind"}
+        # One answer a connection: of bytes behind an answer's stated end the next would be made, which is another client's.
+        headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "unbind"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         self._client = httpx2.AsyncClient(
             base_url=self.address,
             headers=headers,
             timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEPT_SECONDS),
+            limits=httpx2.Limits(max_connections=None),
             trust_env=False,
             follow_redirects=False,
         )
