@@ -145,9 +145,12 @@ def refusal_of(document: dict[str, Any], status: int, retry_after: str = "") -> 
     if not isinstance(error, dict):
         error = {}
     message = error.get("message") or _detailed(error.get("detail"))
+    said = message[:MOST_MESSAGE] if message and isinstance(message, str) else "it does not say why"
     return Refused(
         status,
-        message[:MOST_MESSAGE] if message and isinstance(message, str) else "it does not say why",
+        said.encode(
+            errors="replace"
+        ).decode(),  # half of a surrogate pair, as of what a model was cut in, could not be sent
         _short(error.get("param")),
         _short(error.get("code")),
         retry_after if retry_after.isdigit() and len(retry_after) < 6 else None,

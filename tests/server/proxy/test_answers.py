@@ -212,6 +212,19 @@ def test_refusals_are_those_of_this_api(guard: Live, other: Upstream, status: in
         assert answer.headers.get("x-should-retry") == again
 
 
+def test_half_a_character_in_a_refusal_is_told_as_a_question_mark(guard: Live, other: Upstream) -> None:
+    said = b'{"error": {"message": "cannot parse: \\ud83d", "code": "\\ud83d"}}'
+    for stream, script in (
+        (False, Script([said], status=400)),
+        (True, Script([said], status=400)),
+        (True, Script([START, b"data: " + said + b"\n\n"], EVENTS)),
+    ):
+        other.script = script
+        answer = guard.complete(stream=stream)
+        error = answer.events[-2]["error"] if answer.status == 200 else answer.error
+        assert error["message"].endswith("cannot parse: ?") and error["code"] in (None, "upstream_error")
+
+
 def test_a_refusal_as_fastapi_writes_it_is_told(guard: Live, other: Upstream) -> None:
     wrong = [
         {"type": "int_parsing", "loc": ["body", "messages", 0, "n"], "msg": "must be a number", "input": {"n": ROW}},
