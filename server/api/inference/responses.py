@@ -160,7 +160,7 @@ class _Answering:
         if not self._items or (self._unsaid and self._open == "message"):
             yield from self._said("")
         status = "completed" if reason == "stop" else "incomplete"
-        yield from self._closed(status)
+        yield from self._closed("incomplete" if self._speech.halved else status)
         response = self._response(status, reason, self._items)
         yield self._event(f"response.{status}", response={**response, **self._generation.reported(self._choice)})
 

@@ -123,9 +123,14 @@ class Speech:
         made = "".join(secrets.choice(_LETTERS) for _ in range(self.id_length))
         return made if self.id_length < 24 else f"call_{made}"
 
+    @property
+    def halved(self) -> bool:
+        """Whether the answer ends within a call, as where a stop string or a module ended it there."""
+        return self.reader is not None and self.reader.within
+
     def reason(self, reason: str) -> str:
-        """Why the answer ended, with its calls in mind."""
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        """Why the answer ended, with its calls in mind: half a call is none to carry out."""
+        return "tool_calls" if self.calls and reason == "stop" and not self.halved else reason
 
     @property
     def message(self) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class Reader:
         self._behind = False  # a call has begun, and nothing was said since
         self.calls = 0
 
+    @property
+    def within(self) -> bool:
+        """Whether the last call that was told has come in part."""
+        told = self._open and (self._most is None or self.calls <= self._most)
+        return told and self._state is _State.CALL
+
     def push(self, text: str) -> list[Event]:
         """What is certain after ``text`` has come."""
         self._left += text

@@ -259,3 +259,21 @@ def test_a_schema_with_a_number_that_is_none_in_json_is_refused(server: Live, nu
         answer = server.call(path, body)
         assert (answer.status, answer.error["param"]) == (400, field), answer.raw
         assert "none in JSON" in answer.error["message"]
+
+
+def test_a_call_that_a_stop_string_ends_is_not_told_as_whole(server: Live) -> None:
+    short = {"temperature": 0, "stop": ["Paris", "Rome"]}
+    chat = {**short, "messages": HELLO, "max_tokens": 80, "tools": CHAT_TOOLS, "tool_choice": "required"}
+    whole = server.call("/v1/chat/completions", chat).body["choices"][0]
+    called = whole["message"]["tool_calls"][0]["function"]
+    assert (whole["finish_reason"], called["arguments"]) == ("stop", '{"city": "')
+    last = server.call("/v1/chat/completions", {**chat, "stream": True}).events[-2]["choices"][0]
+    assert last["finish_reason"] == "stop"
+
+    turn = {**short, "messages": HELLO, "max_tokens": 80, "tools": THEIR_TOOLS, "tool_choice": {"type": "any"}}
+    message = server.call("/v1/messages", turn).body
+    assert message["stop_reason"] == "stop_sequence" and message["stop_sequence"] in ("Paris", "Rome")
+
+    asked = {**RESPONSE, **short, "tool_choice": "required"}
+    made = server.call("/v1/responses", asked).body
+    assert (made["status"], made["output"][-1]["status"]) == ("completed", "incomplete")

@@ -168,3 +168,21 @@ def test_what_is_nested_too_deeply_ends_no_answer(text: str, calls: Calls) -> No
     speech.deltas("<tool_call>" + text, "stop")
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in speech.calls] == calls
     assert calls or speech.content == "<tool_call>" + text
+
+
+@pytest.mark.parametrize(
+    ("written", "most", "reason"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}', None, "tool_calls"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', None, "stop"),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "f", "argu', None, "stop"),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "f", "argu', 1, "tool_calls"),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"na', None, "tool_calls"),
+    ],
+)
+def test_an_answer_that_ends_within_a_call_that_was_told_ends_with_no_calls(
+    written: str, most: int | None, reason: str
+) -> None:
+    speech = Speech(Reader(FORMATS["hermes"], ("f",), most))
+    speech.deltas(written, "stop")
+    assert speech.reason("stop") == reason and speech.reason("length") == "length"
