@@ -20,7 +20,7 @@ from pydantic import (
 
 from server.api.inference.bodies.chat import ChatBody
 from server.api.inference.bodies.conversation import as_chat
-from server.api.inference.bodies.fields import JsonObject, Text, TokenCount
+from server.api.inference.bodies.fields import Called, JsonObject, Text, TokenCount
 from server.api.inference.bodies.generation import GenerationBody
 from server.api.inference.bodies.tools import FunctionName, of_the_client
 from server.errors import field_error
@@ -53,7 +53,7 @@ class ToolUseBlock(BaseModel):
 
     type: Literal["tool_use"]
     id: Id
-    name: FunctionName
+    name: Called
     input: dict[str, Any]
 
     @property

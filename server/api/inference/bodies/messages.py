@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictStr, field_validator
 
-from server.api.inference.bodies.fields import Text
-from server.api.inference.bodies.tools import FunctionName
+from server.api.inference.bodies.fields import Called, Text
 from server.api.inference.bodies.unsupported import unsupported
 from server.api.inference.written import rewritable
 
@@ -15,7 +14,7 @@ from server.api.inference.written import rewritable
 class CalledFunction(BaseModel):
     """What was called, with arguments as a text, which is JSON where the answer was not cut within them."""
 
-    name: FunctionName
+    name: Called
     arguments: Text = ""
 
     @property
@@ -81,7 +80,9 @@ class Message(BaseModel):
     def size(self) -> int:
         """Characters of what a template may write of it."""
         own = len(self.text) + len(self.name or "") + len(self.tool_call_id or "")
-        return own + sum(len(call.id) + len(call.function.arguments) for call in self.tool_calls or ())
+        return own + sum(
+            len(call.id) + len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ()
+        )
 
     def plain(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """The message as chat templates take it; ``developer`` is the newer name of ``system``.

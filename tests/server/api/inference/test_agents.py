@@ -277,3 +277,27 @@ def test_a_call_that_a_stop_string_ends_is_not_told_as_whole(server: Live) -> No
     asked = {**RESPONSE, **short, "tool_choice": "required"}
     made = server.call("/v1/responses", asked).body
     assert (made["status"], made["output"][-1]["status"]) == ("completed", "incomplete")
+
+
+@pytest.mark.parametrize("name", ["get weather", "münze", "functions.weather:0", "x" * 300])
+def test_a_call_of_a_function_that_there_is_not_may_be_sent_back(server: Live, name: str) -> None:
+    """Whatever name a model writes is told as it stands, so a client that answers that there is no such function has it."""
+    called = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}}
+    used = {"type": "tool_use", "id": "c", "name": name, "input": {}}
+    said = {"type": "tool_result", "tool_use_id": "c", "content": "none such"}
+    item = {"type": "function_call", "call_id": "c", "name": name, "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "none such"}
+    chat = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "content": "none such"},
+    ]
+    turns = [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [said]}]
+    assert f'"name": "{name}"' in server.call("/apply-template", {"messages": chat}).body["prompt"]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": chat, "max_tokens": 1}),
+        ("/v1/responses", {"input": [*HELLO, item, output], "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": turns, "max_tokens": 1}),
+    ):
+        answer = server.call(path, body)
+        assert answer.status == 200, answer.raw
