@@ -16,6 +16,12 @@ from unbind_core.errors import UnbindError
 from unbind_core.files import pointers
 
 _WRAPPED = "base_model.model."  # in front of a name inside PEFT's wrapper
+_DECOMPOSING = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+)  # ways to begin that take from a weight what the adapter begins with
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -87,21 +93,47 @@ def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, mer
         with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(base, str(adapter), local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UserWarning) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, UserWarning) as error:
         said = f"{error}{pointers(Path(adapter))}"
         raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {said}") from error
+    except Exception as error:
+        raise UnbindError(
+            f"adapter: peft makes nothing of the adapter_config.json in '{adapter}' ({type(error).__name__}: {error}); give the "
+            "folder as save_pretrained wrote it"
+        ) from error
     if merges and not hasattr(adapted, "merge_and_unload"):
         kind = adapted.active_peft_config.peft_type.value
         raise UnbindError(
             f"adapter: '{adapter}' is of kind {kind}, which puts states before a text and merges into no weights; give one "
             "that changes weights, such as LoRA"
         )
+    if problem := _unlike_training(adapted):
+        raise UnbindError(f"adapter: '{adapter}' {problem}")
     if strange := _left_over(adapted, adapter):
         raise UnbindError(
             f"adapter: '{adapter}' does not fit the model '{path}': of its weights {len(strange)} have no place there "
             f"({strange[0]}), as of an adapter that was trained on another model; give one that was trained on this model"
         )
     return adapted
+
+
+def _unlike_training(adapted: Any) -> str | None:
+    """Why the model would not be what the adapter was trained on, though it was loaded, with the remedy."""
+    settings, text = adapted.active_peft_config, adapted.get_base_model().config.get_text_config()
+    drawn = str(getattr(settings, "init_lora_weights", None))
+    if drawn.startswith(_DECOMPOSING):
+        return (
+            f"changes the model's own weights as it is loaded (init_lora_weights '{drawn}'), by a decomposition whose last bits "
+            "depend on the threads, so that no two processes have the same model; give a checkpoint with it merged "
+            "(merge_and_unload, then save_pretrained), or write it as plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None and len(kinds) != text.num_hidden_layers:
+        return (
+            f"repeats layers (layer_replication), and peft leaves this kind of model with {len(kinds)} kinds for "
+            f"{text.num_hidden_layers} layers; give a checkpoint that has them repeated, with an adapter on that"
+        )
+    return None
 
 
 def _left_over(adapted: Any, adapter: str | Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,4 +102,44 @@ def test_an_adapter_whose_weights_are_not_there_is_refused_with_what_is_missing(
         load_model(base, added)
     weights.unlink()
     with pytest.raises(UnbindError, match=r"adapter: '.*' has no adapter_model.safetensors; give the folder that"):
+        load_model(base, added)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"r": "four"}, "TypeError: .*; give the folder as save_pretrained wrote it"),
+        ({"lora_alpha": None}, "TypeError: .*; give the folder as save_pretrained wrote it"),
+        ({"target_modules": "((("}, "error: .*; give the folder as save_pretrained wrote it"),
+        ({"peft_type": "NEW"}, "KeyError: 'NEW'.*; give the folder as save_pretrained wrote it"),
+    ],
+    ids=str,
+)
+def test_settings_that_peft_makes_nothing_of_are_refused_in_one_line(
+    changed: dict[str, Any], said: str, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("qwen2")
+    added = adapter(base, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    file = added / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **changed}), encoding="utf-8")
+    with pytest.raises(UnbindError, match=rf"adapter: peft makes nothing of the adapter_config.json in .*{said}"):
+        load_model(base, added)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"init_lora_weights": "pissa"}, r"depend on the threads, .*; give a checkpoint with it merged"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"depend on the threads, .*; give a checkpoint with it merged"),
+        ({"init_lora_weights": "olora"}, r"depend on the threads, .*; give a checkpoint with it merged"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, r"repeats layers .*; give a checkpoint that has them repeated"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_would_not_be_what_was_trained_is_refused(
+    changed: dict[str, Any], said: str, tiny_checkpoint: TinyCheckpoint, tmp_path: Path
+) -> None:
+    base = tiny_checkpoint("qwen2")
+    added = adapter(base, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changed))
+    with pytest.raises(UnbindError, match=rf"adapter: '.*' .*{said}"):
         load_model(base, added)
