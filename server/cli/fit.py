@@ -114,6 +114,7 @@ def fit(
     from unbind_core import FitOptions
     from unbind_core import fit as fit_module
     from unbind_core.fitting.calibration import QUANTILES
+    from unbind_core.fitting.fit import drawn
     from unbind_core.module_checks import name_problem
 
     with clear_errors():
@@ -144,6 +145,7 @@ def fit(
             beside=beside,
             effort=effort,
         )
+        drawn(forget_set, retain_set, held, options)  # refuses what no fit takes
         loaded = load(model, adapter, dtype, device)
         with progress_bars(as_json) as progress:
             module, result = fit_module(

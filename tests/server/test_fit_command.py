@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ def test_names_and_files_are_refused_before_the_model_is_loaded(tmp_path: Path) 
         (["--out", good, "--forget", str(tmp_path / "none")], "--forget: FOLDER/none cannot be read"),
         (["--out", good, "--retain", str(tmp_path / "folder")], "--retain: FOLDER/folder cannot be read"),
         (["--out", good, "--retain-calibration", str(tmp_path / "none")], "--retain-calibration: "),
+        (["--out", good, "--effort", "0"], "effort: 0.0 is not above 0"),
+        (["--out", good, "--gate", "none"], "gate: 'none' is unknown"),
+        (["--out", good, "--kl-budget", "-1"], "budgets.kl: -1.0 is met by no module"),
+        (["--out", good, "--gate", "paper", "--quantiles", "2"], "quantiles: give at least one value between 0 and 1"),
+        (["--out", good, "--forget", os.devnull], "the forget set has no rows"),
+        (["--out", good, "--retain", os.devnull], "the retain set has 0 rows; at least 10 are needed"),
         (["--out", good], "model"),  # nothing is wrong but that
     ):
         found = run(tmp_path, *arguments)

@@ -33,7 +33,7 @@ from unbind_core.identity import ModelIdentity
 from unbind_core.module import UnbindModule
 from unbind_core.module_checks import name_problem
 from unbind_core.progress import ProgressCallback, silent
-from unbind_core.rows import ForgetRow, RetainRow, make_partitions
+from unbind_core.rows import ForgetRow, Partitions, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
 from unbind_core.running.compiled import uncompiled
 from unbind_core.running.gradients import require_gradients
@@ -42,20 +42,38 @@ from unbind_core.windows import window_limit
 RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
 
 
-def _check_options(options: FitOptions, layer_count: int) -> list[int]:
+def drawn(
+    forget: Sequence[ForgetRow],
+    retain: Sequence[RetainRow],
+    retain_calibration: Sequence[RetainRow] = (),
+    options: FitOptions | None = None,
+) -> tuple[list[RetainRow], Partitions]:
+    """The retain rows of a fit with these arguments, in one list, and which rows have which role in it.
+
+    Needs no model: who has one to load asks here before that. Raises DataError and InsufficientRows as :func:`fit` would.
+    """
+    options = options or FitOptions()
+    _check_options(options)
+    options, strict = options.settled(), options.gate == "paper-strict"
+    if strict:
+        retain_calibration = ()  # the paper takes all of its retain rows from those the model was trained on
+    rows = [*retain, *retain_calibration]
+    parts = make_partitions(
+        forget,
+        rows,
+        options.seed,
+        options.retain_limit or RETAIN_LIMIT,
+        len(retain_calibration),
+        split_forget=options.gate in PAPER_GATES,
+        certify=not strict,
+    )
+    return rows, parts
+
+
+def _check_options(options: FitOptions) -> None:
     if options.gate not in GATES:
         raise DataError(f"gate: '{options.gate}' is unknown; choose from {', '.join(GATES)}")
-    possible = possible_layers(options.gate, layer_count)
-    layers = possible if options.layers is None else sorted(set(options.layers))
-    for layer in layers:
-        if not 0 <= layer < layer_count:
-            raise DataError(f"layers: {layer} does not exist; the model has decoder layers 0 to {layer_count - 1}")
-        if layer not in possible:
-            raise DataError(
-                f"layers: gate '{options.gate}' does not stand at layer {layer} of {layer_count}, but at "
-                f"{', '.join(map(str, possible))}; leave layers out"
-            )
-    if not layers:
+    if options.layers is not None and not options.layers:
         raise DataError("layers: the list is empty; leave it out to try every layer")
     if not options.effort > 0:
         raise DataError(f"effort: {options.effort} is not above 0; 1 is the usual one, 0.1 a quick look")
@@ -66,6 +84,19 @@ def _check_options(options: FitOptions, layer_count: int) -> list[int]:
         raise DataError("quantiles: give at least one value between 0 and 1")
     if any(kappa < 0 for kappa in (*options.strengths, *options.norm_strengths)):
         raise DataError("strengths: must not be negative; the direction's sign is chosen by calibration")
+
+
+def _layers(options: FitOptions, layer_count: int) -> list[int]:
+    possible = possible_layers(options.gate, layer_count)
+    layers = possible if options.layers is None else sorted(set(options.layers))
+    for layer in layers:
+        if not 0 <= layer < layer_count:
+            raise DataError(f"layers: {layer} does not exist; the model has decoder layers 0 to {layer_count - 1}")
+        if layer not in possible:
+            raise DataError(
+                f"layers: gate '{options.gate}' does not stand at layer {layer} of {layer_count}, but at "
+                f"{', '.join(map(str, possible))}; leave layers out"
+            )
     return layers
 
 
@@ -190,12 +221,9 @@ def context_of(
 ) -> Context:
     """What a fit with these arguments begins with. Raises as :func:`fit` does."""
     options = options or FitOptions()
-    layers = _check_options(options, len(decoder_layers(model)))
-    options, strict = options.settled(), options.gate == "paper-strict"
+    rows, parts = drawn(forget, retain, retain_calibration, options)
+    layers, options = _layers(options, len(decoder_layers(model))), options.settled()
     options = replace(options, max_window=window_limit(model, options.max_window))
-    if strict:
-        retain_calibration = ()  # the paper takes all of its retain rows from those the model was trained on
-    rows = [*retain, *retain_calibration]
     return Context(
         model=model,
         tokenizer=tokenizer,
@@ -203,15 +231,7 @@ def context_of(
         name=name,
         forget=forget,
         retain=rows,
-        parts=make_partitions(
-            forget,
-            rows,
-            options.seed,
-            options.retain_limit or RETAIN_LIMIT,
-            len(retain_calibration),
-            split_forget=options.gate in PAPER_GATES,
-            certify=not strict,
-        ),
+        parts=parts,
         layers=layers,
         forms=available_forms(tokenizer, options.forms),
         pad=pad_id(tokenizer),

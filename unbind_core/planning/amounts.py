@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from unbind_core.encoding import available_forms, encode
-from unbind_core.fitting.fit import RETAIN_LIMIT
-from unbind_core.fitting.options import PAPER_GATES, FitOptions
-from unbind_core.rows import ForgetRow, RetainRow, make_partitions, spread
+from unbind_core.fitting.fit import RETAIN_LIMIT, drawn
+from unbind_core.fitting.options import FitOptions
+from unbind_core.rows import ForgetRow, RetainRow, spread
 
 SAMPLED = 48  # rows that say how many tokens a character makes
 ABOVE = 1.1  # what the count of a sample is raised by
@@ -43,21 +43,9 @@ class Amounts:
         held_out: Sequence[RetainRow] = (),
         options: FitOptions | None = None,
     ) -> Amounts:
-        """Of a fit with these rows. Raises InsufficientRows as the fit would."""
+        """Of a fit with these rows. Raises DataError and InsufficientRows as the fit would."""
         options = options or FitOptions()
-        strict = options.gate == "paper-strict"
-        if strict:
-            retain_calibration = ()
-        rows = [*retain, *retain_calibration]
-        parts = make_partitions(
-            forget,
-            rows,
-            options.seed,
-            options.settled().retain_limit or RETAIN_LIMIT,
-            len(retain_calibration),
-            split_forget=options.gate in PAPER_GATES,
-            certify=not strict,
-        )
+        rows, parts = drawn(forget, retain, retain_calibration, options)
         dense = max(_density(tokenizer, [row.text for row in rows]), 1e-9)
         ours = _density(tokenizer, [row.prompt + row.continuation for row in forget])
 
