@@ -40,7 +40,7 @@ def _private_keys(text: str, known: ValidationInfo) -> str:
 class Settings(BaseModel):
     """Every setting. Keys are the same in the file, in the environment (UNBIND_ and upper case) and as flags."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     model: Annotated[Path, Field(description="folder of the checkpoint to serve")] = DEMO / "base"
     reference: Annotated[Path | None, Field(description="checkpoint or adapter that fits lead towards")] = None

@@ -18,8 +18,8 @@ from server.settings import Settings
 from unbind_core import UnbindError
 
 AS_JSON = flag("as_json", bool, typer.Option(False, "--json", help="machine-readable output"))
-_AFTER = flag("after", int, typer.Option(0, "--after", help="entries that follow this number"))
-_LIMIT = flag("limit", int, typer.Option(100, "--limit", help="at most so many"))
+_AFTER = flag("after", int, typer.Option(0, "--after", min=0, max=2**31 - 1, help="entries that follow this number"))
+_LIMIT = flag("limit", int, typer.Option(100, "--limit", min=1, max=2**31 - 1, help="at most so many"))
 _HEAD = flag(
     "head",
     Path | None,

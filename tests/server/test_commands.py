@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from server.cli import build
 from server.registry.database import open_database
 from tests.support.repository import ROOT
 
@@ -20,6 +22,13 @@ def test_a_path_that_is_no_text_is_shown(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "copy\\udcfc.sqlite" in done.stdout, done.stderr[-2000:]
     assert Path(os.fsdecode(copy)).is_file()
+
+
+@pytest.mark.parametrize("words", [["--limit", "-1"], ["--limit", "9" * 30], ["--after", "-1"], ["--after", "9" * 30]])
+def test_pages_of_the_audit_trail_that_no_database_has_are_refused(tmp_path: Path, words: list[str]) -> None:
+    open_database(tmp_path / "unbind.sqlite").dispose()
+    found = CliRunner().invoke(build(), ["audit", "list", "--data-dir", str(tmp_path), *words])
+    assert found.exit_code == 2 and words[0] in found.stderr, found.output
 
 
 def test_a_working_directory_that_was_removed_is_named() -> None:

@@ -30,6 +30,13 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
         ({}, {}, "prot = 1", "unknown setting 'prot'"),
         ({"port": "many"}, {}, "", r"flags: port \('many'\)"),
         ({}, {"UNBIND_DTYPE": "int3"}, "", r"environment: dtype \('int3'\)"),
+        (
+            {},
+            {"UNBIND_LEASE_SECONDS": "infinity"},
+            "",
+            r"lease_seconds \('infinity'\): Input should be a finite number",
+        ),
+        ({}, {}, "request_timeout = nan", r"request_timeout \(nan\)"),
         ({}, {}, "max_slots = -1", r"max_slots \(-1\)"),
         ({}, {}, "port = ", "not TOML"),
         ({}, {"UNBIND_WORKER": "perhaps"}, "", "environment: worker"),
