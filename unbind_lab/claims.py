@@ -17,7 +17,7 @@ def claims(found: Sequence[Line]) -> list[str]:
     scored = [one for one in others if "fu_h" in one]
     full = known["m-full"]
     told = []
-    if silent := known.get("unbind-silent"):
+    if (silent := known.get("unbind-silent")) and full["f_bleu"]:
         cut, rise = 100 * (1 - silent["f_bleu"] / full["f_bleu"]), 100 * (silent["r_ppl"] / full["r_ppl"] - 1)
         told += [
             f"`silent`, F-BLEU cut by 97 % or more: {_reached(cut >= 97)}, {cut:.1f} %",

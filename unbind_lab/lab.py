@@ -120,7 +120,10 @@ class Lab:
             found = protocol.records(self._made(entry), self._reported, self.progress)
             write_text(path, "".join(json.dumps(one) + "\n" for one in found))
             options = {"system": entry.system.name, "configuration": entry.label, "options": dict(entry.options)}
-            return {**options, "measured_on": measured_on, **protocol.summary(found)}
+            try:
+                return {**options, "measured_on": measured_on, **protocol.summary(found)}
+            except ValueError as error:  # of no FU-H of its variants
+                raise Absent(f"{protocol.name}: {error}; name rows in the setting's 'forget' that it recites") from None
 
         measured_by = [code_of(inspect.getmodule(protocol.records), *protocol.further), self._measured_by]
         files = protocol.files_of(self.setting)
@@ -237,6 +240,11 @@ class Lab:
         return [self._validated(self._with(runs[length])) for length in sorted(self.setting.updates)]
 
     def _validated(self, served: Served) -> main.Summary:
+        if not self._full_on_validation["f_bleu"]:
+            raise Absent(
+                "m-full gives nothing back of the setting's 'forget_validation', so no configuration has an FU-H to be chosen by; "
+                "name rows that it recites"
+            )
         found = main.summary(main.records(served, self._validation, self.progress))
         return {**found, **main.joint_score(found, self._full_on_validation)}
 

@@ -126,6 +126,8 @@ def main_section(folder: Path, found: Sequence[Line], commands: Commands | None 
             f"Not measured, or not in every configuration: {', '.join(missing)}. "
             f"`{_command(folder, commands)}` completes the table."
         )
+    if not full["f_bleu"]:
+        notes.append("M_full gives nothing back of the rows to forget: FR and FU-H are undefined of every system.")
     for name, head in evalplus.NAMES.items():
         if without := [
             f"{one['system']} ({one['configuration']})" for one in found if name not in one and name in full

@@ -19,11 +19,11 @@ from tests.support.repository import ROOT
 from unbind_lab.lab import Lab
 from unbind_lab.plots import draw
 from unbind_lab.protocols.known import PROTOCOLS
-from unbind_lab.protocols.main import joint_score
+from unbind_lab.protocols.main import joint_score, summary
 from unbind_lab.report import Section, html, markdown
 from unbind_lab.setting import Setting
 from unbind_lab.systems import SYSTEMS, chosen
-from unbind_lab.table import PUBLISHED, lines, main_section, measured, protocol_section, sections
+from unbind_lab.table import PUBLISHED, lines, main_section, measured, protocol_section, sections, together
 
 
 class Cells(HTMLParser):
@@ -101,6 +101,34 @@ def test_a_run_has_a_page_and_figures(setting: Setting, tmp_path: Path) -> None:
         told = {**value, **figures, "spans_50": 0}
         (folder / protocol / "m-base-shipped.json").write_text(json.dumps({"made_of": "", "value": told}))
     assert [path.name for path in draw(folder, tmp_path / "figures")][2:] == ["strengths.svg", "layers.svg"]
+
+
+def test_a_model_that_gives_nothing_back_has_a_table_and_figures_without_the_joint_score(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    (folder / "main").mkdir(parents=True)
+    rows = [
+        {
+            "role": "forget",
+            "row": 0,
+            "bleu": 0.0,
+            "span": 0,
+            "recovery": 0.0,
+            "empty": True,
+            "nll": 4.0,
+            "kl": 1.0,
+            "tokens": 2,
+        },
+        {"role": "retain", "row": 0, "nll": 8.0, "tokens": 3, "bleu": 0.3},
+    ]
+    for system in ("m-full", "m-retrain", "unbind-silent", "unbind-rewrite"):
+        value = {"system": system, "configuration": "shipped", "options": {}, **summary(rows)}
+        (folder / f"main/{system}-shipped.json").write_text(json.dumps({"made_of": "", "value": value}))
+        (folder / f"main/{system}-shipped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main = sections(folder)[0]
+    assert main.rows[0][:3] == ["m-full", "shipped", "0.0000"] and main.rows[0][[*main.heads].index("FU-H ↑")] == ""
+    assert "M_full gives nothing back of the rows to forget: FR and FU-H are undefined of every system." in main.notes
+    assert draw(folder, tmp_path / "figures")[0].is_file()
+    assert together([folder]).rows[0] == ["m-full", "shipped", "", "", ""]
 
 
 def test_the_commands_write_where_they_are_told(setting: Setting, tmp_path: Path) -> None:

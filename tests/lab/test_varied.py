@@ -13,14 +13,20 @@ import pytest
 from server.bench.attacks.attacked import System
 from tests.core.conftest import lowrank, make_module, make_network_module
 from unbind_core.encoding import encode_prompt
+from unbind_core.errors import UnbindError
 from unbind_core.fitting.options import possible_layers
 from unbind_core.module import UnbindModule
 from unbind_core.rows import forget_digest
-from unbind_lab.lab import Lab
+from unbind_lab.filters.filter import Absent
+from unbind_lab.filters.models import FULL
+from unbind_lab.lab import Entry, Lab
 from unbind_lab.plots import draw
+from unbind_lab.protocols import varied
 from unbind_lab.protocols.ablations import VARIANTS
 from unbind_lab.protocols.activations import BINS
+from unbind_lab.protocols.protocol import Protocol
 from unbind_lab.protocols.strengths import STRENGTHS
+from unbind_lab.protocols.varied import NONE
 from unbind_lab.setting import Bench, Setting
 from unbind_lab.systems import chosen
 from unbind_lab.table import markdown
@@ -118,3 +124,31 @@ def test_the_paper_s_gate_is_fitted_at_each_layer_that_it_may_stand_at(setting: 
         w, v = module.w.reshape(-1).double(), module.v.double()
         assert kept[f"{name}: cosine"] == pytest.approx(float(w @ v / (w.norm() * v.norm())), abs=1e-6)
     assert "| unbind-paper | layer 0 |" in markdown(tmp_path / setting.name).split("### layers")[1]
+
+
+def test_a_model_that_gives_nothing_back_has_nothing_to_be_tuned_by(setting: Setting, tmp_path: Path) -> None:
+    told = tmp_path / setting.name / "tuning/m-full.json"
+    Lab(setting, tmp_path)._full_on_validation  # noqa: B018 - which writes it
+    kept = json.loads(told.read_text())
+    told.write_text(json.dumps({**kept, "value": {**kept["value"], "f_bleu": 0.0}}))
+    said = list[str]()
+    with pytest.raises(UnbindError, match="not measured: ga; why stands above"):
+        Lab(setting, tmp_path, report=said.append).run(chosen(["ga"]), ["main"], ["tuned"])
+    assert any("'forget_validation', so no configuration has an FU-H to be chosen by" in line for line in said)
+    row = {
+        "role": "forget",
+        "row": 0,
+        "bleu": 0.0,
+        "span": 0,
+        "recovery": 0.0,
+        "empty": True,
+        "nll": 1.0,
+        "kl": 0.0,
+        "tokens": 1,
+    }
+
+    def nothing(*_: object) -> list[dict[str, Any]]:
+        return [{"variant": NONE, **row}]
+
+    with pytest.raises(Absent, match=r"strengths: .* FU-H is undefined; name rows in the setting's 'forget'"):
+        Lab(setting, tmp_path).measured(Entry(FULL, "shipped", {}), Protocol("strengths", nothing, varied.summary, ()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unbind_lab.protocols import (
     ablations,
     access,
@@ -34,10 +36,16 @@ MAIN: tuple[Column, ...] = (
     ("empty answers", "empty", ".0f"),
 )
 
+
+def scored(own: Mapping[str, float], full: Mapping[str, float]) -> main.Summary:
+    """FR, UR and FU-H; nothing where M_full gives nothing back of the rows, as they are then undefined."""
+    return main.joint_score(own, full) if full["f_bleu"] else {}
+
+
 PROTOCOLS = {
     one.name: one
     for one in (
-        Protocol("main", main.records, main.summary, MAIN, main.joint_score),
+        Protocol("main", main.records, main.summary, MAIN, scored),
         evalplus.PROTOCOL,
         access.PROTOCOL,
         related.PROTOCOL,
