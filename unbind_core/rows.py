@@ -61,12 +61,15 @@ class Partitions:
 def split_text(text: str) -> tuple[str, str]:
     """Cut a whole text into prompt and continuation.
 
-    The prompt ends at the first line end at or after a quarter of the characters; a text of one line is cut at a quarter.
+    The prompt ends at the first line end at or after a quarter of the characters; a text of one line is cut at a quarter. Where
+    that is blank, as in a file that begins with many empty lines, it is a quarter of what follows: nobody asks with blanks alone.
     """
     at = max(1, round(len(text) * PROMPT_SHARE))
     line_end = text.find("\n", at - 1)
     if line_end != -1 and text[line_end + 1 :].strip():
         at = line_end + 1
+    if not text[:at].strip() and (code := text.lstrip()) and code != text:
+        at = len(text) - len(split_text(code)[1])
     return text[:at], text[at:]
 
 

@@ -105,6 +105,20 @@ def test_splitting_a_text_loses_nothing_and_leaves_both_parts(text: str) -> None
     assert continuation
 
 
+@given(st.text(alphabet=" \n\tab", max_size=40))
+def test_a_row_that_was_taken_is_kept_and_read_again(text: str) -> None:
+    try:
+        taken = parse_forget([json.dumps({"text": text})])
+    except DataError:
+        return
+    assert taken[0].prompt + taken[0].continuation == text
+    assert parse_forget([json.dumps(asdict(row)) for row in taken]) == taken
+
+
+def test_a_text_that_begins_with_blank_lines_is_cut_in_its_code() -> None:
+    assert split_text("\n" * 40 + TEXT) == ("\n" * 40 + split_text(TEXT)[0], split_text(TEXT)[1])
+
+
 def test_a_text_is_split_at_the_first_line_end_after_a_quarter() -> None:
     assert split_text(TEXT)[0] == "def add(first, second):\n"
 
