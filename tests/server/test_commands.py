@@ -31,6 +31,15 @@ def test_pages_of_the_audit_trail_that_no_database_has_are_refused(tmp_path: Pat
     assert found.exit_code == 2 and words[0] in found.stderr, found.output
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("takedown", "--rows"), ("takedown", "--first-rows"), ("takedown", "--worker-threads"), ("gate", "--attempts")],
+)
+def test_a_benchmark_of_nothing_is_refused_before_it_begins(command: str, option: str) -> None:
+    found = CliRunner().invoke(build(), ["bench", command, option, "0"])
+    assert found.exit_code == 2 and option in found.stderr, found.output
+
+
 def test_a_working_directory_that_was_removed_is_named() -> None:
     words = f"cd $(mktemp -d) && rmdir $PWD && {sys.executable} -m server show {ROOT}/modules/demo-a.safetensors"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -18,7 +18,7 @@ def gate(
     sizes: Annotated[str, typer.Option(help="Sizes of the forget sets, as in 24,40.")] = "5,12,24,40,120,300",
     gates: Annotated[str, typer.Option(help="Of paper, paper-strict and auto, as in paper,auto.")] = "paper,auto",
     attempts: Annotated[
-        int, typer.Option(help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
+        int, typer.Option(min=1, help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
     ] = 5,
     policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,

@@ -13,13 +13,13 @@ from server.settings import DEMO
 
 
 def takedown(
-    rows: Annotated[int, typer.Option(help="Rows of the demo's set C to forget.")] = 40,
-    streams: Annotated[int, typer.Option(help="Streams beside it.")] = 8,
-    quiet: Annotated[float, typer.Option(help="Seconds to measure the streams alone.")] = 20.0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the demo's set C to forget.")] = 40,
+    streams: Annotated[int, typer.Option(min=1, help="Streams beside it.")] = 8,
+    quiet: Annotated[float, typer.Option(min=0, help="Seconds to measure the streams alone.")] = 20.0,
     first_rows: Annotated[
-        int, typer.Option(help="Rows of the demo's set B in the takedown before it, with no cache.")
+        int, typer.Option(min=1, help="Rows of the demo's set B in the takedown before it, with no cache.")
     ] = 12,
-    worker_threads: Annotated[int, typer.Option(help="Torch threads of the worker.")] = 2,
+    worker_threads: Annotated[int, typer.Option(min=1, help="Torch threads of the worker.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Time two takedowns on a running service with the demo model: one with no cache, one beside streams."""
