@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ RUNTIME = 1 << 30  # bytes that libraries, allocators and the process take besid
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that can still be taken: of the device's memory, and of the disk that the cache is on."""
+    """Bytes that can be taken: of the device's memory, and by the cache, with what it holds already."""
 
     device: str
     memory: int
@@ -27,10 +28,17 @@ class Room:
 
     @classmethod
     def at(cls, device: str, folder: Path) -> Room:
-        """What there is now; ``folder`` or its nearest parent that exists."""
+        """What there is now; ``folder`` is the cache's, or its nearest parent that exists is looked at.
+
+        What the cache holds is there to be used: by a fit on the same retain rows as it is, and else once it is deleted.
+        """
+        held = 0
+        for file in folder.glob("*"):
+            with suppress(OSError):  # another process may have finished or deleted it
+                held += file.stat().st_size
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
-        return cls(device, free_bytes(torch.device(device)), shutil.disk_usage(folder).free)
+        return cls(device, free_bytes(torch.device(device)), shutil.disk_usage(folder).free + held)
 
     def problem(self, plan: Plan, loaded: int = 0) -> str | None:
         """Why the plan does not fit, with the remedy; None where it does. ``loaded``: bytes of weights that are there already."""
@@ -43,8 +51,8 @@ class Room:
             )
         if plan.disk > self.disk:
             return (
-                f"the cache would take {told(plan.disk)}, and {told(self.disk)} are free on its disk; delete the cache folder "
-                "where it holds what other models or retain rows left, or give data_dir a larger disk"
+                f"the cache would take {told(plan.disk)}, and {told(self.disk)} are free on its disk or its own already; give "
+                "data_dir a larger disk, or set retain to fewer rows"
             )
         return None
 

@@ -48,7 +48,7 @@ def test_a_fit_without_room_is_refused_before_the_model_is_loaded(
 
 def test_a_disk_without_room_is_told_of_too(context: working.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.Room, "at", classmethod(lambda cls, device, _: cls(device, 2**40, 10)))
-    with pytest.raises(TooLarge, match=r"cache would take .* delete the cache"):
+    with pytest.raises(TooLarge, match=r"cache would take .* give data_dir a larger disk"):
         context.require_room()
 
 
