@@ -1,9 +1,15 @@
 #!/bin/sh
-# Makes the secrets of docker-compose.yml in the folder secrets/ (or the one that is named), and .env, which tells compose where they
-# are. What is there already stays as it is, so running it again does no harm.
+# Makes the secrets of docker-compose.yml in the folder secrets/ (or the one that is named, once), and .env, which tells compose where
+# they are. What is there already stays as it is, so running it again does no harm.
 set -eu
 cd "$(dirname "$0")/.."
-folder=${1:-./secrets}
+# Compose reads the folder that .env names: secrets anywhere else would be nobody's.
+known=$(sed -n 's/^SECRETS_FOLDER=//p' .env 2>/dev/null | tail -n 1)
+folder=${1:-${known:-./secrets}}
+if [ -n "$known" ] && [ "$known" != "$folder" ]; then
+    echo "secrets.sh: .env has SECRETS_FOLDER=$known; move that folder to $folder and change the line, or name $known" >&2
+    exit 1
+fi
 # The folder keeps others on this machine out; containers read the files in it as users of their own.
 mkdir -p "$folder"
 chmod 700 "$folder"

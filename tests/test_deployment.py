@@ -136,6 +136,19 @@ def test_the_script_makes_no_secrets_of_nothing_and_leaves_the_lines_of_others_w
     assert (tmp_path / ".env").read_text() == "OTHER=1\nSECRETS_FOLDER=./secrets\n"
 
 
+def test_the_script_makes_no_second_secrets_that_compose_would_not_read(tmp_path: Path) -> None:
+    script = tmp_path / "deploy/secrets.sh"
+    script.parent.mkdir()
+    shutil.copy(ROOT / "deploy/secrets.sh", script)
+    own, other = tmp_path / "own", tmp_path / "other"
+    subprocess.run([script, own], check=True)
+    subprocess.run([script], check=True)  # of the folder that .env names
+    assert (tmp_path / ".env").read_text() == f"SECRETS_FOLDER={own}\n" and not (tmp_path / "secrets").exists()
+    refused = subprocess.run([script, other], capture_output=True, text=True)
+    assert refused.returncode == 1 and f".env has SECRETS_FOLDER={own}; move that folder to {other}" in refused.stderr
+    assert not other.exists()
+
+
 def compose_itself_reads_the_file_and_refuses_it_without_secrets(tmp_path: Path) -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     # Compose 1 knows no name.
