@@ -15,7 +15,7 @@ GRADIENT_TOKENS, GRADIENT_BYTES = 4096, 4 << 30  # of a batch that gradients are
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder. ``weights``: bytes of all of them; ``body``: parameters of the decoder layers, a multiplication each a
-    position; ``itemsize``: bytes of one number of a state.
+    position; ``itemsize``: bytes of one number of a state. Where layers differ in a size it is the largest.
     """
 
     layers: int
@@ -33,18 +33,24 @@ class Shape:
     def of(cls, model: nn.Module) -> Shape:
         """Of a transformers model, whether its weights are there or on the meta device."""
         config: Any = unwrap(model).config.get_text_config()  # type: ignore[union-attr, operator]
-        heads, width = int(config.num_attention_heads), int(config.hidden_size)
-        shared = getattr(config, "num_key_value_heads", None) or (1 if getattr(config, "multi_query", False) else heads)
+        layers = decoder_layers(model)
+        varied = getattr(config, "is_heterogeneous", False)  # Gemma 4, whose layers have heads of two sizes
+        each = [config.per_layer_config[i] for i in range(len(layers))] if varied else [config]
+
+        def most(name: str) -> int:
+            return max(int(getattr(one, name, None) or 0) for one in each)
+
+        heads, width = most("num_attention_heads"), int(config.hidden_size)
+        shared = most("num_key_value_heads") or (1 if getattr(config, "multi_query", False) else heads)
         held = {id(part): part for part in [*model.parameters(), *model.buffers()]}.values()
         floating = next(part for part in held if part.is_floating_point())
-        layers = decoder_layers(model)
         return cls(
             layers=len(layers),
             width=width,
-            inner=int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width),
+            inner=most("intermediate_size") or most("n_inner") or 4 * width,
             heads=heads,
-            shared_heads=int(shared),
-            head=int(getattr(config, "head_dim", None) or width // heads),
+            shared_heads=shared,
+            head=most("head_dim") or width // heads,
             vocabulary=int(config.vocab_size),
             itemsize=floating.dtype.itemsize,
             weights=sum(part.numel() * part.element_size() for part in held),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from server.bench.scale.world import CONFIGS, bare
 from tests.core.conftest import TinyCheckpoint
@@ -151,6 +152,21 @@ def test_an_outline_has_the_shape_of_the_model_and_none_of_its_weights(
     assert len(tokenizer) == len(loaded.tokenizer) and all(part.is_meta for part in model.parameters())
     with pytest.raises(UnbindError, match="is not a directory"):
         outline(tmp_path / "none")
+
+
+def test_where_layers_differ_in_their_heads_the_largest_count() -> None:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    config = Gemma4TextConfig(**sizes, num_hidden_layers=3, head_dim=8, global_head_dim=16, layer_types=kinds)
+    shape = Shape.of(AutoModelForCausalLM.from_config(config))
+    assert (shape.heads, shape.shared_heads, shape.head, shape.inner) == (4, 2, 16, 64)
+    assert plan_takedown(shape, Amounts.even(12, 60, 96), AN_80_GB_GPU).memory > shape.weights
 
 
 def test_what_a_device_s_libraries_take_is_part_of_every_stage() -> None:
