@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -73,9 +74,11 @@ def unusable(error: OSError) -> DatabaseRefused:
         return DatabaseRefused(
             f"the registry's folder {error.filename}: a file is in its place; give a folder as data_dir or in database_url"
         )
+    remedy = "the account that runs this must own it and its folder: change their owner"
+    if error.errno == errno.EROFS:
+        remedy = "mount it so that it can be written to, or copy its folder to where it can"
     return DatabaseRefused(
-        f"the registry's database file {error.filename}: {error.strerror}; the account that runs this must own it and its "
-        "folder: change their owner, or choose another data_dir or database_url"
+        f"the registry's database file {error.filename}: {error.strerror}; {remedy}, or choose another data_dir or database_url"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from server.registry import database, records
 from server.registry.access import Access
 from server.registry.objects import ObjectStore
 from server.registry.records import NewModule
-from server.registry.refusals import AWAY, DatabaseRefused
+from server.registry.refusals import AWAY, DatabaseRefused, unusable
 from server.registry.registry import Registry, open_registry
 from server.registry.tables import Origin
 from server.settings import Settings
@@ -340,6 +341,12 @@ def test_a_file_in_place_of_the_data_folder_is_named(tmp_path: Path, below: str)
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(DatabaseRefused, match=rf"folder {tmp_path}/file.*: a file is in its place; give a folder"):
         database.open_database(tmp_path / "file" / below / "unbind.sqlite")
+
+
+def test_a_disk_that_only_takes_reads_is_no_matter_of_owners() -> None:
+    refused = [str(unusable(OSError(number, os.strerror(number), "a"))) for number in (errno.EROFS, errno.EACCES)]
+    assert "a: Read-only file system; mount it so that it can be written to" in refused[0] and "owner" not in refused[0]
+    assert "a: Permission denied; the account that runs this must own it" in refused[1]
 
 
 def test_the_database_is_its_owner_s_alone(tmp_path: Path) -> None:
