@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.api.inference.answers import DONE, broken
+from server.api.inference.written import rewritable
 from server.errors import ApiError, response
 from server.outage import apart
 from server.proxy.events import DONE as DONE_DATA
@@ -125,7 +126,12 @@ async def models(upstream: Upstream, path: str) -> dict[str, Any]:
     """What the other server says of its models. Raises ApiError."""
     with refusals():
         async with upstream.asked(path, None, JSON) as answer:
-            return parsed(await whole(answer))
+            raw = await whole(answer)
+        try:
+            rewritable(raw.decode("utf-8-sig"))
+        except ValueError:
+            raise Unguardable("it is no JSON that can be written again") from None
+        return parsed(raw)
 
 
 class PassedEvents(StreamingResponse):

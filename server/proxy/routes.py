@@ -38,12 +38,9 @@ async def chat(asked: AskedChat, call: Admitted) -> Response:
 async def list_models(call: Admitted) -> dict[str, Any]:
     """The other server's models, and an alias of each for each profile."""
     found = await models(call.served.upstream, "/v1/models")
-    cards = found.get("data")
-    listed = (
-        [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        if isinstance(cards, list)
-        else []
-    )
+    if not isinstance(cards := found.get("data"), list):
+        raise ApiError(502, "the upstream lists no models", code="upstream_error")
+    listed = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
     aliases = [
         {**card, "id": f"{card['id']}{SEPARATOR}{name}"} for card in listed for name in profile_names(call.served)
     ]

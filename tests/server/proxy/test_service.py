@@ -139,6 +139,22 @@ def test_profiles_by_path_and_alias(start: START, other: Upstream) -> None:
     assert guard.call("/v1/models/x").status == 502
 
 
+@pytest.mark.parametrize(
+    ("card", "code"),
+    [
+        (b'{"error": {"message": "no"}}', "upstream_error"),
+        (b'{"object": "model", "data": [{"id": "\\ud83d"}]}', "unguardable_answer"),
+        (b'{"object": "model", "data": [{"id": "x", "size": 1e999}]}', "unguardable_answer"),
+    ],
+)
+def test_models_that_cannot_be_told_again_are_a_502(guard: Live, other: Upstream, card: bytes, code: str) -> None:
+    other.script = Script([card])
+    listed = guard.call("/v1/models")
+    assert (listed.status, listed.error["code"]) == (502, code)
+    if code == "unguardable_answer":
+        assert guard.call("/v1/models/x").status == 502
+
+
 def test_what_is_not_followed_is_not_passed_on(guard: Live, other: Upstream) -> None:
     asked = len(other.asked)
     for path in ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/completion", "/v1/embeddings"):
