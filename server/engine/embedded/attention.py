@@ -1,8 +1,8 @@
 """Attention that reads the slots in place: what the model's layers call while a pass's rows are placed.
 
 The library's own function repeats keys and values for grouped heads wherever there is a mask, and needs one tensor of
-keys for the whole batch. Here sequences of any lengths share a pass: neighbouring slots with one state each are a view, and each
-run looks no further than its longest sequence.
+keys for the whole batch. Here sequences of any lengths share a pass: neighbouring slots with as many states each are a view, and
+each run looks no further than its longest sequence.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from itertools import accumulate, chain
 
 import torch
@@ -54,7 +53,7 @@ class Flat:
         asked = [*(chunk.asked for chunk in self._chunks), *([1] * len(self._decode))]
         return [state for end, count in zip(self.ends, asked, strict=True) for state in range(end - count, end)]
 
-    @cached_property
+    @property
     def decoding(self) -> Tensor | None:
         """bool [N], where tokens are decoded beside prompts; None where nothing is."""
         if not self._chunks or not self._decode:

@@ -191,9 +191,8 @@ class Runner:
 
         try:
             passed([Chunk(probe, 0, split)])
-            prefilled = passed([Chunk(probe, split, count - split), *(Chunk(other, 0, split) for other in others)])[
-                probe
-            ]
+            beside = [Chunk(other, 0, split) for other in others]
+            prefilled = passed([Chunk(probe, split, count - split), *beside])[probe]
             probe.computed, probe.output = count, [int(prefilled.argmax())]
             last = passed([Chunk(other, split, count - split) for other in others], probe)
         except (torch.OutOfMemoryError, UnsupportedArchitecture):

@@ -21,16 +21,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 @dataclass(frozen=True)
 class Run:
     """States of a pass from ``first`` on, ``steps`` of each of ``rows`` sequences, which live in as many neighbouring slots from
-    ``slot``.
-
-    ``start``: where each begins, of more steps than one; ``length``: how many positions they may look at.
+    ``slot``. ``length``: how many positions they may look at; of more steps than one all of them end there.
     """
 
     first: int
     rows: int
     steps: int
     slot: int
-    start: int
     length: int
 
 
@@ -65,14 +62,12 @@ class Placement:
         runs: list[Run] = []
         first = 0
         for slot, start, count in zip(slots, starts, counts, strict=True):
-            last = runs[-1] if runs else None
-            alike = (
-                last and (slot, count) == (last.slot + last.rows, last.steps) and (count == 1 or start == last.start)
-            )
-            if last and alike:
-                runs[-1] = replace(last, rows=last.rows + 1, length=max(last.length, start + count))
+            end, last = start + count, runs[-1] if runs else None
+            follows = last and (slot, count) == (last.slot + last.rows, last.steps)
+            if last and follows and (count == 1 or end == last.length):
+                runs[-1] = replace(last, rows=last.rows + 1, length=max(last.length, end))
             else:
-                runs.append(Run(first, 1, count, slot, start, start + count))
+                runs.append(Run(first, 1, count, slot, end))
             first += count
         own = torch.tensor(slots).repeat_interleave(torch.tensor(counts)).view_as(positions).to(positions.device)
         return cls(own, positions, max(run.length for run in runs), tuple(runs), in_place)

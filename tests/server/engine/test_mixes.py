@@ -225,7 +225,7 @@ def test_slots_are_planned_from_the_free_memory(loaded: LoadedModel) -> None:
     position = 2 * 3 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
     plenty = plan_memory(loaded.model, free=10**9)
     assert (plenty.position_bytes, plenty.slots, plenty.length) == (position, 16, 512)
-    assert plan_memory(loaded.model, length=100, free=2 * 5 * 101 * position).slots == 5
+    assert plan_memory(loaded.model, length=100, free=2 * 5 * 100 * position).slots == 5
     assert "16 slots x 512 positions" in str(plenty)
     with pytest.raises(DoesNotFit, match="lower --max-slots or --max-model-len"):
         plan_memory(loaded.model, slots=100, length=512, free=10**6)

@@ -258,6 +258,30 @@ def test_answers_of_one_call_are_those_of_calls_of_their_own(cold_engine: MakeEn
     torch.testing.assert_close(torch.stack(made), torch.stack(expected[1:]), atol=1e-4, rtol=0)
 
 
+def test_log_probabilities_of_prompts_in_one_pass_are_each_its_own(cold_engine: MakeEngine) -> None:
+    """Whoever shares a pass with such a prompt has one row of logits in it, and the prompt one of each position."""
+    prompts = (tuple(range(20, 29)), tuple(range(40, 51)))
+
+    def told(*together: tuple[int, ...]) -> list[tuple[list[int], list[float]]]:
+        engine = cold_engine()
+        asks = Sampling(max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+        nothing = TextStream(engine.tokenizer, ())
+        flights = [Flight(GenerationRequest(one, asks), nothing, lambda _: None, lambda: 0.5) for one in together]
+        engine.scheduler.waiting.extend(flights)
+        plan = engine.scheduler.schedule()
+        assert plan.flights == tuple(flights) and len(plan.passes()) == 1
+        engine.stepper.step(lambda: None)
+        return [
+            ([one.token for one in flight.prompt_logprobs], [one.logprob for one in flight.prompt_logprobs])
+            for flight in flights
+        ]
+
+    for found, prompt in zip(told(*prompts), prompts, strict=True):
+        ((tokens, expected),) = told(prompt)
+        assert found[0] == tokens == list(prompt[1:])
+        assert found[1] == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 65])
 def test_common_prefix_is_exact(length: int) -> None:
     one, other = tuple(range(65)), (*range(length), -1, *range(length + 1, 65))
