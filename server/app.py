@@ -21,6 +21,7 @@ from server.api.characters import whole_characters
 from server.api.inference import chat, completions, fim, infill, messages, native, responses, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.base_service import REFRESH_SECONDS, BaseService
+from server.collector import leave_out_what_stays
 from server.policy import HEADER
 from server.probing.rounds import Rounds
 from server.service import Service, load_served
@@ -44,14 +45,6 @@ def create_app(
     return assembled(settings, made, [*(part.router for part in inference), console.router])
 
 
-def _leave_out_what_stays() -> None:
-    """Have Python's collector of garbage pass over what a started server has, half a million objects: those of one large body, as a
-    list of empty lists, have it look through everything again and again, seconds in which nobody is answered.
-    """
-    gc.collect()  # else what is garbage by now would stay as well
-    gc.freeze()
-
-
 def assembled(
     settings: Settings, made: Callable[[], Awaitable[BaseService]], answering: Iterable[APIRouter]
 ) -> FastAPI:
@@ -65,7 +58,7 @@ def assembled(
             held.give_up()
         try:
             await held.start()
-            _leave_out_what_stays()
+            leave_out_what_stays()
             yield
         finally:
             gc.unfreeze()

@@ -16,6 +16,7 @@ from pathlib import Path
 import typer
 
 from server.cli.console import show_error
+from server.collector import spare_what_stays
 from unbind_core.cpu.allocator import keep_freed_memory
 from unbind_core.errors import UnbindError
 
@@ -71,6 +72,7 @@ def main() -> None:
     for kept in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(kept, "256")
     keep_freed_memory()
+    spare_what_stays()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file's name that is no text ends no command that has done its work.
         sys.stdout.reconfigure(errors="backslashreplace")

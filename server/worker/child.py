@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from server.collector import spare_what_stays
 from server.registry.files import private, save_json
 from server.registry.tables import JobKind
 from server.worker.plan import Task, ends
@@ -111,6 +112,7 @@ def main(load_stages: Callable[[], Mapping[str, Stage]]) -> None:
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGHUP):  # the worker decides what Ctrl-C means, and a terminal that closes
         signal.signal(number, signal.SIG_IGN)
+    spare_what_stays()
     # Libraries print what they like: standard output goes where the log goes, and the pipe stays ours.
     voice = Voice(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)

@@ -7,6 +7,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from server.collector import leave_at_once
+
 
 class _Computed:
     """vLLM offers a page to others as soon as it is scheduled, so that of equal prompts in one step the second reads what the first
@@ -16,6 +18,7 @@ class _Computed:
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        leave_at_once()
         self._ahead: set[int] = set()  # pages that the step which is being put together will fill
         pool: Any = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         insert, find = pool._insert_block_hash, pool.get_cached_block

@@ -11,6 +11,7 @@ import zmq
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from server.collector import leave_at_once
 from server.engine.vllm.edits import Edits
 from server.engine.vllm.graphs import open_graphs
 from server.engine.vllm.masks import GrammarMasks
@@ -30,6 +31,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         """As ever. Where vLLM has bound its threads nobody may change their number, and it says so at every attempt: here that is
         no news, as edits choose their threads by their size.
         """
+        leave_at_once()
         bound = torch.set_num_threads
         super().init_device()
         if torch.set_num_threads is not bound:
