@@ -18,7 +18,7 @@ from unbind_core.evaluation.verify import measure, verify
 from unbind_core.windows import forget_prompt
 
 pytestmark = pytest.mark.slow
-EVERY = 3  # of the held-out rows: enough for these thresholds, at a third of the time
+EVERY = 6  # of the held-out rows: enough for these thresholds, at a sixth of the time
 ATTEMPTS = 2  # of each way to ask the module and the retrained model: the likeliest answer and a drawn one
 Tables = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 

@@ -185,11 +185,11 @@ def test_a_trial_waits_its_turn_where_requests_queue(engine: VllmEngine, monkeyp
     model = engine._model
     assert model is not None
     before = next(model._trials)
-    monkeypatch.setattr(model_file, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(model_file, "PROBE_SECONDS", 0.2)
     monkeypatch.setattr(engine_file, "TRIAL_SECONDS", 2.0)
-    long = [replace(one, sampling=Sampling(max_tokens=900, ignore_eos=True)) for one in requests(engine)]
-    told = ask(engine, [*long, *long, *long, *long, *long])
-    assert [answer.whole.finish_reason for answer in told] == ["length"] * 30
+    long = [replace(one, sampling=Sampling(max_tokens=500, ignore_eos=True)) for one in requests(engine)]
+    told = ask(engine, [*long, *long, *long])
+    assert [answer.whole.finish_reason for answer in told] == ["length"] * 18
     assert engine._model is model and engine.healthy and next(model._trials) > before + 1
 
 
