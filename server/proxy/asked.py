@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
-from server.api.inference.bodies.fields import MAX_CHOICES, Name
+from server.api.inference.bodies.fields import MAX_CHOICES, ModelName
 from server.api.inference.bodies.generation import UnbindOptions
 from server.errors import field_error, invalid
 from unbind_core.guard.escapes import Unescaped
@@ -40,7 +40,7 @@ class Asked(BaseModel):
     """The fields that this server reads; all others are passed on."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    model: Name | None = None
+    model: ModelName = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class Asked(BaseModel):
 
     def passed_on(self, model: str | None) -> bytes:
         """The body for the other server, in the one form in which it was read. Raises ApiError 400."""
-        body = self.model_dump(exclude_unset=True, exclude={"unbind"})
+        body = self.model_dump(exclude_unset=True, exclude={"unbind", "model"})
         if model is not None:
             body["model"] = model
         try:

@@ -12,7 +12,7 @@ from server.api.health import show_version
 from server.api.inference.answers import STREAMED
 from server.api.inference.bodies.chat import TemplateOptions
 from server.api.inference.bodies.completions import PromptBody
-from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, Name
+from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS, ModelName
 from server.api.inference.bodies.messages import Messages
 from server.api.inference.bodies.tools import ToolBody
 from server.api.inference.call import Admitted
@@ -33,7 +33,7 @@ class NativeCompletionBody(NativeBody, PromptBody):
 class TemplateBody(TemplateOptions, ToolBody):
     """``POST /apply-template``."""
 
-    model: Name | None = None
+    model: ModelName = None
     messages: Messages
 
 

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 
 from server.api.caller import inference
 from server.api.inference.bodies.chat import TemplateOptions
-from server.api.inference.bodies.fields import Name, Text
+from server.api.inference.bodies.fields import ModelName, Text
 from server.api.inference.bodies.messages import Messages
 from server.api.inference.logprobs import token_bytes
 from server.api.inference.prompts import chat_prompt, chat_size, check_ids, size_of
@@ -27,7 +27,7 @@ Served = Annotated[Service, Depends(service)]
 class TokenizeBody(TemplateOptions):
     """``content``, a text alone; ``prompt``, as a request has it; or ``messages``, as the chat template writes them."""
 
-    model: Name | None = None
+    model: ModelName = None
     content: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
@@ -50,7 +50,7 @@ class TokenizeBody(TemplateOptions):
 class DetokenizeBody(BaseModel):
     """Token ids."""
 
-    model: Name | None = None
+    model: ModelName = None
     tokens: Annotated[list[StrictInt], Field(max_length=1_000_000, fail_fast=True)]
 
 

@@ -90,7 +90,7 @@ def test_every_example_of_the_page_works_in_order(demo: Live) -> None:
 def test_the_editors_recipes_parse() -> None:
     parsers = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
     found = re.findall(r"^```(\w+)\n(.*?)^```", EDITORS, re.DOTALL | re.MULTILINE)
-    assert {language for language, _ in found} == {*parsers, "lua"}
+    assert {language for language, _ in found} == {*parsers, "lua", "vim"}
     for language, block in found:
         if language in parsers:
             assert parsers[language](block)

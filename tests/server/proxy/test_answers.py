@@ -135,6 +135,8 @@ def test_of_a_client_nothing_is_passed_on_but_what_it_asks(guard: Live, other: U
     assert came.headers["authorization"] == "Bearer operators-key"
     assert came.headers["accept-encoding"] == "identity"
     assert not {"cookie", "x-forwarded-for", "x-own"} & came.headers.keys()
+    assert guard.call("/v1/completions", {"prompt": "x", "model": ""}).status == 200
+    assert other.asked[-1].body == {"prompt": "x"}
 
 
 SMALL = answered({"index": 0, "text": "x", "finish_reason": "stop"})

@@ -13,6 +13,10 @@ MAX_CHOICES = 64
 MAX_TOKENS = 1_000_000
 Text = Annotated[StrictStr, Field(max_length=8_000_000)]
 Name = Annotated[StrictStr, Field(min_length=1, max_length=200)]
+ModelName = Annotated[
+    Annotated[StrictStr, Field(max_length=200)] | None,
+    AfterValidator(lambda name: name or None),  # llama.vim sends an empty one where none is set
+]
 Called = Annotated[Text, Field(min_length=1)]  # a function's name as a model wrote it, which may be none that there is
 TokenCount = Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
 Prediction = Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)]  # -1: as much as fits

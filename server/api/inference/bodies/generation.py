@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from server.api.inference.bodies.fields import MAX_CHOICES, Name, Prediction, TokenCount
+from server.api.inference.bodies.fields import MAX_CHOICES, ModelName, Name, Prediction, TokenCount
 from server.api.inference.bodies.unsupported import UNSUPPORTED, refuse_misplaced, refuse_unsupported
 from server.engine.request import Sampling
 from server.errors import field_error
@@ -98,7 +98,7 @@ class LenientBody(BaseModel):
 class GenerationBody(LenientBody):
     """What every body for generation has."""
 
-    model: Name | None = None
+    model: ModelName = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     n_predict: Annotated[Prediction, Field(description="max_tokens by another name")] | None = None

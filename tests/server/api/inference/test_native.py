@@ -50,6 +50,7 @@ def test_modules_apply_there_as_everywhere(server: Live, path: str) -> None:
     server.admin("/policies/global", {}, "PUT")
     missing = server.call(path, {**body, "model": "other"})
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+    assert text(model="") == (plain, [])
 
 
 def test_several_greedy_answers_are_one_greedy_and_others_sampled(server: Live) -> None:
