@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from uvicorn.server import ServerState
 
 from server.errors import ApiError, response
-from server.http.framing import Parser, without_chunks
+from server.http.framing import Parser, framed
 from server.http.half_closed import HalfClosedProtocol
 from server.settings import Settings
 
@@ -183,9 +183,8 @@ class BoundedProtocol(HalfClosedProtocol):
         if self.cycle.response_complete:  # its answer left before; from now on the connection is idle
             self._stop_waiting()
             self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            left = self.timeout_keep_alive if self.parser.should_keep_alive() else 0
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
 
     @property
     def _framing(self) -> list[tuple[bytes, bytes]]:
@@ -214,9 +213,7 @@ class BoundedProtocol(HalfClosedProtocol):
         limit = self._limits.max_connections
         full = len(self.connections) > limit or len(self.tasks) >= limit
         answering: Any = _full if full and cycle.scope["path"] != ALWAYS_ANSWERED else app
-        if cycle.scope["http_version"] == "1.0":
-            answering = without_chunks(cycle, answering)
-        super()._start_asgi_task(cycle, answering)
+        super()._start_asgi_task(cycle, framed(cycle, answering))
 
     # Limits.
 

@@ -38,6 +38,30 @@ class Parser(httptools.HttpRequestParser):
                 data = self._protocol.head_again() + data[offer.args[0] :]
 
 
+def framed(cycle: RequestResponseCycle, app: Any) -> Any:
+    """``app`` for the client of a request: for what it knows of HTTP, and for what it still sends."""
+    if cycle.scope["http_version"] == "1.0":
+        app = without_chunks(cycle, app)
+    return app if cycle.keep_alive else open_for_the_body(cycle, app)
+
+
+def open_for_the_body(cycle: RequestResponseCycle, app: Any) -> Any:
+    """``app`` for a client that has the connection closed behind the answer: not before its body has come.
+
+    A connection that is closed on bytes nobody has read is reset, and who still sends then never reads why it was refused.
+    """
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            if cycle.more_body and message["type"] == "http.response.body" and not message.get("more_body"):
+                cycle.keep_alive = True  # or uvicorn closes at once; the head has said before that it will be closed
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return answering
+
+
 def without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
     """``app`` for a client of HTTP/1.0, which knows no chunks: an answer without a length ends where the connection does."""
 

@@ -147,6 +147,22 @@ def test_a_body_that_does_not_arrive_in_time_gets_408(bounded: Live) -> None:
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_who_has_the_connection_closed_may_send_its_body_to_the_end_and_reads_why_it_was_refused(
+    bounded: Live, version: bytes
+) -> None:
+    whole = request("x" * 5_000_000, "Connection: close\r\n").replace(b"HTTP/1.1", b"HTTP/" + version, 1)
+    with connected(bounded.port, whole[:100_000]) as connection:
+        answer = connection.recv(65536)
+        while not answer.endswith(b"}"):
+            answer += connection.recv(65536)
+        refused(answer, 413, "body_too_large")
+        connection.sendall(whole[100_000:])
+        assert read_all(connection) == b""
+    with connected(bounded.port, whole[:100_000]) as connection:  # no more comes
+        refused(read_all(connection), 413, "body_too_large")
+
+
 def test_hundreds_of_idle_and_half_sent_connections_are_closed_and_the_server_answers_health_meanwhile(
     bounded: Live,
 ) -> None:
