@@ -212,7 +212,7 @@ def test_a_recorded_request_is_answered_as_its_client_needs(
 
 def test_every_client_is_there() -> None:
     editors = {"continue", "zed", "llama-vscode", "llama-vim", "minuet", "codecompanion", "twinny", "tabby", "cline"}
-    agents = {"vscode", "kilo", "jetbrains", "codex", "opencode"}
+    agents = {"vscode", "kilo", "jetbrains", "codex", "opencode", "claude-code"}
     assert {path.stem for path in FOLDER.glob("*.json")} == editors | agents | {"litellm", "lm-evaluation-harness"}
 
 
@@ -224,7 +224,7 @@ def test_every_recipe_is_replayed_at_the_address_that_it_names() -> None:
         title = section.partition("\n")[0]
         if title in ("Other projects' suites", "Anything else"):
             continue
-        stem = stems.get(title, title.lower().replace(".", "-"))
+        stem = stems.get(title, title.lower().replace(".", "-").replace(" ", "-"))
         addresses = set(re.findall(r"http://127\.0\.0\.1:8000(?:/p/team)?([a-z0-9/-]*)", section))
         for request in json.loads((FOLDER / f"{stem}.json").read_text(encoding="utf-8")):
             assert any(request["path"].startswith(address) for address in addresses), (title, request["path"])

@@ -107,6 +107,7 @@ def test_the_editors_recipes_parse() -> None:
         "Kilo",
         "JetBrains AI Assistant",
         "Codex",
+        "Claude Code",
         "OpenCode",
     )
     for editor in (*editors, "LiteLLM", "lm-evaluation-harness"):
