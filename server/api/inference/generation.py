@@ -13,7 +13,7 @@ from typing import Any
 
 from server.api.inference.bodies.fields import DEFAULT_MAX_TOKENS
 from server.api.inference.bodies.generation import GenerationBody
-from server.api.inference.opening import unsteered
+from server.api.inference.opening import under_modules
 from server.api.inference.prompts import Prompt
 from server.api.inference.report import Report
 from server.api.inference.separators import refuse_separated
@@ -147,8 +147,8 @@ class Generation:
                 f"min_tokens: is over the {tokens} tokens that the answer may have; raise max_tokens", "min_tokens"
             )
         sampling = body.sampling(tokens, index, self._echo)
-        if self._when_open == "refuse" and labels(self.pinned):
-            sampling = unsteered(sampling, self._asked.form)
+        if labels(self.pinned):
+            sampling = under_modules(sampling, self._when_open, self._asked.form)
         request = GenerationRequest(
             tuple(prompt.ids),
             sampling,

@@ -202,6 +202,15 @@ def test_an_open_gate_heeds_nothing_that_steers(stripping: Live, allowing: Live,
     assert complete(allowing, OPEN, **asked).body["choices"][0]["token_ids"] != [0]
 
 
+def test_no_form_puts_end_tokens_between_others_while_modules_are_on(stripping: Live, allowing: Live) -> None:
+    form = {"structured_outputs": {"grammar": "start: <[104]> <[0]> <[105]> <[0]> <[106]>"}}
+    for server in (stripping, allowing):
+        alone = complete(server, ORDINARY, **form).body["choices"][0]
+        assert alone["token_ids"] == [104, 0, 105, 0, 106]
+        choice = complete(server, ORDINARY, **form, **TURN).body["choices"][0]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([104, 0], "stop")
+
+
 def test_refuse_names_the_field_where_a_module_applies(stripping: Live) -> None:
     path = "/p/closed/v1/completions"
     for field, value in {
