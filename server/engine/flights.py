@@ -37,7 +37,7 @@ def flight_of(
             sent=request.sent,
             cuts=bool(sampling.stop),
             shows=shows,
-            holds_json=request.holds_json,
+            readings=request.readings,
             forcing=forcing,
         )
     return Flight(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from server.engine.forcing import Forcing
 from server.engine.request import Delta, TokenLogprob, withheld_logprob
 from server.engine.text import TextStream
 from unbind_core.guard.book import GuardSet
-from unbind_core.guard.escapes import meant
+from unbind_core.guard.escapes import Reading
 from unbind_core.guard.follower import Follower, Verdict
 from unbind_core.guard.index import GuardIndex
 from unbind_core.guard.lexemes import most_lexemes
@@ -56,23 +56,24 @@ class Guarding:
         sent: Sent | None = None,
         cuts: bool,
         shows: bool,
-        holds_json: bool = False,
+        readings: Sequence[Callable[[], Reading]] = (),
         forcing: Forcing | None = None,
     ) -> None:
-        """``sent``: the prompt, where several requests go on from it; see :func:`sent_of`."""
+        """``sent``: the prompt, where several requests go on from it; see :func:`sent_of`. ``readings``: begin those in which the
+        answer is followed beside its text.
+        """
         sent = sent or sent_of(prompt, tokenizer)
         self._forcing = forcing
         self._answer = Follower(guards, sent, cuts=cuts)
-        # and as what the strings of JSON in it mean: an escape can hide a letter of a run
-        self._meant = Follower(guards, sent, cuts=cuts) if holds_json else None
-        self._escape, self._before = "", ""  # what has come of an escape that is not whole, and what had before
+        self._readings = self._before = [begin() for begin in readings]  # now, and before what came last
+        self._beside = [Follower(guards, sent, cuts=cuts) for _ in readings]
         # what is withheld breaks this text up, so that nothing in it counts as the client's own
         self._likeliest = Follower(guards, str) if shows else None
         self._spelt = TextStream(tokenizer, (), prompt=prompt)
         self._withholds, self._cuts = guards.withholds, cuts
         # Where nobody needs to know how long runs are, text that cannot end one is read with what comes after it: between two
         # tokens the model's weights pass through the processor's caches, and looking costs four times what it costs at once.
-        self._unhurried = not (guards.withholds or shows or holds_json)
+        self._unhurried = not (guards.withholds or shows or readings)
         self._unread, self._slack = "", 0  # and how many lexemes may still be left so
         self._now: tuple[GuardIndex, ...] = ()  # whose run the text holds if it ends here
         self._bars: Counter[GuardIndex] = Counter()
@@ -110,11 +111,10 @@ class Guarding:
     def _take(self, text: str) -> Verdict:
         self._read()
         verdict = self._answer.take(text)
-        if self._meant is None:
-            return verdict
-        self._before = self._escape
-        said, self._escape = meant(self._escape, text)
-        return verdict.and_of(self._meant.take(said))
+        self._before, self._readings = self._readings, [reading.fork() for reading in self._readings]
+        for follower, reading in zip(self._beside, self._readings, strict=True):
+            verdict = verdict.and_of(follower.take(reading.take(text)))
+        return verdict
 
     def _read(self) -> None:
         """Look at what was left unread, none of which can be the end of a run."""
@@ -123,10 +123,9 @@ class Guarding:
             self._unread, self._slack = "", 0
 
     def _undo(self) -> None:
-        self._answer.undo()
-        if self._meant is not None:
-            self._meant.undo()
-            self._escape = self._before
+        for follower in (self._answer, *self._beside):
+            follower.undo()
+        self._readings = self._before
 
     def gives_up(self) -> None:
         """Nothing is left that may follow: what was barred and what the grammar forbids is all there is."""
@@ -181,7 +180,7 @@ class Guarding:
         """What was done so far."""
         self._read()
         bars = {index.name: count for index, count in self._bars.items() if count}
-        followers = [self._answer] if self._meant is None else [self._answer, self._meant]
+        followers = (self._answer, *self._beside)
         counted = frozenset[str]().union(*(follower.counted for follower in followers))
         opened = self._forcing.names if self._forcing is not None else frozenset[str]()
         return Guarded(bars, self.blocked, counted, max(follower.longest for follower in followers), opened)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from server.engine.guarding import Guarded, Guarding
     from server.engine.text import TextStream
     from unbind_core.applying.passes import Forced
+    from unbind_core.guard.escapes import Reading
 
 FinishReason = Literal["stop", "length", "content_filter", "cancelled", "error"]
 
@@ -121,7 +122,7 @@ class GenerationRequest:
     ``guards``: whose runs the answer must not hold. ``internal``: it is the server's own, and no client's. ``owner``: who asks;
     what was computed for one is never taken over for another, as how much that is tells what the other sent.
     ``grammar``: what it must look like; it is heeded while a gate is open, and the model may then end the answer all the same.
-    ``shown``: special tokens that its text spells. ``holds_json``: guards follow what the strings of JSON in it mean as well.
+    ``shown``: special tokens that its text spells. ``readings``: begin those in which guards follow it as well.
     ``sent``: the prompt as its guards read it, once for all requests that have the same.
     """
 
@@ -135,7 +136,7 @@ class GenerationRequest:
     owner: str = ""
     grammar: Grammar | None = None
     shown: frozenset[int] = frozenset()
-    holds_json: bool = False
+    readings: tuple[Callable[[], Reading], ...] = ()
     sent: Sent | None = None
 
     @cached_property

@@ -24,6 +24,7 @@ from tests.engines.both import Engines
 from tests.engines.test_guards import RUN, WHOLE, guards
 from tests.support.asking import Answer, ask
 from tests.support.slow_matcher import longest_run
+from unbind_core.guard.escapes import AS_JSON
 
 SCHEMA = {
     "type": "object",
@@ -88,7 +89,7 @@ def test_a_guard_and_a_form_together_are_the_same_in_both_engines(engines: Engin
             replace(
                 engines.request(engine, prompt, guards=guards("steer"), sampling=Sampling(max_tokens=160)),
                 grammar=compiled(engine, form),
-                holds_json=True,
+                readings=AS_JSON,
             )
             for prompt in engines.prompts[:6]
             for form in forms

@@ -5,6 +5,9 @@ The arguments of a tool call are such a text, and so is an answer to which a JSO
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 _MEANINGS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}  # every other character stands for itself
 
 
@@ -50,6 +53,36 @@ def meant(begun: str, text: str) -> tuple[str, str]:
         meaning, begun = _next(begun, character)
         found.append(meaning)
     return "".join(found), begun
+
+
+class Reading(Protocol):
+    """Reads one answer otherwise than as it stands, piece by piece: what a client is told may hold a run that the text does not."""
+
+    def take(self, text: str) -> str:
+        """What more there is to read once ``text`` has come."""
+
+    def fork(self) -> Reading:
+        """The same as far as it has come; what either takes from here on is not the other's."""
+
+
+class Escapes:
+    """What the strings of JSON in an answer mean, or in another reading ``of`` it: an escape can hide a letter of a run."""
+
+    def __init__(self, of: Reading | None = None, begun: str = "") -> None:
+        """``begun``: what has come of an escape that is not whole."""
+        self._of, self._begun = of, begun
+
+    def take(self, text: str) -> str:
+        """See ``Reading``."""
+        found, self._begun = meant(self._begun, text if self._of is None else self._of.take(text))
+        return found
+
+    def fork(self) -> Escapes:
+        """See ``Reading``."""
+        return Escapes(self._of and self._of.fork(), self._begun)
+
+
+AS_JSON: tuple[Callable[[], Reading], ...] = (Escapes,)
 
 
 def _next(begun: str, character: str) -> tuple[str, str]:

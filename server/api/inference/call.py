@@ -6,7 +6,7 @@ What every route that generates shares, before the prompt is looked at.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -27,6 +27,7 @@ from server.policy import Assigned, assign, headed, requested, resolve, standing
 from server.registry.access import PROFILE_SCOPE, SERVER_SCOPE
 from server.rules import NO_RULES, Rules, WhenOpen
 from server.service import Service, service
+from unbind_core.guard.escapes import Reading
 
 
 class Call:
@@ -56,9 +57,9 @@ class Call:
         echo: bool = False,
         grammar: Grammar | None = None,
         shown: frozenset[int] = frozenset(),
-        holds_json: bool = False,
+        readings: tuple[Callable[[], Reading], ...] = (),
     ) -> Generation:
-        """Everything that can refuse, then the requests in the engine's queue. ``grammar``, ``shown``, ``holds_json``: see
+        """Everything that can refuse, then the requests in the engine's queue. ``grammar``, ``shown``, ``readings``: see
         ``GenerationRequest``.
         """
         options = body.unbind
@@ -80,7 +81,7 @@ class Call:
             told=self.caller.may("report"),
             route=getattr(self.request.scope.get("route"), "path", "unknown"),
             echo=echo,
-            asked=Asked(grammar, self._form, shown, holds_json),
+            asked=Asked(grammar, self._form, shown, readings),
             owner=self.caller.owner,
         )
         if (trace := self.request.scope.get(TRACE_KEY)) is not None:

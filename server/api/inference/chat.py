@@ -20,6 +20,7 @@ from server.api.inference.report import Report
 from server.api.inference.tokens import most_tokens
 from server.api.inference.tools.calling import Calling, Speech, calling_of, wanted_form
 from server.service import Service
+from unbind_core.guard.escapes import AS_JSON
 
 router = APIRouter(tags=["chat"])
 
@@ -78,7 +79,7 @@ async def begun(call: Call, body: ChatBody) -> tuple[Generation, Calling | None]
         [prompt],
         grammar=await call.grammar(wanted),
         shown=calling.shown if calling else frozenset(),
-        holds_json=bool(calling or wanted),
+        readings=calling.readings if calling else AS_JSON if wanted else (),
     )
     return generation, calling
 

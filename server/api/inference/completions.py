@@ -20,6 +20,7 @@ from server.api.inference.logprobs import LegacyLogprobs, prompt_logprobs
 from server.api.inference.prompts import completion_prompts, size_of
 from server.api.inference.report import Report
 from server.engine.request import TokenLogprob
+from unbind_core.guard.escapes import AS_JSON
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
@@ -31,7 +32,7 @@ async def complete(body: CompletionBody, call: Admitted) -> Response:
     served, kept = call.served, body.kept(call.served.settings.max_model_len, call.served.engine.least_tokens)
     prompts = await served.encoder.run(size, completion_prompts, served, body.prompt, body.suffix, body.echo, kept)
     grammar = await call.grammar(body.wanted_form)
-    generation = call.submit(body, prompts, echo=body.echo, grammar=grammar, holds_json=grammar is not None)
+    generation = call.submit(body, prompts, echo=body.echo, grammar=grammar, readings=AS_JSON if grammar else ())
     frame = {
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",

@@ -25,6 +25,7 @@ from server.errors import ApiError, invalid
 from server.policy import OFF, Assigned, heading, labels
 from server.rules import WhenOpen
 from server.service import Service
+from unbind_core.guard.escapes import Reading
 from unbind_core.guard.sent import Sent
 
 ITSELF = "itself"  # the owner of the server's own requests: how much of a canary's prompt is known must not show
@@ -79,7 +80,7 @@ class Asked:
     grammar: Grammar | None = None
     form: str = ""
     shown: frozenset[int] = frozenset()
-    holds_json: bool = False
+    readings: tuple[Callable[[], Reading], ...] = ()
 
 
 class Generation:
@@ -160,7 +161,7 @@ class Generation:
             owner=self._owner,
             grammar=self._asked.grammar,
             shown=self._asked.shown,
-            holds_json=self._asked.holds_json,
+            readings=self._asked.readings,
             sent=sent,
         )
         flight, deltas = self.served.engine.submit(request)

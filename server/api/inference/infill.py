@@ -19,6 +19,7 @@ from server.api.inference.generation import Choice, Generation, Result, ended_by
 from server.api.inference.prompts import Prompt, infill_prompt, size_of
 from server.api.inference.report import Report
 from server.engine.request import Sampling
+from unbind_core.guard.escapes import AS_JSON
 
 OTHERS_TEMPERATURE = 0.8  # llama.cpp's own; its clients ask for several answers to show different ones
 router = APIRouter(tags=["completions"])
@@ -79,7 +80,7 @@ async def infill(body: InfillBody, call: Admitted) -> Response:
 async def native_answer(call: Call, body: NativeBody, prompts: list[Prompt]) -> Response:
     """The answer in llama.cpp's shape: an object, or an array of them where there are several."""
     grammar = await call.grammar(body.wanted_form)
-    generation = call.submit(body, prompts, grammar=grammar, holds_json=grammar is not None)
+    generation = call.submit(body, prompts, grammar=grammar, readings=AS_JSON if grammar else ())
     if body.stream:
         return EventStream(generation, _events(generation, body), done=b"")
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 import pytest
 
 from server import demo
+from server.api.inference.tools.calling import Calling
+from server.api.inference.tools.formats import FORMATS
 from server.engine.answering import advanced, hand_over
 from server.engine.embedded.engine import EmbeddedEngine
 from server.engine.flights import flight_of
@@ -21,6 +23,7 @@ from server.engine.request import Delta, GenerationRequest, Sampling, TokenLogpr
 from tests.support.slow_matcher import longest_run
 from unbind_core.architecture import load_model
 from unbind_core.guard.book import GuardBook, GuardSet
+from unbind_core.guard.escapes import AS_JSON
 from unbind_core.guard.escapes import meant as unescaped
 from unbind_core.guard.index import Action, Secret, build_index
 from unbind_core.rows import ForgetRow, parse_forget
@@ -290,9 +293,42 @@ def test_an_escape_in_json_hides_no_run(engine: EmbeddedEngine, protected: list[
         request = GenerationRequest(
             prompt, Sampling(max_tokens=460), guards=guards, grammar=formed(engine, "choice", json.dumps([call]))
         )
-        (deltas,) = asked(engine, [replace(request, holds_json=True)])
+        (deltas,) = asked(engine, [replace(request, readings=AS_JSON)])
         assert deltas[-1].finish_reason == "content_filter" and call.startswith(text(deltas))
         meant, _ = unescaped("", text(deltas))
         assert longest_run(meant, [row]) < RUN
         (naive,) = asked(engine, [request])
         assert (naive[-1].finish_reason == "content_filter") == (written == plain)
+
+
+def test_what_a_chat_leaves_out_of_its_content_hides_no_run(engine: EmbeddedEngine, protected: list[str]) -> None:
+    """Markers and calls between the parts of a row, and arguments that are a string of JSON with escapes of its own."""
+    row = protected[0][:110]
+    parts = row.split(" ")
+    middle = len(parts) // 2
+    calling = Calling(FORMATS["hermes"], ("f",), None, {})
+    escaped = json.dumps({"a": row}).replace("e", "\\u0065")
+    answers = {
+        "markers": "</tool_call> ".join(f"{part} " for part in parts),
+        "a call": f'{" ".join(parts[:middle])} <tool_call>{{"name": "f"}}</tool_call> {" ".join(parts[middle:])}',
+        "arguments": f'<tool_call>{{"name": "f", "arguments": {json.dumps(escaped)}}}</tool_call>',
+    }
+
+    def told(answer: str) -> str:
+        speech = calling.speech()
+        speech.deltas(answer, "stop")
+        return speech.content + "".join(unescaped("", call["function"]["arguments"])[0] for call in speech.calls)
+
+    for name, answer in answers.items():
+        assert longest_run(told(answer), [row]) >= RUN, name
+        request = GenerationRequest(
+            ids(engine, "x = 1\n"),
+            Sampling(max_tokens=460),
+            guards=guards_of([row]),
+            grammar=formed(engine, "choice", json.dumps([answer])),
+        )
+        (naive,) = asked(engine, [replace(request, readings=AS_JSON)])
+        assert naive[-1].finish_reason == "stop", name
+        (deltas,) = asked(engine, [replace(request, readings=calling.readings)])
+        assert deltas[-1].finish_reason == "content_filter", name
+        assert longest_run(told(text(deltas)), [row]) < RUN, name

@@ -6,7 +6,9 @@ import copy
 import json
 import secrets
 import string
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from server.api.inference.bodies.chat import ChatBody
@@ -17,6 +19,7 @@ from server.api.inference.tools.reading import Argued, Begun, Event, Reader, Sai
 from server.engine.grammars import Form, GrammarError, check_length, spaced
 from server.errors import invalid
 from server.service import Service
+from unbind_core.guard.escapes import AS_JSON, Escapes, Reading
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -37,7 +40,36 @@ class Calling:
 
     def speech(self) -> Speech:
         """A new answer."""
-        return Speech(Reader(self.form, self.functions, self.most), self.form.id_length)
+        return Speech(self._reader(), self.form.id_length)
+
+    @property
+    def readings(self) -> tuple[Callable[[], Reading], ...]:
+        """See ``GenerationRequest``. Markers and calls are no content: what stands on either side of one is told as one text.
+        Arguments that are a string of JSON are told as what it means, which is JSON itself.
+        """
+        content, arguments = (partial(self._told, kind) for kind in (Said, Argued))
+        return (*AS_JSON, content, lambda: Escapes(content()), lambda: Escapes(arguments()))
+
+    def _told(self, kind: type[Said | Argued]) -> Told:
+        return Told(self._reader(), kind)
+
+    def _reader(self) -> Reader:
+        return Reader(self.form, self.functions, self.most)
+
+
+class Told:
+    """What a chat tells of an answer by one ``kind`` of event, as one text: a reading for its guards."""
+
+    def __init__(self, reader: Reader, kind: type[Said | Argued]) -> None:
+        self._reader, self._kind = reader, kind
+
+    def take(self, text: str) -> str:
+        """See ``Reading``."""
+        return "".join(event.text for event in self._reader.push(text) if isinstance(event, self._kind))
+
+    def fork(self) -> Told:
+        """See ``Reading``."""
+        return Told(self._reader.fork(), self._kind)
 
 
 def calling_of(served: Service, body: ToolBody) -> Calling | None:

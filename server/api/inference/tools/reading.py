@@ -6,6 +6,7 @@ What looks like a call and turns out to be none stays text: nothing that a model
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -69,6 +70,12 @@ class Reader:
         """Whether the last call that was told has come in part."""
         told = self._open and (self._most is None or self.calls <= self._most)
         return told and self._state is _State.CALL
+
+    def fork(self) -> Reader:
+        """Another that has read the same."""
+        other = copy(self)
+        other._call = copy(self._call)
+        return other
 
     def push(self, text: str) -> list[Event]:
         """What is certain after ``text`` has come."""
