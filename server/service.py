@@ -26,7 +26,7 @@ from server.settings import Settings
 from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.encoding import fim_template, parse_fim_template
+from unbind_core.encoding import fim_markers, fim_template, parse_fim_template
 
 log = logging.getLogger("unbind.service")
 COUNT_SECONDS = 0.1
@@ -57,6 +57,7 @@ class Service(BaseService):
             if settings.fim_template
             else fim_template(loaded.tokenizer)
         )
+        self.markers = fim_markers(loaded.tokenizer, self.fim or ())
         self.fingerprint = f"fp_{loaded.identity.fingerprint[:12]}"  # what answers carry: the same for the same model
         self._unseen = Telemetry(self._figures, self.computed_by, detail=False)
         self._counts = NO_GATES

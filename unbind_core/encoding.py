@@ -19,6 +19,7 @@ FIM_TEMPLATES: tuple[tuple[str, ...], ...] = (
     ("<｜fim▁begin｜>", "{prefix}", "<｜fim▁hole｜>", "{suffix}", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}"),  # Codestral
 )
+FIM_PADS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>")
 BLANKS = ("▁", "Ġ")  # what a blank is in vocabularies
 MARK = "☺"  # before a text, to take the blank; nothing is merged with it
 
@@ -70,6 +71,12 @@ def fim_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
         if all(_is_token(tokenizer, part) for part in template if not part.startswith("{")):
             return template
     return None
+
+
+def fim_markers(tokenizer: PreTrainedTokenizerBase, template: Sequence[str] = ()) -> frozenset[int]:
+    """Ids of whatever fill-in-the-middle tokens the tokenizer has, of any family, and of those of ``template``."""
+    parts = {*template, *FIM_PADS, *(part for known in FIM_TEMPLATES for part in known)} - {"{prefix}", "{suffix}"}
+    return frozenset(_token_id(tokenizer, part) for part in parts if _is_token(tokenizer, part))
 
 
 def _is_token(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:

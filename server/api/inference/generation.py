@@ -125,7 +125,7 @@ class Generation:
             for prompt in self.prompts:
                 if not prompt.ids:
                     raise invalid("prompt: has no tokens; give at least one character", "prompt")
-                refuse_separated(prompt.ids, self.served, self.pinned)
+                refuse_separated(prompt.ids, self.served, self.pinned, body.sampling(0, 0, self._echo))
                 sent = sent_of(prompt.ids, self.served.loaded.tokenizer)
                 for _ in range(body.n):
                     self._submit_one(body, prompt, sent)
@@ -149,7 +149,7 @@ class Generation:
             )
         sampling = body.sampling(tokens, index, self._echo)
         if labels(self.pinned):
-            sampling = under_modules(sampling, self._when_open, self._asked.form)
+            sampling = under_modules(sampling, self._when_open, self._asked.form, self.served.markers)
         request = GenerationRequest(
             tuple(prompt.ids),
             sampling,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from server.engine.request import Sampling
@@ -9,15 +10,17 @@ from server.errors import ApiError
 from server.rules import WhenOpen
 
 
-def under_modules(sampling: Sampling, when_open: WhenOpen, form: str = "") -> Sampling:
+def under_modules(sampling: Sampling, when_open: WhenOpen, form: str = "", markers: Collection[int] = ()) -> Sampling:
     """The sampling as modules let it be; ``form``: the field that says what the answer must look like, if one does.
 
-    A form can demand end tokens between an answer's others, over which gates stay shut; ``refuse_separated`` refuses such prompts.
-    So the first ends the answer. Raises ApiError, see ``unsteered``.
+    A form can demand end tokens or fill-in-the-middle ``markers`` between an answer's others, over which gates stay shut;
+    ``refuse_separated`` refuses such prompts. So the first ends the answer. Raises ApiError, see ``unsteered``.
     """
     if when_open == "refuse":
         sampling = unsteered(sampling, form)
-    return replace(sampling, ignore_eos=False) if form else sampling
+    if form:
+        return replace(sampling, ignore_eos=False, stop_token_ids=(*sampling.stop_token_ids, *markers))
+    return sampling
 
 
 def unsteered(sampling: Sampling, form: str = "") -> Sampling:

@@ -13,7 +13,7 @@ from server.engine.request import TokenLogprob
 from server.errors import ApiError
 from tests.core.conftest import build_tokenizer, save_checkpoint
 from tests.support.live import Live, live
-from unbind_core.encoding import encode, fim_prompt, parse_fim_template
+from unbind_core.encoding import encode, fim_markers, fim_prompt, parse_fim_template
 from unbind_core.errors import DataError
 
 PROMPT = "def add(first, second):\n"
@@ -293,6 +293,15 @@ def test_a_fill_in_the_middle_template_can_be_named() -> None:
     for wrong in ("{prefix}", "{prefix}{suffix}{prefix}", "<NOPE>{prefix}{suffix}"):
         with pytest.raises(DataError, match="fim_template"):
             parse_fim_template(TOKENIZER, wrong)
+
+
+def test_markers_are_those_of_all_families_the_pad_and_the_named_template_s() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<fim-suffix>", "<|fim_pad|>", "[MINE]", "<|file_sep|>"], special_tokens=True)
+    found = fim_markers(tokenizer, ["{suffix}", "[MINE]", "{prefix}"])
+    assert set(tokenizer.convert_ids_to_tokens(list(found))) == {
+        *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<fim-suffix>", "<|fim_pad|>", "[MINE]")
+    }
 
 
 def test_a_model_without_a_gap_says_so(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from server.engine.embedded.scheduler import Plan
 from server.engine.request import Sampling
 from server.errors import ApiError
 from tests.support.live import Answer, Live
+from unbind_core.encoding import fim_markers
 from unbind_core.module_checks import MAX_GATE_WINDOW
 
 PROMPT = "def add(first, second):\n"
@@ -293,10 +294,49 @@ def test_no_end_token_keeps_a_row_from_the_gates_that_read_it(server: Live) -> N
     assert [asked(prompt, unbind=on) for prompt in ([end, *IDS], [end, end, *IDS], PROMPT)] == [200] * 3
     far = [*IDS, end, *([IDS[0]] * MAX_GATE_WINDOW)]
     pinned = server.service.engine.modules.pin(["one"])
-    refuse_separated(far, server.service, pinned)
+    refuse_separated(far, server.service, pinned, Sampling())
     with pytest.raises(ApiError, match="within the last 256 tokens"):
-        refuse_separated(far[:-1], server.service, pinned)
+        refuse_separated(far[:-1], server.service, pinned, Sampling())
+    with pytest.raises(ApiError, match=r"token 5 of .* whose tokens' log-probabilities are asked for"):
+        refuse_separated(far, server.service, pinned, Sampling(prompt_logprobs=0))
     assert _chat(server, messages=[{"role": "user", "content": f"a{spelt}b"}], unbind=on).status == 400
+
+
+def test_no_gaps_without_number_keep_a_row_from_the_gates_that_read_it(server: Live) -> None:
+    tokenizer, on = server.service.loaded.tokenizer, {"unbind": {"modules": ["one"]}}
+    prefix, suffix, middle = (
+        tokenizer.convert_tokens_to_ids(f"<|fim_{part}|>") for part in ("prefix", "suffix", "middle")
+    )
+    assert {prefix, suffix, middle} == server.service.markers == fim_markers(tokenizer, ["{prefix}", "<|fim_middle|>"])
+    gap = [prefix, *IDS, suffix, *IDS, middle, *IDS]
+    few, many = [*gap, *gap, *gap], [*gap, *gap, *gap, *IDS, prefix, *IDS]
+
+    def asked(path: str, **body: Any) -> None:
+        for modules, status in (({}, 200), (on, 400)):
+            answer = server.call(path, {"max_tokens": 1, "n_predict": 1, **body, **modules})
+            assert answer.status == status, (path, answer.raw)
+        assert answer.error["code"] == "markers_in_prompt" and answer.error["param"] == "prompt"
+        assert "marker may stand more than 3 times within 256 tokens: send fewer gaps" in answer.error["message"]
+
+    spelt = tokenizer.decode(many)
+    for prompt in (many, spelt, [IDS, many], [*many, *IDS * 30]):
+        asked("/v1/completions", prompt=prompt)
+    asked("/v1/completions", prompt=many, echo=True, logprobs=1)
+    asked("/v1/completions", prompt=spelt, suffix="x")
+    asked("/v1/fim/completions", prompt=spelt, suffix="x")
+    asked("/completion", prompt=spelt)
+    asked("/infill", input_prefix=spelt, input_suffix="x")
+    asked("/v1/chat/completions", messages=[{"role": "user", "content": spelt}])
+    for prompt in (few, tokenizer.decode(gap), [*gap, *gap]):
+        assert server.complete(prompt=prompt, max_tokens=1, **on).status == 200
+    assert server.call("/infill", {"input_prefix": PROMPT, "input_suffix": "x", "n_predict": 1, **on}).status == 200
+    pinned = server.service.engine.modules.pin(["one"])
+    apart = [*[prefix] * 3, *[IDS[0]] * (MAX_GATE_WINDOW - 3)]
+    refuse_separated([*apart, prefix, suffix], server.service, pinned, Sampling())
+    with pytest.raises(ApiError, match="token 256 of 257 is one too many"):
+        refuse_separated([*apart[:-1], prefix, IDS[0]], server.service, pinned, Sampling())
+    with pytest.raises(ApiError, match="token 7 of"):  # log-probabilities of a prompt tell of each of its places
+        refuse_separated([*[prefix, 100] * 9, *[100] * 300], server.service, pinned, Sampling())
 
 
 def test_what_a_chat_template_sets_between_messages_is_no_separator(server: Live) -> None:

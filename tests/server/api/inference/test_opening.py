@@ -211,6 +211,23 @@ def test_no_form_puts_end_tokens_between_others_while_modules_are_on(stripping: 
         assert (choice["token_ids"], choice["finish_reason"]) == ([104, 0], "stop")
 
 
+def test_no_form_puts_fill_in_the_middle_markers_between_others_while_modules_are_on(
+    stripping: Live, allowing: Live
+) -> None:
+    marker = min(stripping.service.markers)
+    lark = f"start: <[104]> <[{marker}]> <[105]> <[{marker}]> <[106]>"
+    for server in (stripping, allowing):
+        for form in ({"structured_outputs": {"grammar": lark}}, {"guided_grammar": lark}):
+            alone = complete(server, ORDINARY, **form).body["choices"][0]
+            assert alone["token_ids"] == [104, marker, 105, marker, 106]
+            choice = complete(server, ORDINARY, **form, **TURN).body["choices"][0]
+            assert (choice["token_ids"], choice["finish_reason"]) == ([104, marker], "stop")
+    native = {"prompt": ORDINARY, "n_predict": 6, "grammar": lark, "return_tokens": True, **TURN}
+    assert allowing.call("/completion", native).body["tokens"] == [104, marker]
+    within = complete(allowing, ORDINARY, structured_outputs={"grammar": lark}, min_tokens=5, **TURN).body["choices"][0]
+    assert within["token_ids"] == [104, marker]
+
+
 def test_refuse_names_the_field_where_a_module_applies(stripping: Live) -> None:
     path = "/p/closed/v1/completions"
     for field, value in {
