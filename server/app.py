@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
@@ -21,7 +20,6 @@ from server.api.characters import whole_characters
 from server.api.inference import chat, completions, fim, infill, messages, native, responses, tokens
 from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog, TimeLimit
 from server.base_service import REFRESH_SECONDS, BaseService
-from server.collector import leave_out_what_stays
 from server.policy import HEADER
 from server.probing.rounds import Rounds
 from server.service import Service, load_served
@@ -58,10 +56,8 @@ def assembled(
             held.give_up()
         try:
             await held.start()
-            leave_out_what_stays()
             yield
         finally:
-            gc.unfreeze()
             await held.stop()
 
     app = FastAPI(

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from server.cli.console import notes, screen, write_json
 from server.cli.loading import after_start
+from server.collector import leave_out_what_stays
 from server.http.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
 
@@ -51,7 +52,12 @@ class AnnouncingServer(uvicorn.Server):
         """``announce`` says at which address it listens, where that is not to be said as JSON. ``then`` is called once the
         application has started, before it listens.
         """
-        served = after_start(application, then, lambda: self.given_up)
+
+        def started() -> None:
+            then()
+            leave_out_what_stays()
+
+        served = after_start(application, started, lambda: self.given_up)
         super().__init__(
             # one second for the last bytes: all requests have ended by then
             ServerConfig(served, settings, host=settings.host, port=settings.port, timeout_graceful_shutdown=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import signal
 import socket
@@ -145,6 +147,23 @@ def test_a_start_that_fails_ends_the_command_with_3(monkeypatch: pytest.MonkeyPa
         run(AnnouncingServer(app, Settings(), as_json=True, announce=print), listening)
     signal.signal(signal.SIGHUP, before)
     assert getattr(ended.value, "exit_code", None) == 3 or getattr(ended.value, "code", None) == 3
+
+
+def test_the_collector_of_garbage_passes_over_what_a_started_server_has() -> None:
+    """A body of 900,000 empty lists had it go through all of it for seconds, and nothing else went on."""
+    held = [[1]]
+    application: Any = AnnouncingServer(FastAPI(), Settings(), as_json=True, announce=print).config.app
+    told = list[tuple[str, bool]]()
+
+    async def receive() -> dict[str, str]:
+        return {"type": "lifespan.shutdown" if told else "lifespan.startup"}
+
+    async def send(message: dict[str, str]) -> None:
+        told.append((message["type"], any(one is held for one in gc.get_objects())))
+
+    assert any(one is held for one in gc.get_objects())
+    asyncio.run(application({"type": "lifespan", "state": {}}, receive, send))
+    assert told[0] == ("lifespan.startup.complete", False)
 
 
 def test_an_address_that_cannot_be_had_is_named_with_the_remedy() -> None:

@@ -85,6 +85,7 @@ def test_the_collector_of_garbage_leaves_out_what_was_loaded_and_runs_again(
     finally:
         gc.unfreeze()
     assert any(one is module for one in gc.get_objects())
+    gc.freeze()  # as the tests have it
 
 
 def test_loaded_modules_take_the_memory_of_their_files_and_hardly_more() -> None:
