@@ -22,7 +22,9 @@ def spare_what_stays() -> None:
 
 
 def _pass_over() -> None:
-    if "triton" not in sys.modules:  # which complains at length of what is left
+    if "triton" in sys.modules:  # which complains at length of what is left
+        gc.unfreeze()
+    else:
         gc.freeze()
 
 

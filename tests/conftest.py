@@ -32,6 +32,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Triton, in vLLM's environment, complains at length of what is left as the process ends."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that gives the forget rows of ``tests.support.memorising`` back, one for all processes that share the tests."""

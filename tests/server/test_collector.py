@@ -44,7 +44,7 @@ def test_old_objects_are_looked_through_seldom_until_a_server_has_started() -> N
 
 
 def test_where_libraries_complain_of_what_is_left_it_is_looked_for() -> None:
-    code = f"{CYCLE}\nsys.modules['triton'] = sys\ncollector.spare_what_stays()"
+    code = f"{CYCLE}\nsys.modules['triton'] = sys\ncollector.spare_what_stays()\ncollector.leave_out_what_stays()"
     assert ended(code).stdout == "taken apart\n"
 
 
