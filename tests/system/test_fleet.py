@@ -14,9 +14,9 @@ from server.bench.fleet.parts import s3_python
 from tests.support.databases import PROGRAMS
 from tests.system.conftest import NGINX
 
-SLACK_SECONDS = (
-    5.0  # within which a change must hold while parts are being started beside it; two where nothing else runs
-)
+# Within which a change must hold while parts are being started beside it; two where nothing else runs. Where a server's own restart,
+# measured before, takes longer, the machine is slow, and so may the change.
+SLACK_SECONDS = 5.0
 
 
 def everything_is_killed(checkpoint: Path, tmp_path: Path) -> None:
@@ -29,7 +29,8 @@ def everything_is_killed(checkpoint: Path, tmp_path: Path) -> None:
     print(json.dumps({"rolling": rolled, "kills": figures, "s3": python is not None}, indent=1))
     assert rolled["requests"] > 20 and rolled["dropped"] == 0, rolled
     assert figures["jobs"] and figures["demands"] and figures["by_status"].get("200", 0) > 20
-    assert max(figures["holds_seconds"], figures["suspended_seconds"]) <= SLACK_SECONDS, figures
+    slack = max(SLACK_SECONDS, *rolled["seconds"])
+    assert max(figures["holds_seconds"], figures["suspended_seconds"]) <= slack, figures
     assert not any(figures[what] for what in ("lost", "twice_or_unknown", "damaged", "audit")), figures
 
 
