@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+from contextlib import suppress
 
 # After so many collections of younger objects what is older is looked through; the second is Python's own.
 SELDOM, AS_EVER = 1000, 10
@@ -47,5 +48,6 @@ def leave_at_once() -> None:
 def _leave() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(AttributeError, OSError, ValueError):  # closed, or never there: nobody is left to tell
+            stream.flush()
     os._exit(0)

@@ -59,3 +59,10 @@ def test_a_process_that_leaves_at_once_has_said_everything_and_ended_its_work(en
     )
     assert done.returncode == 0 and done.stdout.split() == ["first", "worked", "logged"]
     assert ("said" in done.stderr) == ("said" in ends)
+
+
+@pytest.mark.parametrize("gone", ["sys.stdout = None", "sys.stdout.close()"])
+def test_a_process_without_standard_output_leaves_at_once_as_well(gone: str) -> None:
+    later = "import atexit, sys\nfrom server import collector\natexit.register(sys.stderr.write, 'later')"
+    done = ended(f"{later}\n{gone}\ncollector.leave_at_once()")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -14,8 +14,8 @@ from server.bench.fleet.parts import s3_python
 from tests.support.databases import PROGRAMS
 from tests.system.conftest import NGINX
 
-# Within which a change must hold while parts are being started beside it; two where nothing else runs. Where a server's own restart,
-# measured before, takes longer, the machine is slow, and so may the change.
+# Within which a change must hold while parts are being started beside it; two where nothing else runs. Where a server's own
+# restart, measured before, takes longer, the machine is slow, and so may the change.
 SLACK_SECONDS = 5.0
 
 
