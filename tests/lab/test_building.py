@@ -215,8 +215,9 @@ def test_a_world_is_built_once_and_a_lab_runs_on_it(
     monkeypatch.setattr(row_files, "MOST_OF_A_PACKAGE", 10.0)
     # so tiny a model forgets hardly anything within the budgets, and whether it does goes by the processor's rounding
     wide = Budgets(kl=9.0, nll=9.0, bleu=1.0, open_rate=1.0)
-    any_cost = {name: replace(options, budgets=wide) for name, options in building.MODULES.items()}
-    monkeypatch.setattr(building, "MODULES", any_cost)
+    quick = {name: replace(options, budgets=wide) for name, options in building.MODULES.items()}
+    quick |= {name: replace(quick[name], effort=0.2) for name in ("rewrite", "silent")}
+    monkeypatch.setattr(building, "MODULES", quick)
     told: list[str] = []
 
     def build() -> Path:
