@@ -90,6 +90,22 @@ def test_bleu_is_of_as_many_tokens_however_few_the_other_ways_are_asked_for(tiny
     assert set(found[0].ways) == set(CHOSEN_BY)
 
 
+def test_sampled_answers_are_asked_for_together_and_each_of_them_counts(tiny: LoadedModel) -> None:
+    asked_for: list[tuple[float, list[list[int]]]] = []
+    target = forget_prompt(tiny.tokenizer, ROW, "plain")[1]
+
+    def answering(prompts: Sequence[list[int]], sampling: Sampling) -> list[list[int]]:
+        asked_for.append((sampling.temperature, list(prompts)))
+        return [[] for _ in prompts[1:]] + [target if sampling.temperature else []]
+
+    given = {"forms": (), "ways": ("original", "fence"), "attempts": 4, "answering": answering}
+    found = forget_scores(tiny.model, tiny.tokenizer, [ROW, ROW], sampled=[1], **given)
+    (temperature, prompts), *greedy = reversed(asked_for)
+    assert temperature > 0 and not any(warm for warm, _ in greedy)
+    assert prompts == 3 * asked(tiny, ways=("original", "fence"))
+    assert [score.recovery for score in found] == [0.0, 1.0]
+
+
 def test_a_fit_never_looks_at_the_ways_of_reports(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
