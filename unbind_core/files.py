@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from typing import IO
 from safetensors import SafetensorError
 
 UNFINISHED = ".partial"
+Memory = bytearray | mmap.mmap
+APART = 2**17  # bytes of a file, and more, have pages of their own
 MAX_BYTES = 2**28  # of a module: a network of 4,096 units on a model as wide as 16,384 has as many
 
 
@@ -88,7 +91,7 @@ def locked(path: Path, *, wait: bool = True) -> IO[str]:
     return file
 
 
-def read_regular(path: Path, most: int, follow: bool = True) -> bytearray:
+def read_regular(path: Path, most: int, follow: bool = True) -> Memory:
     """The bytes of a regular file of at most ``most``, in memory of their own: what becomes of the file later does not change them.
 
     Never waits, as a pipe would have it; ``follow`` links or refuse them.
@@ -100,18 +103,25 @@ def read_regular(path: Path, most: int, follow: bool = True) -> bytearray:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        data = bytearray(found.st_size if found.st_size <= most else 0)
+        data = _room(found.st_size if found.st_size <= most else 0)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            del data[file.readinto(data) :]  # it may have shrunk
-            if len(data) == found.st_size and (
-                more := file.read(1)
-            ):  # it grows; room for ``most`` is not made each time
-                data += more + file.read(most - len(data))
+            count, more = file.readinto(data), b""
+            if count == found.st_size and (more := file.read(1)):  # it grows; room for ``most`` is not made each time
+                more += file.read(most - count)
     finally:
         os.close(descriptor)
-    if max(found.st_size, len(data)) > most:
+    if max(found.st_size, count + len(more)) > most:
         raise OSError(errno.EINVAL, f"it is larger than {most} bytes", str(path))
+    if more or count < len(data):  # or has shrunk
+        data = bytearray(data[:count]) + more
     return data
+
+
+def _room(size: int) -> Memory:
+    """Memory to read into. A bytearray is cleared first, with Python's lock held: for a large file as long as reading takes."""
+    if size < APART:
+        return bytearray(size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unbind_core.errors import ModelMismatch, ModuleFileError
 from unbind_core.fields import field_problems
-from unbind_core.files import MAX_BYTES, read_regular, write_whole
+from unbind_core.files import MAX_BYTES, Memory, read_regular, write_whole
 from unbind_core.identity import ModelIdentity
 from unbind_core.module_checks import module_problems
 from unbind_core.module_file import FLOAT32, TENSORS, UNREADABLE, filed, read, written
@@ -163,16 +163,14 @@ class UnbindModule:
         return module
 
     @classmethod
-    def from_bytes(
-        cls, data: bytes | bytearray, origin: str = "module file", digest: str | None = None
-    ) -> UnbindModule:
+    def from_bytes(cls, data: bytes | Memory, origin: str = "module file", digest: str | None = None) -> UnbindModule:
         """Validate the bytes of a module file; errors begin with ``origin``. Raises as :meth:`load` does.
 
-        A bytearray becomes the module's own memory, which nobody may change any more; of bytes it takes a copy.
+        Memory that can be written to becomes the module's own, which nobody may change any more; of bytes it takes a copy.
         ``digest``: their SHA-256, in hex, where somebody has just held it against that of a file that was read before: then
         the file's own checksum is not asked.
         """
-        memory = data if isinstance(data, bytearray) else bytearray(data)
+        memory = bytearray(data) if isinstance(data, bytes) else data
         tensors, described = read(memory, origin, known=digest is not None)
         for name, problem in field_problems(described):
             raise ModuleFileError(f"{origin}: metadata field {name} {problem}; fit it again")

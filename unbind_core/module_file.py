@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unbind_core.canonical import canonical_json
 from unbind_core.errors import ModuleFileError
+from unbind_core.files import Memory
 from unbind_core.partitions import RowsByPart, are_whole_numbers
 
 FORMAT = 4
@@ -69,7 +70,7 @@ def written(tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> byte
     return save_tensors(dict(tensors), metadata={KEY: canonical_json({**described, "checksum": checksum}, nan=False)})
 
 
-def read(data: bytearray, origin: str, known: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(data: Memory, origin: str, known: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and metadata of a whole, unaltered file of this format; raises ModuleFileError, beginning with ``origin``.
 
     The tensors are views of ``data``, which nobody may change from here on. ``known``: the bytes are those of a file that was read
@@ -112,7 +113,7 @@ def read(data: bytearray, origin: str, known: bool = False) -> tuple[dict[str, T
     return tensors, {key: value for key, value in whole.items() if key != "format"}
 
 
-def _views(data: bytearray, header: Mapping[str, Any], start: int) -> dict[str, Tensor]:
+def _views(data: Memory, header: Mapping[str, Any], start: int) -> dict[str, Tensor]:
     """The tensors of a safetensors ``header``, as views of ``data``: one behind the other, from ``start`` to its end.
 
     Raises what is UNREADABLE.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unbind_core.files import MAX_BYTES, read_regular, remove_unfinished, write_whole
+from unbind_core.files import MAX_BYTES, Memory, read_regular, remove_unfinished, write_whole
 
 QUARANTINE = "quarantine"
 MARK = "unbind-store"  # lies at the top of a store, so that an empty folder where it should be mounted is told from it
@@ -50,7 +50,7 @@ class ObjectStore:
         self._files: Any = None
         self._seen = False
         self._asking = threading.Lock()
-        self._asked: dict[str, Future[bytearray]] = {}  # what the store has not answered yet
+        self._asked: dict[str, Future[Memory]] = {}  # what the store has not answered yet
         self._slow_until = 0.0
 
     def put(self, data: bytes) -> str:
@@ -76,7 +76,7 @@ class ObjectStore:
             self._remote("pipe_file", key, data)
         return key
 
-    def get(self, key: str, digest: str) -> bytearray:
+    def get(self, key: str, digest: str) -> Memory:
         """The bytes under ``key``, the caller's alone. Raises OSError, StoreUnreachable; DamagedObject where they are others."""
         near = self.folder
         data = read_regular(near / key, MAX_BYTES) if near is not None else bytearray(self._remote("cat_file", key))
@@ -86,7 +86,7 @@ class ObjectStore:
             )
         return data
 
-    def soon(self, key: str, digest: str, patience: float = PATIENCE_SECONDS) -> bytearray:
+    def soon(self, key: str, digest: str, patience: float = PATIENCE_SECONDS) -> Memory:
         """The same for threads that cannot wait: what a store elsewhere has not given in ``patience`` seconds comes at a later
         call. Raises StoreUnreachable until then.
         """

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.disks import small_disk
-from unbind_core.files import locked, read_regular, remove_unfinished, require_writable, write_text, write_whole
+from unbind_core.files import APART, locked, read_regular, remove_unfinished, require_writable, write_text, write_whole
 
 WRITER = """
 import sys, time
@@ -168,33 +168,39 @@ def test_a_lock_has_one_holder_and_goes_with_it_however_that_ends(tmp_path: Path
         assert stat.S_IMODE((tmp_path / "new.lock").stat().st_mode) == 0o600
 
 
-def test_what_was_read_stays_as_it_was_whatever_becomes_of_the_file(tmp_path: Path) -> None:
+LARGE = pytest.mark.parametrize("size", [100, 2 * APART])  # of files that are read into memory of either kind
+
+
+@LARGE
+def test_what_was_read_stays_as_it_was_whatever_becomes_of_the_file(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.bin"
-    path.write_bytes(b"1" * 10_000)
-    data = read_regular(path, 10_000)
+    path.write_bytes(b"1" * size)
+    data = read_regular(path, size)
     with path.open("r+b") as file:  # in place, as no writer here does it
-        file.write(b"2" * 5_000)
-        file.truncate(5_000)
-    assert data == b"1" * 10_000
-    assert read_regular(path, 10_000) == b"2" * 5_000
+        file.write(b"2" * (size // 2))
+        file.truncate(size // 2)
+    assert bytes(data) == b"1" * size
+    assert bytes(read_regular(path, size)) == b"2" * (size // 2)
 
 
+@LARGE
 def test_a_file_that_grows_while_it_is_read_is_read_to_its_end_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     path, opened = tmp_path / "a.bin", os.fdopen
-    path.write_bytes(b"1" * 100)
+    path.write_bytes(b"1" * size)
 
     def grown(*given: Any, **options: Any) -> Any:
         with path.open("ab") as file:
-            file.write(b"2" * 100)
+            file.write(b"2" * size)
         return opened(*given, **options)
 
+    most = size * 5 // 2
     with monkeypatch.context() as patched:
         patched.setattr(os, "fdopen", grown)
-        assert read_regular(path, 250) == b"1" * 100 + b"2" * 100
-        with pytest.raises(OSError, match="larger than 250 bytes"):
-            read_regular(path, 250)
+        assert bytes(read_regular(path, most)) == b"1" * size + b"2" * size
+        with pytest.raises(OSError, match=f"larger than {most} bytes"):
+            read_regular(path, most)
 
     def shrunk(*given: Any, **options: Any) -> Any:
         os.truncate(path, 7)
@@ -202,4 +208,4 @@ def test_a_file_that_grows_while_it_is_read_is_read_to_its_end_or_refused(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fdopen", shrunk)
-        assert read_regular(path, 1000) == b"1" * 7
+        assert bytes(read_regular(path, 10 * size)) == b"1" * 7
