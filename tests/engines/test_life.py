@@ -205,10 +205,11 @@ def test_a_trial_that_gives_its_pages_up_is_made_again(engine: VllmEngine, monke
 
     async def again() -> bool:
         asked.clear()
-        probe = asyncio.ensure_future(model.probe())
-        while len(asked) < 3 and not probe.done():
-            await model._llm.reset_prefix_cache(reset_running_requests=True)
-        await asyncio.wait_for(probe, 60)
+        async with asyncio.timeout(60):  # a model that is started again meanwhile answers neither
+            probe = asyncio.ensure_future(model.probe())
+            while len(asked) < 3 and not probe.done():
+                await model._llm.reset_prefix_cache(reset_running_requests=True)
+            await probe
         return len(asked) > 2  # without the edits, and with them
 
     monkeypatch.setattr(model, "_ask_all", counted)
