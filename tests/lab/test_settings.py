@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from server.cli import build
 from unbind_core.errors import UnbindError
 from unbind_core.rows import ForgetRow, parse_forget
 from unbind_lab.building.rows import _write, read
@@ -102,3 +104,14 @@ def test_a_setting_reads_them_and_names_the_field_of_what_it_cannot_read(setting
         UnbindError, match=r"setting: 'retain' is .*cannot be read \(Is a directory\); name a JSONL file"
     ):
         _ = Bench(replace(setting, retain=tmp_path)).retain
+
+
+@pytest.mark.parametrize("asked", [["run", "demo", "--systems", "m-full"], ["build", "micro-python"]])
+def test_a_folder_that_cannot_be_made_is_told_of_before_anything_is_loaded(asked: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file" / "runs")
+    told = CliRunner(env={"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"}).invoke(
+        build(), ["lab", *asked, "--out", folder]
+    )
+    assert (told.exit_code, told.output.split("error: ")[0]) == (1, "")
+    assert f"Not a directory: '{folder}'" in told.output.replace("\n", "")
