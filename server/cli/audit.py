@@ -45,7 +45,7 @@ def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> N
     for row in rows:
         at = datetime.fromtimestamp(row["at"], UTC).strftime("%Y-%m-%d %H:%M:%S")
         lines.append([str(row["id"]), at, row["actor"], row["action"], row["subject"]])
-    show_lines(("entry", "time", "actor", "action", "subject"), lines)
+    show_lines(("entry", "time (UTC)", "actor", "action", "subject"), lines)
 
 
 @with_settings([_HEAD, AS_JSON])

@@ -37,7 +37,7 @@ def list_takedowns(
         scope = f" ({takedown['scope']})" if takedown["in_force"] == InForce.ENFORCED else ""
         job = takedown["job"]
         lines.append([takedown["id"], takedown["name"], at, f"{takedown['in_force']}{scope}", job["id"], job["state"]])
-    show_lines(("takedown", "name", "received", "in force", "job", "state"), lines)
+    show_lines(("takedown", "name", "received (UTC)", "in force", "job", "state"), lines)
 
 
 def show(
