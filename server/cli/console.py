@@ -122,12 +122,16 @@ def numbers(text: str | None, kind: Callable[[str], N], option: str, example: st
         raise UnbindError(f"{option}: '{text}' is not a list of numbers such as {example}") from None
 
 
-def require_target(option: str, path: Path) -> None:
-    """Make sure that the file of an option can be written, before the work that goes into it. Raises UnbindError."""
+def require_target(option: str, path: Path, *, folder: bool = False) -> None:
+    """Make sure that an option's file, or files in its folder, can be written, before the work that goes into it.
+
+    Raises UnbindError.
+    """
     try:
-        require_writable(path)
+        require_writable(path / ".probe" if folder else path)  # which is never there
     except OSError as error:
-        raise UnbindError(f"{option}: {path} cannot be written ({error.strerror}); name another file") from error
+        other = f"name another {'folder' if folder else 'file'}"
+        raise UnbindError(f"{option}: {path} cannot be written ({error.strerror}); {other}") from error
 
 
 def shown_field(field: str, value: Any) -> Any:

@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
-from server.cli.console import clear_errors, notes, progress_bars
+from server.cli.console import clear_errors, notes, progress_bars, require_target
 from unbind_core.errors import UnbindError
-from unbind_core.files import require_writable, write_text
+from unbind_core.files import write_text
 
 OUT, WORLDS = Path(".unbind/lab"), Path(".unbind/worlds")
-PROBE = ".probe"  # a file that is never there: whether one could be is asked before models are loaded
 app = typer.Typer(help="The paper's systems and the strongest rivals beside Unbind.", no_args_is_help=True)
 SettingName = Annotated[
     str, typer.Argument(help="A setting: demo, one that was built, or the path of a TOML file like it.")
@@ -58,7 +57,7 @@ def run(
         found = Setting.load(setting)
         if evalplus is not None:
             found = replace(found, evalplus=evalplus)
-        require_writable(out / PROBE)
+        require_target("--out", out, folder=True)
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
         Lab(found, out, device=device, report=report, progress=progress).run(
             wanted, protocols.split(","), configurations.split(",")
@@ -87,7 +86,7 @@ def build(
             raise _absent(error) from None
         report = lambda line: notes.print(line, highlight=False, soft_wrap=True)  # noqa: E731
         found = Recipe.load(recipe)
-        require_writable(out / PROBE)
+        require_target("--out", out, folder=True)
         if base is not None:
             found = replace(found, base=replace(found.base, folder=str(base.resolve())))
         world = World(
