@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from unbind_core.applying.networks import network_scores
 from unbind_core.errors import FittingError
+from unbind_core.fitting.descent import Descent
 from unbind_core.progress import ProgressCallback, counted, silent
 from unbind_core.running.device import SHARED_PASS, bfloat16_is_fast, threads_for
 
 BATCH = 2048
 FEW = 60  # rows, up to which a narrower network and fewer states a step do
 SAMPLE = 10_000  # retained states whose mean and deviation scale all others
-LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.05
+LEARNING_RATE, WEIGHT_DECAY = 4e-3, 0.25
 LOOKED_FOR = (0.2, 0.45, 0.7)  # of the steps: when the hardest states are looked for,
 EVERY = 4  # among every so-manieth retained one,
 PART = 1 << 16  # so many at a time
@@ -88,7 +89,7 @@ def train_network(
     What opens a gate by mistake is a few states in a thousand, which a draw hardly ever meets. So a part of either side is drawn
     from the states that the network, as it is by then, gets most wrong.
 
-    ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. AdamW, weight decay, learning rate
+    ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. Muon, weight decay, learning rate
     falling to zero; products in bfloat16 where those are fast. Deterministic for a seed and device. Raises FittingError where the
     loss is not finite.
     """
@@ -105,14 +106,11 @@ def train_network(
         bound = part.in_features**-0.5
         for parameter in part.parameters():
             parameter.data.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
-    optimizer = torch.optim.AdamW(
-        [*hidden.parameters(), *out.parameters()],
-        lr=LEARNING_RATE,
-        weight_decay=WEIGHT_DECAY,
-        betas=(0.9, 0.98),
-        fused=True,
+    descent = Descent(
+        [(parameter, LEARNING_RATE) for part in (hidden, out) for parameter in part.parameters()],
+        lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps),
+        decay=WEIGHT_DECAY,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
     targets = torch.cat((rows.cpu() + 1, torch.zeros(len(retain), dtype=torch.int64)))
     work = batch * width * (forget.shape[1] + count)
     labels = targets[: len(forget), None].to(device)
@@ -150,10 +148,8 @@ def train_network(
         with torch.autocast(device.type, torch.bfloat16, enabled=fast):
             logits = out(hidden(x).relu())
         loss = nn.functional.cross_entropy(logits.float(), y)
-        optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        schedule.step()
+        descent.step()
         return loss.detach()
 
     looking = {int(part * steps) for part in LOOKED_FOR}

@@ -13,9 +13,10 @@ from typing import Any
 from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.fitting import network, screening
-from unbind_core.fitting.auto import correction_effort
+from unbind_core.fitting.auto import correction_effort, correction_units
 from unbind_core.fitting.corrections import beginning, examples, leading, learning
 from unbind_core.fitting.corrections.reference import Kind
+from unbind_core.fitting.descent import step_products
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
 from unbind_core.fitting.network import network_batch, network_steps, network_width
 from unbind_core.fitting.options import FitOptions, possible_layers
@@ -216,7 +217,9 @@ class _Costs:
         return max(step, 4 * 8 * width**2)
 
     def _learned(self, batch: int, steps: float) -> float:
-        products = max(1.0, steps) * self.shape.head_products * 4 * batch + 40 * self.shape.width**3
+        width, units = self.shape.width, correction_units(self.amounts.forget_rows)
+        step = self.shape.head_products * 4 * batch + 2 * step_products(units, width)
+        products = max(1.0, steps) * step + 40 * width**3
         return products / (REACHED * self.machine.products)
 
     def _auto(self) -> Iterator[tuple[str, float, float, float]]:
@@ -261,7 +264,9 @@ class _Costs:
         scaling = 2 * min(2 * network.SAMPLE, a.retain_fit) * shape.width * 4
         training = self.forget + self.elsewhere + scaling + number * shape.width * 4 * 4
         scores = 1.5 * (a.forget + a.calibration) * a.forms * a.forget_rows * 4
-        products = 6 * effort * network_steps(a.forget_rows) * number * width * (shape.width + a.forget_rows)
+        step = 6.0 * number * width * (shape.width + a.forget_rows)
+        step += step_products(width, shape.width) + step_products(a.forget_rows + 1, width)
+        products = effort * network_steps(a.forget_rows) * step
         seconds = products / (REACHED * self.machine.products)
         yield "detector", held + max(training, scores), 0.0, seconds
         ways = self._pass(WAYS * a.forget) + self._decode(GOES_ON * WAYS * a.forget_rows, a.longest, NEW_TOKENS)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+
+from unbind_core.fitting.descent import Descent
 
 UNITS = 512  # of a correction
 PAIRS = 2  # of units, for each direction that learning begins with
-STEPS = 700  # of learning
+STEPS = 450  # of learning
 RATE = 0.02  # of the learning rate, in units of a state's size
 ON = 0.06  # of the learning rate of u and a that are begun, in units of the size of their numbers
 SHARE = 0.25  # of a state's size that biases move by, where the vectors of ``a`` move by their learning rate
@@ -89,7 +90,7 @@ def nearest(states: Tensor, wanted: Tensor, drawn: Tensor) -> tuple[Tensor, Tens
     return u, a, change - u @ (a @ mean)
 
 
-def learning(begun: Parts, states: Tensor, steps: int) -> tuple[Parts, torch.optim.Optimizer, LambdaLR]:
+def learning(begun: Parts, states: Tensor, steps: int) -> tuple[Parts, Descent]:
     """A correction of states [N,d] as it is begun, and what learns it in so many steps."""
     size, d = _size(states), states.shape[1]
     parts = Parts(*(tensor.clone().requires_grad_(True) for tensor in begun))
@@ -97,8 +98,7 @@ def learning(begun: Parts, states: Tensor, steps: int) -> tuple[Parts, torch.opt
     if bool(parts.u.any()):
         rates = [ON * float(tensor.detach().pow(2).mean().sqrt()) for tensor in (parts.u, parts.a)]
     rates += [RATE * size * d**-0.5, rates[1] * size * SHARE]
-    optimizer = torch.optim.Adam([{"params": [one], "lr": rate} for one, rate in zip(parts, rates, strict=True)])
-    return parts, optimizer, LambdaLR(optimizer, lambda step: 1 - step / steps)
+    return parts, Descent(zip(parts, rates, strict=True), lambda step: 1 - step / steps)
 
 
 def _size(states: Tensor) -> float:  # the mean norm of states [N,d]

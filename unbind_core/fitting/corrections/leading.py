@@ -128,7 +128,7 @@ def _learn(
     ours, theirs = learned_on
     begun = beginning(ours, theirs, left_by, units=UNITS, generator=generator)
     steps = max(1, round(min(1.0, context.options.effort) * STEPS))
-    parts, optimizer, schedule = learning(begun, learned_on[0], steps)
+    parts, descent = learning(begun, learned_on[0], steps)
     correction = Correction(parts, 0.0, 0.0)
     work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
     with torch.enable_grad(), frozen(model), frozen(context.model):
@@ -137,10 +137,8 @@ def _learn(
                 places = torch.randint(len(learned_on[0]), (BATCH,), generator=generator)
                 wanted, got = said(learned_on, places, correction)
                 loss, _, gradient = toward(wanted, got.detach())
-                optimizer.zero_grad()
                 got.backward(gradient)
-                optimizer.step()
-                schedule.step()
+                descent.step()
     if not bool(torch.isfinite(loss)):
         raise FittingError("the reference's correction is not finite; check the retain rows, or name a reference")
     before, after = (over(held, change) for change in (None, correction))

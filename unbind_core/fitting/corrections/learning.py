@@ -97,7 +97,7 @@ def learn(
     else:
         first, steps = beginning(found.states, found.theirs, left_by, units=units, generator=generator), STEPS
     steps = max(1, round(effort * steps))
-    parts, optimizer, schedule = learning(first, found.states, steps)
+    parts, descent = learning(first, found.states, steps)
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
         ours, theirs = (
@@ -113,10 +113,8 @@ def learn(
             before = log_softmax(logits(plain), -1)
         met, unmet = edited.detach().split((BATCH, BATCH // 2))
         away, kept = pull(wanted, met, own, end), toward(before, unmet)
-        optimizer.zero_grad()
         edited.backward(torch.cat((away.gradient, retain * kept.gradient)))
-        optimizer.step()
-        schedule.step()
+        descent.step()
         return away.loss + retain * kept.loss, away.left, kept.loss
 
     work = BATCH * sum(parameter.numel() for parameter in model.get_output_embeddings().parameters())  # type: ignore[operator]
