@@ -27,7 +27,7 @@ class Event:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Event]:
-    """The events of a stream. Raises Unguardable for what is none, and where it ends in the middle of one."""
+    """The events of a stream, but for one in the middle of which it ends. Raises Unguardable for what is none."""
     rest, lines, size = b"", list[bytes](), 0
     async for chunk in chunks:
         *complete, rest = (rest + chunk if rest else chunk).split(b"\n")
@@ -41,10 +41,11 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Event]:
             raise Unguardable(f"an event is larger than {MOST_BYTES} bytes")
     if rest:
         lines.append(rest)
-    if lines:
+    try:
         last = _event(lines)
-        if last.data not in (None, DONE):
-            raise Unguardable("the stream ends in the middle of an event")
+    except Unguardable:  # it ends in the middle of a line, or of a character
+        return
+    if lines and last.data in (None, DONE):
         yield last
 
 
