@@ -87,7 +87,7 @@ def _part(part: Mapping[str, Any]) -> Iterator[Text]:
 
 def _call(call: Mapping[str, Any], place: int) -> Iterator[Text]:
     number = call.get("index", place)
-    if not isinstance(number, int):
+    if type(number) is not int:  # true is one to many readers, and another to who writes it down as a name
         raise Unguardable("the index of a tool call is no number")
     for name, value in call.items():
         if name == "type":

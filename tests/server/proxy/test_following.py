@@ -272,6 +272,7 @@ def test_what_stands_around_the_choices_is_known_or_left_out() -> None:
         {"delta": {"role": "x" * 300}},
         {"delta": {"tool_calls": {"function": {}}}},
         {"delta": {"tool_calls": [{"index": "0", "function": {"arguments": "x"}}]}},
+        {"delta": {"tool_calls": [{"index": True, "function": {"arguments": "x"}}]}},
         {"delta": {"tokens": [1, 2, 3]}},
         {"text": "x", "hidden_states": [[0.5, 0.25]]},
         {"text": "x", "logprobs": {"content": [{"logprob": -1.0}]}},
