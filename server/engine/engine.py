@@ -49,13 +49,16 @@ def check_queue(waiting: int, own: int, limit: int, owner: str) -> None:
         )
 
 
-def check_fits(prompt: int, max_tokens: int, max_length: int) -> None:
-    """Raise PromptTooLong where a prompt and its answer together exceed what a request can have."""
-    if prompt + max_tokens > max_length:
+def check_fits(prompt: int, max_tokens: int, max_length: int, least: int = 0) -> None:
+    """Raise PromptTooLong where a prompt and its answer together exceed what a request can have. ``least``: tokens of an answer
+    that the engine makes although fewer are wanted.
+    """
+    if (over := prompt + max(least, max_tokens) - max_length) > 0:
+        answer = f"max_tokens {max_tokens}" if max_tokens >= least else f"the {least} that this engine always makes"
+        remedy = "shorten the prompt or lower max_tokens" if prompt + least <= max_length else "shorten the prompt"
         raise PromptTooLong(
-            f"This model's maximum context length is {max_length} tokens; the prompt of {prompt} tokens and "
-            f"max_tokens {max_tokens} exceed it by {prompt + max_tokens - max_length}; shorten the prompt or "
-            "lower max_tokens"
+            f"This model's maximum context length is {max_length} tokens; the prompt of {prompt} tokens and {answer} "
+            f"exceed it by {over}; {remedy}"
         )
 
 

@@ -124,7 +124,7 @@ class VllmEngine(Engine):
 
     def submit(self, request: GenerationRequest) -> tuple[Flight, asyncio.Queue[Delta]]:
         """See :meth:`Engine.submit`."""
-        check_fits(len(request.prompt), max(self.least_tokens, request.sampling.max_tokens), self.max_length)
+        check_fits(len(request.prompt), request.sampling.max_tokens, self.max_length, self.least_tokens)
         self._check_admits(request.owner)
         loop, deltas = asyncio.get_running_loop(), asyncio.Queue[Delta]()
 

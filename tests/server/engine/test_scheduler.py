@@ -156,8 +156,12 @@ def test_many_short_prompts_make_equal_passes_and_few_make_one() -> None:
 
 def test_what_does_not_fit_is_told_by_how_many_tokens() -> None:
     _scheduler().check_fits(60, 40)
-    with pytest.raises(PromptTooLong, match="by 1;"):
+    with pytest.raises(PromptTooLong, match=r"max_tokens 41 exceed it by 1; shorten the prompt or lower max_tokens$"):
         _scheduler().check_fits(60, 41)
+    with pytest.raises(
+        PromptTooLong, match=r"exceed it by 2; shorten the prompt$"
+    ):  # a lower number of tokens is no remedy
+        _scheduler().check_fits(101, 1)
 
 
 def test_the_servers_own_requests_one_after_the_other_put_out_one_conversation_at_most() -> None:
