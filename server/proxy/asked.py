@@ -60,8 +60,8 @@ class Asked(BaseModel):
 
     def _apart(self, field: str) -> str:
         """Why an answer could tell by ids what no text of it does; "" where it cannot."""
-        if self.stream and self.stop:
-            return "in a stream with stop, ids come before the text that the guard follows"
+        if self.stop:  # in a stream they come before the text as well
+            return "with stop, ids hold the whole token in which the text that the guard follows is cut"
         if field == _AS_IDS and (self.model_extra or {}).get("logprobs"):
             return "of the alternatives that logprobs bring, the guard follows texts and no ids"
         return ""

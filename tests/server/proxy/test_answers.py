@@ -365,6 +365,7 @@ def test_a_client_that_goes_away_takes_its_request_with_it(guard: Live, other: U
         ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": "x", "detokenize": False}, "detokenize"),
         ("/v1/completions", {"prompt": "x", "stream": True, "stop": "x", "return_token_ids": True}, "return_token_ids"),
+        ("/v1/chat/completions", {"messages": [{}], "stop": ["x"], "return_token_ids": True}, "return_token_ids"),
         (
             "/v1/completions",
             {"prompt": "x", "logprobs": 1, "return_tokens_as_token_ids": True},
