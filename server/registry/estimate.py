@@ -1,9 +1,10 @@
-"""How long a job still takes, from what past jobs took; and how the queue stands."""
+"""How long a job still takes, from what past jobs took; how the queue stands, and whose worker is silent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -101,3 +102,21 @@ def standing(transactions: Transactions, now: float, lease: float) -> Standing:
     silent = now - (found[JobState.RUNNING][2] - lease) if JobState.RUNNING in found else 0.0
     states = {str(state): int(found[state][0]) if state in found else 0 for state in JobState}
     return Standing(states, max(0.0, waited), max(0.0, silent))
+
+
+class Leases:
+    """Those of running jobs, as one worker saw them last, and since when by its own ``clock``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: seconds, whoever sets the time of day."""
+        self._clock = clock
+        self._since: dict[tuple[str, int, float], float] = {}  # by job, fence and end
+
+    def unrenewed(self, session: Session, seconds: float) -> list[str]:
+        """Ids of jobs whose lease has stood as it is for so long. A worker renews its own each second, whatever time of day its
+        machine has: one that was written while the clock was ahead runs out here as others do.
+        """
+        now = self._clock()
+        seen = session.execute(select(Job.id, Job.fence, Job.lease_expires).where(Job.state == JobState.RUNNING))
+        self._since = {held: self._since.get(held, now) for held in ((job, fence, end) for job, fence, end in seen)}
+        return [held[0] for held, since in self._since.items() if now - since > seconds]

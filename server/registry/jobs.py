@@ -14,14 +14,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from server.registry.audit import Actor, append
-from server.registry.estimate import expected_seconds, near_job, near_seconds, past_jobs, remaining_seconds
+from server.registry.estimate import Leases, expected_seconds, near_job, near_seconds, past_jobs, remaining_seconds
 from server.registry.lifecycle import Action
 from server.registry.records import NewModule, add, apply, live_version, module_view
 from server.registry.refusals import CancelRequested, LeaseLost, NameTaken, NotAllowed, NotThere, RowsPurged
 from server.registry.tables import ENDED, Job, JobKind, JobState, ModuleRow, Takedown, new_job, newest
 from server.registry.transactions import Transactions
-
-UNBELIEVED_SECONDS = 86_400.0  # ahead of now: a lease that runs on for longer says only that a clock was wrong
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Jobs:
 
     def __init__(self, transactions: Transactions, model: str = "") -> None:
         """``model``: fingerprint of the model that modules are made for."""
-        self._transactions, self._model = transactions, model
+        self._transactions, self._model, self.leases = transactions, model, Leases()
 
     # The admin API.
 
@@ -125,10 +123,9 @@ class Jobs:
 
         A job that ``max_attempts`` workers died on is failed instead.
         """
-        # No worker asks for so long: the clock was ahead when that was written, and would keep the job for as long as it was.
-        silent = (Job.lease_expires < now) | (Job.lease_expires > now + max(lease, UNBELIEVED_SECONDS))
-        free = (Job.state == JobState.QUEUED) | ((Job.state == JobState.RUNNING) & silent)
         with self._transactions.look() as session:  # looking costs nothing; claiming takes the writer's lock
+            silent = (Job.lease_expires < now) | Job.id.in_(self.leases.unrenewed(session, lease))
+            free = (Job.state == JobState.QUEUED) | ((Job.state == JobState.RUNNING) & silent)
             if session.scalar(select(Job.id).where(free).limit(1)) is None:
                 return None
         with self._transactions.change() as session:
