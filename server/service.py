@@ -27,6 +27,7 @@ from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.encoding import fim_markers, fim_template, parse_fim_template
+from unbind_core.running.allowed import allowed_processors
 
 log = logging.getLogger("unbind.service")
 COUNT_SECONDS = 0.1
@@ -191,6 +192,8 @@ def load_served(settings: Settings) -> LoadedModel:
     """The model that the settings name, under the name it is served by. Raises UnbindError saying what is missing."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    elif (allowed := allowed_processors()) is not None:  # more would wait for each other's turns
+        torch.set_num_threads(min(allowed, torch.get_num_threads()))
     device = settings.device if settings.engine == "embedded" else "cpu"  # others load it where it computes themselves
     loaded = load_model(settings.model, settings.adapter, dtype=getattr(torch, settings.dtype), device=device)
     return replace(loaded, identity=replace(loaded.identity, name=settings.served_name))

@@ -144,7 +144,9 @@ class Settings(BaseModel):
     max_connections: Annotated[
         int, Field(ge=1, description="connections before 503; those over twice as many are closed at once")
     ] = 800
-    threads: Annotated[int, Field(ge=0, description="torch threads of the server; 0 leaves torch's choice")] = 0
+    threads: Annotated[
+        int, Field(ge=0, description="torch threads of the server; 0: as torch chooses and control groups allow")
+    ] = 0
     worker: Annotated[bool, Field(description="run a takedown worker beside the server")] = True
     worker_device: Annotated[
         str, Field(description="torch device that takedowns are fitted on; that of device where empty")

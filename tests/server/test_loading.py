@@ -198,3 +198,25 @@ def test_a_key_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path, name
     (tmp_path / name).mkdir()
     with pytest.raises(UnbindError, match=rf"data_dir: .*{name}: Is a directory; the account that serves must own"):
         check_keys(settings)
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, 2), (3, 3)])
+def test_a_server_computes_with_the_threads_that_its_group_has_processors_for(
+    tmp_path: Path, given: int, used: int
+) -> None:
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    program = f"""
+import torch
+from pathlib import Path
+from server import service
+from server.settings import Settings
+from unbind_core.running.allowed import allowed_processors
+
+service.allowed_processors = lambda: allowed_processors(Path({str(tmp_path)!r}), Path({str(tmp_path)!r}))
+torch.set_num_threads(4)
+service.load_served(Settings(threads={given}))
+print(torch.get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(used)], done.stderr

@@ -1,7 +1,8 @@
-"""What memory the system lets this process have: the control groups that it runs in, and its limit of address space."""
+"""What the system lets this process have: memory and processors by its control groups, address space by its own limit."""
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -12,14 +13,20 @@ SELF = Path("/proc/self")
 
 def allowed_bytes(groups: Path = GROUPS, self: Path = SELF) -> list[int]:
     """What is left under each limit there is, in bytes; none where nothing limits."""
-    found = [left for folder in _folders(groups, self) if (left := _left(folder)) is not None]
+    found = [left for folder in _folders(groups, self, "memory") if (left := _left(folder)) is not None]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY and (size := _field(self / "status", "VmSize:")) is not None:
         found.append(max(0, soft - 1024 * size))
     return found
 
 
-def _folders(groups: Path, self: Path) -> Iterator[Path]:
+def allowed_processors(groups: Path = GROUPS, self: Path = SELF) -> int | None:
+    """How many processors' time it may use at most, rounded up; None where nothing limits."""
+    quotas = [quota for folder in _folders(groups, self, "cpu") if (quota := _quota(folder)) is not None]
+    return max(1, math.ceil(min(quotas))) if quotas else None
+
+
+def _folders(groups: Path, self: Path, controller: str) -> Iterator[Path]:
     """The folders of all groups that this process is in, theirs above them too: a limit anywhere on the way holds.
 
     A container sees its own group as the root, whatever its name is outside.
@@ -29,8 +36,8 @@ def _folders(groups: Path, self: Path) -> Iterator[Path]:
         controllers, _, path = rest.partition(":")
         if number == "0":
             roots = [groups, groups / "unified"]
-        elif "memory" in controllers.split(","):
-            roots = [groups / "memory"]
+        elif controller in controllers.split(","):
+            roots = [groups / controller]
         else:
             continue
         inside = PurePosixPath(path.removeprefix("/"))
@@ -48,6 +55,14 @@ def _left(folder: Path) -> int | None:
         if most.isdigit() and taken.isdigit():
             return max(0, int(most) - int(taken) + min(int(taken), _field(folder / "memory.stat", dropped) or 0))
     return None
+
+
+def _quota(folder: Path) -> float | None:
+    """Of how many processors a group may use all of the time, None where it is not limited."""
+    most, _, period = _read(folder / "cpu.max").strip().partition(" ")
+    if not most:
+        most, period = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return int(most) / int(period) if most.isdigit() and period.isdigit() else None
 
 
 def _field(path: Path, name: str) -> int | None:

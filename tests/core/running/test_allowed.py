@@ -1,4 +1,4 @@
-"""What memory a process may have, by what the system's files say."""
+"""What memory and processors a process may have, by what the system's files say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import ENVIRONMENT
-from unbind_core.running.allowed import allowed_bytes
+from unbind_core.running.allowed import allowed_bytes, allowed_processors
 
 GIB = 2**30
 
@@ -64,6 +64,26 @@ def test_groups_of_the_first_version_hold_too(groups: Path, process: Path) -> No
     write(groups / "memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
     write(one, memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=2 * GIB, memory__stat="total_inactive_file 7")
     assert min(allowed_bytes(groups, process)) == GIB + 7
+
+
+def test_the_time_of_processors_is_that_of_the_narrowest_group(groups: Path, process: Path) -> None:
+    write(process, cgroup="0::/pods/one")
+    write(groups, cpu__stat="usage_usec 1")  # the root has no limit
+    write(groups / "pods" / "one", cpu__max="max 100000")
+    assert allowed_processors(groups, process) is None
+    write(groups / "pods", cpu__max="250000 100000")
+    assert allowed_processors(groups, process) == 3
+    write(groups / "pods" / "one", cpu__max="5000 100000")
+    assert allowed_processors(groups, process) == 1
+
+
+def test_groups_of_the_first_version_limit_processors_too(groups: Path, process: Path) -> None:
+    write(process, cgroup="4:cpu,cpuacct:/one\n0::/")
+    write(groups / "cpu", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100_000)
+    write(groups / "cpu" / "one", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100_000)
+    assert allowed_processors(groups, process) is None
+    write(groups / "cpu" / "one", cpu__cfs_quota_us=200_000, cpu__cfs_period_us=100_000)
+    assert allowed_processors(groups, process) == 2
 
 
 def test_a_limit_of_address_space_is_heeded() -> None:
