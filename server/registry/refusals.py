@@ -71,8 +71,10 @@ class DatabaseRefused(UnbindError):
 def unusable(error: OSError) -> DatabaseRefused:
     """The refusal of a database's file that this account may not make, open or keep from others, or has no folder to lie in."""
     if isinstance(error, FileExistsError | NotADirectoryError):
+        folder = Path(error.filename)
+        there = "a link that leads nowhere" if folder.is_symlink() and not folder.exists() else "a file"
         return DatabaseRefused(
-            f"the registry's folder {error.filename}: a file is in its place; give a folder as data_dir or in database_url"
+            f"the registry's folder {folder}: {there} is in its place; give a folder as data_dir or in database_url"
         )
     remedy = "the account that runs this must own it and its folder: change their owner"
     if error.errno == errno.EROFS:

@@ -343,6 +343,12 @@ def test_a_file_in_place_of_the_data_folder_is_named(tmp_path: Path, below: str)
         database.open_database(tmp_path / "file" / below / "unbind.sqlite")
 
 
+def test_a_link_to_a_disk_that_is_not_there_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to(tmp_path / "unmounted" / "data")
+    with pytest.raises(DatabaseRefused, match=rf"folder {tmp_path}/data: a link that leads nowhere is in its place"):
+        database.open_database(tmp_path / "data" / "unbind.sqlite")
+
+
 def test_a_disk_that_only_takes_reads_is_no_matter_of_owners() -> None:
     refused = [str(unusable(OSError(number, os.strerror(number), "a"))) for number in (errno.EROFS, errno.EACCES)]
     assert "a: Read-only file system; mount it so that it can be written to" in refused[0] and "owner" not in refused[0]
