@@ -112,6 +112,9 @@ def test_the_editors_recipes_parse() -> None:
     )
     for editor in (*editors, "LiteLLM", "lm-evaluation-harness"):
         assert f"\n## {editor}\n" in EDITORS
+    recipes = [parsers[language](block) for language, block in found if language in parsers]
+    proxy = next(recipe for recipe in recipes if "model_list" in recipe)
+    assert proxy["general_settings"]["master_key"]  # or it refuses to start
 
 
 def test_the_editors_addresses_lead_to_routes(server: Live) -> None:
