@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 from server.errors import ApiError, response
 from server.http.framing import Parser, framed
 from server.http.half_closed import HalfClosedProtocol
+from server.http.unread import UnreadProtocol
 from server.settings import Settings
 
 log = logging.getLogger("unbind.http")
@@ -73,7 +74,7 @@ class _Part(Enum):
     BODY = auto()
 
 
-class BoundedProtocol(HalfClosedProtocol):
+class BoundedProtocol(UnreadProtocol, HalfClosedProtocol):
     """One connection. What goes over a limit is answered with an error object, where an answer can still be sent."""
 
     def __init__(
@@ -87,6 +88,7 @@ class BoundedProtocol(HalfClosedProtocol):
         assert isinstance(config, ServerConfig)
         self.parser = Parser(self)
         self._limits = config.limits
+        self.patience = config.limits.request_timeout
         self._again = False  # the head that is parsed is ``head_again``
         self._timer: asyncio.TimerHandle | None = None
         self._part = _Part.BETWEEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import subprocess
 import sys
@@ -256,6 +257,18 @@ def test_more_pipelined_requests_than_are_held_end_the_connection(bounded: Live)
     with connected(bounded.port, request({**ASK, "max_tokens": 40}) + b"GET / HTTP/1.1\r\n\r\n" * 500) as connection:
         assert read_all(connection).count(b"HTTP/1.1") <= 1
     assert bounded.complete().status == 200
+
+
+def test_a_client_that_takes_nothing_of_its_answers_and_stays_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
+    """Its answers are more than its system and the server's hold for it: 60 of over 80 kB."""
+    large = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60
+    with live(checkpoint, tmp_path, request_timeout=0.5, max_connections=2) as running, ExitStack() as stack:
+        held = [stack.enter_context(connected(running.port, large)) for _ in range(4)]
+        ended = select.poll()
+        for connection in held:
+            ended.register(connection, select.POLLRDHUP)
+        until(lambda: len(ended.poll(0)) == len(held))
+        assert running.call("/ready").status == 200
 
 
 @contextmanager
