@@ -54,7 +54,7 @@ class GuardService(BaseService):
 
     def __init__(self, settings: Settings, refresh_seconds: float = REFRESH_SECONDS) -> None:
         super().__init__(settings.model_copy(update={"worker": False}), refresh_seconds)
-        self.upstream = Upstream(settings.upstream, settings.upstream_key, settings.request_timeout)
+        self.upstream = Upstream(settings.upstream, settings.upstream_key)
         self._none = NoModules(self.registry.modules)
         self.offer = Offer(settings, self._none, self.guard_store, self._none, self.access)
         self._running: set[asyncio.Timeout] = set()

@@ -51,8 +51,8 @@ class Refused(Exception):
 class Upstream:
     """Connections to one OpenAI-compatible server. Raises UnbindError where its address is none."""
 
-    def __init__(self, address: str, key: str, seconds: float) -> None:
-        """``seconds``: the longest silence of the other server in an answer."""
+    def __init__(self, address: str, key: str) -> None:
+        """How long an answer may take the limit of our own requests says."""
         self.address = checked_address(address)
         # One answer a connection: of bytes behind an answer's stated end the next would be made, which is another client's.
         headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "unbind"}
@@ -61,7 +61,7 @@ class Upstream:
         self._client = httpx2.AsyncClient(
             base_url=self.address,
             headers=headers,
-            timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
             follow_redirects=False,
@@ -107,8 +107,6 @@ class failures:  # noqa: N801 - reads as what it is: with failures()
         if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout)):
             text = "the upstream cannot be reached; try again"
             raise ApiError(503, text, code="upstream_unreachable", headers={"Retry-After": "5"}) from None
-        if isinstance(error, httpx2.TimeoutException):
-            raise ApiError(504, "the upstream did not go on with its answer in time", code="upstream_timeout") from None
         if isinstance(error, (httpx2.HTTPError, httpx2.StreamError)):
             raise broken_off("the upstream broke its answer off; try again") from None
 
