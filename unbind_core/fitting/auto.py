@@ -3,7 +3,7 @@
 Both stand at the last decoder layer. There a state alone determines what comes next, so the correction is learned without running
 anything below, and what a client can do to logits does not take it back (docs/decisions.md). Gates are tried before it, those that
 open earliest first, until one reaches the target within the budgets. Where none does, a firmer correction goes on from it and is
-tried behind those gates that were within the budgets.
+tried behind those gates that were within the budgets and left too much of the rows.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
     last: UnbindModule | None = None
     ways = run.ways()
     for margin in MARGINS if context.options.policy == "rewrite" else MARGINS[:1]:
-        missing: list[Way] = []
+        missing: list[tuple[Way, Remainder]] = []
         for way, level, module in run.gates(ways, margin):
             run.tries(level, module)
             last = module
@@ -246,10 +246,10 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
                 continue
             if best is None or level.remainder.left < best[0]:
                 best = level.remainder.left, way, level, module
-            missing.append(way)
+            missing.append((way, level.remainder))
             if len(missing) == MOST_ASKED:
                 break
-        ways = missing
+        ways = [way for way, left in missing if run.judge.aim.said_too_much(left)]
         if not ways:
             break
     if best is not None:

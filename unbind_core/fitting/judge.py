@@ -91,6 +91,10 @@ class Aim:
             return self.reached(found)
         return found.rows == than.rows and found.left <= than.left and found.spans <= than.spans
 
+    def said_too_much(self, found: Remainder) -> bool:
+        """Whether more is left of the rows than may be: what a firmer correction mends. It leaves empty answers empty."""
+        return not self.reached(replace(found, empty=self.empty))
+
     def missed(self, found: Remainder) -> list[str]:
         """What there is too much of, in words."""
         left = [(f"F-BLEU {form}", value, self.f_bleu[form]) for form, value in found.f_bleu.items()]

@@ -246,13 +246,18 @@ def test_a_target_out_of_reach_ends_as_short_with_the_best_there_is(
     assert report.outcome == "short" and module.kappa > 0
     (best,) = (level for level in report.levels if level["verdict"] == "chosen: the best within the budgets")
     assert all(report.selected[key] == best[key] for key in best)  # type: ignore[index]
-    assert report.selected is not None and all("(aim " in part for part in report.selected["missed"])
-    assert report.selected["missed"]
+    assert report.selected and all("(aim " in part for part in report.selected["missed"] or [""])
     asked_about = [level for level in report.levels if "forgot" in level]
     least = min(max(level["forgot"]["f_bleu"].values()) + level["forgot"]["recovery"] for level in asked_about)
     assert max(best["forgot"]["f_bleu"].values()) + best["forgot"]["recovery"] == pytest.approx(least, abs=0.1)
     first, *firmer = ([level["tau"] for level in asked_about if level["margin"] == margin] for margin in MARGINS)
     assert firmer == [first, first]  # firmer corrections, behind the gates that were within the budgets
+
+
+def test_empty_answers_alone_lead_to_no_firmer_correction(loaded: LoadedModel, cache: Path) -> None:
+    target = Target(alone_cut=0.0, alone_recovery=1.0, above_empty=-2.0)  # met in all but that
+    levels = run(loaded, FORGET[:1], replace(QUICK, budgets=WIDE, target=target), cache=cache)[1].levels
+    assert {level["margin"] for level in levels} == {MARGINS[0]}
 
 
 @pytest.mark.slow

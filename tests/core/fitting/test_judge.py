@@ -26,6 +26,12 @@ def test_where_the_aim_was_missed_no_more_may_be_left_of_as_many_rows() -> None:
         assert not AIM.no_worse(worse, MISSED)
 
 
+def test_a_firmer_correction_mends_what_is_left_and_no_empty_answers() -> None:
+    assert not AIM.said_too_much(REACHED) and not AIM.said_too_much(replace(REACHED, empty=1.0))
+    for more in (MISSED, replace(REACHED, spans=1), replace(REACHED, recovery=0.21, empty=1.0)):
+        assert AIM.said_too_much(more)
+
+
 def test_a_cost_that_is_not_a_number_is_over_its_budget() -> None:
     found = Cost(0.0, 0.0, 0.0, Budgets(0.0, 0.0, 0.0, 0.0))
     assert found.within(Budgets()) and found.within(found.cautious)
