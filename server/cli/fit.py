@@ -236,6 +236,17 @@ def _summary(module: UnbindModule, result: FitReport) -> list[str | Text]:
                 " they cannot be kept and forgotten too; --report FILE numbers them",
             )
         )
+    if alike := len(result.retain_rows_alike):
+        lines.append(
+            Text.assemble(
+                (
+                    f"{alike} retain rows are so like a forget row that gates which spare them opened late or never:",
+                    "yellow",
+                ),
+                " the detector has learned them too, which keeps those as they are, but not other code that is as much alike; "
+                "--report FILE numbers them",
+            )
+        )
     if result.outcome == "short":
         lines.append(
             Text(

@@ -87,6 +87,7 @@ def fit_module(context: Context) -> dict[str, Any]:
         "selected": full["selected"],
         "seconds": full["seconds"],
         "retain_rows_left_out": len(report.retain_rows_left_out),
+        "retain_rows_alike": len(report.retain_rows_alike),
         "certificate": full["certificate"],
     }
 

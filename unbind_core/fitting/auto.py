@@ -294,5 +294,6 @@ def _finish(run: _Auto, level: Level, module: UnbindModule, outcome: Outcome) ->
         gate="network",
         levels=levels,
         retain_rows_left_out=run.screening.left_out,
+        retain_rows_alike=run.screening.alike,
     )
     return replace(module, measured=measured), report

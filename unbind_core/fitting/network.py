@@ -24,6 +24,7 @@ SAMPLE = 10_000  # retained states whose mean and deviation scale all others
 LEARNING_RATE, WEIGHT_DECAY = 4e-3, 0.25
 LOOKED_FOR = (0.2, 0.45, 0.7)  # of the steps: when the hardest states are looked for,
 EVERY = 4  # among every so-manieth retained one,
+MORE = 1 / 16  # of a batch's retained states are those of rows that are learned too
 PART = 1 << 16  # so many at a time
 
 
@@ -80,6 +81,7 @@ def train_network(
     width: int,
     steps: int,
     batch: int = BATCH,
+    more: Tensor | None = None,
     seed: int = 0,
     progress: ProgressCallback = silent,
     stage: str = "detector",
@@ -89,9 +91,9 @@ def train_network(
     What opens a gate by mistake is a few states in a thousand, which a draw hardly ever meets. So a part of either side is drawn
     from the states that the network, as it is by then, gets most wrong.
 
-    ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype. Muon, weight decay, learning rate
-    falling to zero; products in bfloat16 where those are fast. Deterministic for a seed and device. Raises FittingError where the
-    loss is not finite.
+    ``forget`` [N,d] with ``rows`` int64 [N] in 0..K-1, ``retain`` [M,d], any floating dtype; ``more`` [A,d], at least one: few
+    retained states, of which every step meets some. Muon, weight decay, learning rate falling to zero; products in bfloat16 where
+    those are fast. Deterministic for a seed and device. Raises FittingError where the loss is not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     device, count = forget.device, int(rows.max()) + 1
@@ -138,12 +140,11 @@ def train_network(
 
     def step() -> Tensor:
         ours, theirs = draw(len(forget), FORGET, hard_ours), draw(len(retain), RETAINED, hard_theirs)
-        x = (
-            torch.cat((forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))))
-            .float()
-            .sub_(mean)
-            .div_(deviation)
-        )
+        states = [forget.index_select(0, ours.to(device)), retain.index_select(0, theirs.to(device))]
+        if more is not None:  # in place of some that were drawn last
+            few = more[torch.randint(len(more), (round(MORE * len(theirs)),), generator=generator).to(device)]
+            states = [states[0], states[1][: -len(few)], few.to(retain.dtype)]
+        x = torch.cat(states).float().sub_(mean).div_(deviation)
         y = targets[torch.cat((ours, theirs + len(forget)))].to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=fast):
             logits = out(hidden(x).relu())

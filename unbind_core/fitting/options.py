@@ -151,7 +151,8 @@ class FitReport:
     nothing above strength 0 met the budgets. ``gate``: the kind that was chosen. ``levels``: what each kind that was
     tried reached, and why it was or was not taken. ``layers``: those that were considered, with what the paper's gate found
     there, and ``scan``: every candidate of it. ``retain_rows_left_out``: the retain rows (numbered as in the module's
-    partitions) that repeat forget rows so far that neither detector nor thresholds may go by them. ``certificate``: what
+    partitions) that repeat forget rows so far that neither detector nor thresholds may go by them. ``retain_rows_alike``:
+    those that chose, but are so like a forget row that the detector learned them too. ``certificate``: what
     the module costs retain rows that chose nothing, with upper bounds (``certificate.py``); None where there are no such
     rows. ``ways``: by which ways to ask forgetting was chosen, and which only reports look at; every figure of
     forgetting in here is of the first kind. ``memory``: the most there was at a time in each stage, bytes.
@@ -168,6 +169,7 @@ class FitReport:
     gate: str = "paper"
     levels: list[dict[str, Any]] = field(default_factory=list)
     retain_rows_left_out: list[int] = field(default_factory=list)
+    retain_rows_alike: list[int] = field(default_factory=list)
     certificate: dict[str, Any] | None = None
     ways: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {"chosen_by": CHOSEN_BY, "reported_by": REPORTED_BY}

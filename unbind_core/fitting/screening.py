@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from unbind_core.fitting.corrections.examples import Met, met_part
 from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.network import Network, train_network
 from unbind_core.fitting.retained import contradicting_paths, retained
-from unbind_core.fitting.separation import EARLY, FIRST, WINDOWS, Scored, Separation, as_decided, separation
+from unbind_core.fitting.separation import EARLY, FIRST, WINDOWS, Scored, Separation, alike, as_decided, separation
 from unbind_core.progress import counted
 from unbind_core.rows import retain_digest, spread
 from unbind_core.running.capture import capture_states
@@ -23,6 +24,7 @@ from unbind_core.windows import Batch, Window, batches, forget_prompt, with_room
 
 # Tokens of a continuation by the reference, and prompts that are continued at most, spread over the rows.
 CONTINUED, MOST_CONTINUED = 64, 160
+AGAIN = 2  # times at most that a detector is trained once more, as it was shown rows that it is to know
 MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-manieth position of each window
 
 
@@ -31,13 +33,14 @@ class Screening:
     ``retained`` [N,d] a larger sample of retain states, ``met`` states of the rows in all ways to meet them, their ``own`` windows
     first.
 
-    Retain rows that repeat forget rows are left out of all of it: ``left_out``, by number.
+    Retain rows that repeat forget rows are left out of all of it: ``left_out``, by number. ``alike``: those among the rows which
+    choose that the detector has learned too, as each is nearly a forget row.
     """
 
     def __init__(self, context: Context) -> None:
         self.context, self.clock = context, context.clock
         (self.layer,) = context.layers
-        self.left_out = context.contradicting()
+        self.left_out, self.alike = context.contradicting(), list[int]()
         rest = retained(context)
         # by digest in the module, whose costs beside other modules are not to be measured on these rows either
         self.contradicting = {"retain_left_out": [retain_digest(context.retain[i]) for i in self.left_out]}
@@ -108,23 +111,33 @@ class Screening:
         scores of the rows' own windows, from the position on at which their gate is to be open, and of the retain rows.
         """
         with self.clock.stage("detector"):
-            network = train_network(
-                torch.cat([one.states for one in self.met]),
-                torch.cat([torch.full((len(one.states),), one.window.row) for one in self.met]),
-                self.retained,
-                width=width,
-                steps=steps,
-                batch=batch,
-                seed=self.context.options.seed,
-                progress=self.context.progress,
-                stage=f"detector of {width}",
-            )
-            ours, theirs = (self._scored(network, replay) for replay in (self.forget, self.retain))
-            ours = [(row, min(EARLY, len(scores) - 1), scores) for row, _, scores in ours]
             rate = self.context.options.limits.open_rate
+            how, stage = {"width": width, "steps": steps, "batch": batch}, f"detector of {width}"
+            network, ours, theirs = self._trained(stage, **how)
+            for _ in range(AGAIN):
+                if not (found := alike(ours, theirs, rate)):
+                    break
+                self.alike = sorted({*self.alike, *found})
+                more = [one for window, one in _sequences(self.retain, self.layer) if window.row in self.alike]
+                network, ours, theirs = self._trained(f"{stage}, again", **how, more=torch.cat(more))
             each = counted(WINDOWS, len(WINDOWS), "separation", self.context.progress)
             splits = [as_decided(separation(ours, theirs, window, rate), ours, theirs) for window in each]
+            if self.alike:  # what is left of the rows to choose by says too little of others that are alike
+                splits = [replace(split, retained=max(split.retained, split.highest)) for split in splits]
             return network, splits, ours, theirs
+
+    def _trained(self, stage: str, **how: Any) -> tuple[Network, list[Scored], list[Scored]]:
+        network = train_network(
+            torch.cat([one.states for one in self.met]),
+            torch.cat([torch.full((len(one.states),), one.window.row) for one in self.met]),
+            self.retained,
+            seed=self.context.options.seed,
+            progress=self.context.progress,
+            stage=stage,
+            **how,
+        )
+        ours, theirs = (self._scored(network, replay) for replay in (self.forget, self.retain))
+        return network, [(row, min(EARLY, len(scores) - 1), scores) for row, _, scores in ours], theirs
 
     def scored_parts(self, network: Network) -> list[Scored]:
         """The scores of the rows' parts of all windows in which they are met, from where on what is averaged lies in the part."""

@@ -25,6 +25,7 @@ FIRST_SHARE = (
     0.5  # of the budget of open positions is what the lowest threshold takes: other rows and latches cost more
 )
 MISSED = 0.005  # share of the forget positions that need not be reached
+ALIKE = 0.01  # of the retain rows may be so like a row to forget that they are learned too
 SETTLING = 16  # steps towards a boundary; three or four do where few scores are clipped
 RESAMPLES, QUANTILE = 1000, 0.95
 NEAR = 0.25  # grains: of scores as far apart as that some round to another grain, as those of engines do that differ in a last bit
@@ -108,6 +109,21 @@ def separation(forget: Sequence[Scored], retain: Sequence[Scored], window: int, 
     spread = float(ours.median() - theirs.median())
     margin = (forgotten - retained) / spread if spread > 0 else -1.0
     return Separation(window, reference, retained, float(theirs.max()), forgotten, margin)
+
+
+def alike(forget: Sequence[Scored], retain: Sequence[Scored], rate: float) -> list[int]:
+    """The few retain rows, by number, without which some window has a margin where none has one with them; mostly there are none.
+
+    Such a row resembles one row to forget so much that thresholds which keep its gate shut keep it shut on all others, too.
+    """
+    if max(separation(forget, retain, window, rate).margin for window in WINDOWS) >= 0:
+        return []
+    highest: dict[int, float] = {}
+    for one in evidence(retain, max(WINDOWS), 0.0):
+        highest[one.row] = max(highest.get(one.row, -math.inf), float(one.e.max()))
+    few = sorted(sorted(highest, key=lambda row: highest[row])[-max(1, round(ALIKE * len(highest))) :])
+    rest = [one for one in retain if one[0] not in few]
+    return few if rest and max(separation(forget, rest, window, rate).margin for window in WINDOWS) >= 0 else []
 
 
 def as_decided(split: Separation, forget: Sequence[Scored], retain: Sequence[Scored]) -> Separation:

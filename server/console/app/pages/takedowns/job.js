@@ -42,7 +42,8 @@ function Ended({ job, takedown }) {
   const [given, word, meant] = outcome(job.outcome), [kind, told] = since(job, takedown) ?? [given, meant]
   const { remark, joint_verdict: joint, fit } = job.result
   return html`<${Note} kind=${remark && kind === "good" ? "warn" : kind}><p>${told || word}</p>${remark && html`<p>${remark}</p>`}${joint && html`<p>Beside the other modules: ${joint}</p>`}
-    ${fit?.retain_rows_left_out > 0 && html`<p>${fit.retain_rows_left_out} retain rows hold parts of these rows and were left out; take them out of the retain set.</p>`}</${Note}>
+    ${fit?.retain_rows_left_out > 0 && html`<p>${fit.retain_rows_left_out} retain rows hold parts of these rows and were left out; take them out of the retain set.</p>`}
+    ${fit?.retain_rows_alike > 0 && html`<p>${fit.retain_rows_alike} retain rows are nearly protected and were learned as ordinary code; other code that is as much alike may be edited.</p>`}</${Note}>
     <p class="hint">Ended ${when}.</p>`
 }
 
