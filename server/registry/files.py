@@ -47,8 +47,14 @@ def purge(data_dir: Path, digest: str, job_ids: Sequence[str]) -> None:
     """
     if digest:
         forget_file(data_dir, digest).unlink(missing_ok=True)
+        tidy_forget(data_dir)
     for job_id in job_ids:
         remove_tree(data_dir / "jobs" / job_id)
+
+
+def tidy_forget(data_dir: Path) -> None:
+    """Delete the rows that a process which was killed left half written; what is being written stays."""
+    remove_unfinished(forget_file(data_dir, "").parent)
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:

@@ -79,10 +79,11 @@ class Retention:
 
         A POST that died before its takedown was recorded leaves such rows, a worker that was taken for dead may write what it
         made of rows that were purged meanwhile. The day is for whoever opened another registry than the one that these are
-        recorded in, or went back to a copy of it.
+        recorded in, or went back to a copy of it. What was left half written is of no use to anybody, and goes at once.
         """
         now = time.monotonic() if now is None else now
         kept, takedowns = TakedownFiles(self._settings), self._registry.takedowns
+        kept.tidy()
         rows, jobs = takedowns.unrecorded(kept.kept_forget()), self._spent(kept.kept_jobs())
         for what, found in (("forget rows", rows), ("files of job", jobs)):
             for one in found:

@@ -66,6 +66,12 @@ class TakedownFiles:
             for name in (*([forget_name(digest)] if digest else []), *(f"jobs/{job_id}" for job_id in job_ids)):
                 self.store.delete(name)
 
+    def tidy(self) -> None:
+        """Delete what processes that were killed left half written; what is being written stays."""
+        files.tidy_forget(self.data_dir)
+        if self.store is not None:
+            self.store.tidy()
+
     def read_json(self, job_id: str, folder: str, name: str) -> Any:
         """A document that an attempt of a job left; None where it is not there. Raises StoreUnreachable, Unreadable."""
         try:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from server.registry.objects import StoreUnreachable
 from unbind_core.errors import UnbindError
-from unbind_core.files import UNFINISHED, remove_tree, write_whole
+from unbind_core.files import UNFINISHED, remove_tree, remove_unfinished, write_whole
 
 _HEAD = b"unbind-sealed-1\n"
 _MARK, _NONCE = 8, 12  # bytes that name the key, and that are new for each file
@@ -117,12 +117,19 @@ class PrivateStore:
                 remove_tree(path)
             else:
                 path.unlink(missing_ok=True)
+                remove_unfinished(path.parent)
             return
         for name in [*self.names(under), *([under] if self.has(under) else [])]:
             try:
                 self._remote("rm_file", name)
             except FileNotFoundError:
                 continue
+
+    def tidy(self) -> None:
+        """Delete what processes that were killed left half written in a folder; elsewhere nothing shows before it is whole."""
+        if self._folder is not None:
+            for where, _, _ in os.walk(self._folder):
+                remove_unfinished(Path(where))
 
     def _remote(self, operation: str, name: str, *arguments: Any) -> Any:
         try:

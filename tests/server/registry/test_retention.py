@@ -7,10 +7,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Barrier
@@ -41,6 +44,9 @@ from server.registry.registry import Registry
 from server.registry.retention import DAY, Retention
 from server.registry.tables import JobKind, JobState, Kind, Origin
 from server.settings import Settings
+from server.worker.process import environment_of
+from tests.support.folders import unfinished_in
+from tests.support.repository import ROOT
 
 ADMIN = Actor("admin", "test")
 HOUR = 3600.0
@@ -213,6 +219,52 @@ def test_rows_of_a_post_that_died_go_once_they_were_found_without_a_takedown_for
     assert sweeper.sweep(3 * DAY) == [] and sweeper.sweep(4 * DAY - 1) == []
     assert sweeper.sweep(4 * DAY) == [left]
     assert not shop.files.has_forget(left) and shop.kept(accepted)
+
+
+WRITES_ROWS = """
+import os, sys, time
+from server.registry.private.files import TakedownFiles
+from server.sources import load_settings
+from unbind_core.rows import ForgetRow
+
+os.fsync = lambda _: (print("all is written, and in no place yet", flush=True), time.sleep(600))
+TakedownFiles(load_settings({}, os.environ)).save_forget([ForgetRow("def secret():", sys.argv[1])])
+"""
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_rows_that_a_killed_process_left_half_written_go_at_the_next_look_and_with_a_purge(
+    shop: Shop, purged: bool
+) -> None:
+    @contextmanager
+    def writing(continuation: str) -> Iterator[subprocess.Popen[str]]:
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITES_ROWS, continuation],
+            env=environment_of(shop.settings) | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout is not None and process.stdout.readline()
+                yield process
+            finally:
+                process.kill()
+
+    accepted = shop.post("m")
+    shop.cancel(accepted)
+    folder = Path(shop.files.store.where) if shop.files.store is not None else shop.files.data_dir
+    with writing("killed") as killed, writing("at work"):
+        both = set(unfinished_in(folder))
+        killed.kill()
+        killed.wait()
+        assert set(unfinished_in(folder)) == both and len(both) == 2
+        if purged:
+            retention.purge(shop.registry, shop.settings, accepted, ADMIN)
+        else:
+            Retention(shop.registry, shop.settings).sweep(0.0)
+        assert len(unfinished_in(folder)) == 1
+    Retention(shop.registry, shop.settings).sweep(0.0)
+    assert unfinished_in(folder) == [] and shop.kept(accepted) is not purged
 
 
 def test_what_jobs_left_that_no_takedown_with_rows_has_goes_after_a_day(shop: Shop) -> None:
