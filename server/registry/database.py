@@ -225,7 +225,9 @@ def _postgresql(address: URL) -> Engine:
         address,
         pool_pre_ping=True,
         pool_size=10,
-        connect_args={"connect_timeout": LOCK_SECONDS, **_NOTICED},
+        # Nothing is prepared: behind a pooler the next transaction may find another server connection, where the name of what was
+        # prepared means nothing, or something else.
+        connect_args={"connect_timeout": LOCK_SECONDS, "prepare_threshold": None, **_NOTICED},
         isolation_level="READ COMMITTED",
     )
 

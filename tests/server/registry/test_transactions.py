@@ -11,11 +11,12 @@ from sqlalchemy import text
 
 from server.bench.fleet.postgres import Postgres
 from server.registry import database, jobs, records, takedowns
+from server.registry.audit import append
 from server.registry.lifecycle import Action
 from server.registry.refusals import AWAY
 from server.registry.registry import Registry
 from tests.server.registry.test_modules import act, make
-from tests.server.registry.test_registry import claim, submit
+from tests.server.registry.test_registry import ADMIN, claim, submit
 from tests.support.databases import PROGRAMS
 
 
@@ -52,5 +53,16 @@ def standing_still(postgresql_server: Postgres, monkeypatch: pytest.MonkeyPatch)
         assert [job["module"] for job in registry.jobs.newest(1.0)] == ["m"]
 
 
+def leaving_nothing_prepared(postgresql_server: Postgres) -> None:
+    engine = database.connect(postgresql_server.new_database())
+    database.upgrade(engine)
+    with closing(Registry(engine)) as registry, registry.transactions.change() as session:
+        for number in range(10):
+            append(session, 1.0, ADMIN, "test", str(number), {})
+        # What one transaction leaves in its server connection, a pooler gives to the next client.
+        assert session.execute(text("SELECT statement FROM pg_prepared_statements")).all() == []
+
+
 if PROGRAMS:
+    test_changes_and_looks_may_go_through_a_pooler = leaving_nothing_prepared
     test_a_change_that_stands_still_is_ended_and_the_next_goes_on = standing_still
