@@ -290,6 +290,7 @@ def install(app: FastAPI) -> None:
         HTTPException,
         ClientDisconnect,
         OSError,
-        Exception,
+        *AWAY,
+        Exception,  # what is left to this one alone counts as a 500 whatever is answered, and its traceback is shown
     ):
         app.add_exception_handler(kind, handle)

@@ -92,6 +92,10 @@ def without_registry(checkpoint: Path, tmp_path: Path) -> None:
             assert reason.startswith("the registry's database: has not answered for") and "Error" in reason
             assert applied(server.complete()) == ["held"]  # enforced as before
             assert server.admin("/modules").error["code"] == "registry_unreachable"
+            posted = server.admin("/takedowns", {"name": "new", "rows": [{"text": "def a():\n    return 1\n"}]})
+            assert (posted.status, posted.error["code"]) == (503, "registry_unreachable")
+            counted = server.call("/metrics", key=ADMIN_KEY).raw.decode()
+            assert 'route="/admin/v1/takedowns",status="503"} 1.0' in counted and 'status="500"' not in counted
             first = gauges(server)
             assert first["unbind_registry_reachable"] == 0 and first["unbind_store_reachable"] == 1
             until(lambda: gauges(server)["unbind_registry_seen_seconds"] > first["unbind_registry_seen_seconds"])
