@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, select, text
+from sqlalchemy import ColumnElement, Connection, Row, select, text
 from sqlalchemy.orm import Session
 
 from server.registry.tables import AuditRow
@@ -45,10 +45,10 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def one_at_a_time(session: Session) -> None:
+def one_at_a_time(within: Session | Connection) -> None:
     """Let no other transaction that asks for this go on before this one ends; on SQLite every writer waits anyway."""
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+    if (within.get_bind() if isinstance(within, Session) else within).dialect.name == "postgresql":
+        within.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 
 def append(

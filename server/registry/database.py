@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -23,6 +23,7 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
+from server.registry.audit import one_at_a_time
 from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, no_registry, unanswered, unusable
 from server.registry.tables import Base
 from unbind_core.files import Anchor, locked, write_whole
@@ -92,9 +93,9 @@ def open_database(url: str | Path, backups: Path | None = None, *, existing: boo
     return engine
 
 
-def revision(engine: Engine) -> str:
+def revision(of: Engine | Connection) -> str:
     """The recorded revision, "none" for an empty database."""
-    with engine.connect() as connection:
+    with nullcontext(of) if isinstance(of, Connection) else of.connect() as connection:
         recorded = MigrationContext.configure(connection).get_current_revision()
         if recorded is None and inspect(connection).has_table("jobs"):
             return _FIRST
@@ -136,8 +137,9 @@ def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
         file = Path(engine.url.database or "")
         kept = backup(engine, (backups or file.parent) / f"{file.stem}-before-{newest()}-{time.time_ns()}.sqlite")
     with engine.begin() as connection:
+        one_at_a_time(connection)  # another may have done it, as where several machines begin with an upgrade
         config = _config(connection)
-        if at == _FIRST:
+        if revision(connection) == _FIRST:
             command.stamp(config, _FIRST)
         command.upgrade(config, "head")
     if kept is not None:
@@ -225,8 +227,7 @@ def _postgresql(address: URL) -> Engine:
         address,
         pool_pre_ping=True,
         pool_size=10,
-        # Nothing is prepared: behind a pooler the next transaction may find another server connection, where the name of what was
-        # prepared means nothing, or something else.
+        # Nothing is prepared: behind a pooler the next transaction may go to another server, which knows other names of statements.
         connect_args={"connect_timeout": LOCK_SECONDS, "prepare_threshold": None, **_NOTICED},
         isolation_level="READ COMMITTED",
     )

@@ -14,11 +14,12 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
+from threading import Barrier
 from urllib.parse import quote
 
 import pytest
 from alembic import command
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 from typer.testing import CliRunner
 
 from server.cli import build
@@ -366,6 +367,28 @@ def test_server_and_worker_may_open_a_new_database_at_the_same_moment(tmp_path: 
         engines = list(pool.map(lambda _: database.open_database(tmp_path / "unbind.sqlite"), range(6)))
     registry = Registry(engines[0])
     registry.jobs.request_cancel(submit(registry), ADMIN, 1.0)
+    for engine in engines:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("before", ["none", "0001", "0003"])
+def test_of_several_who_upgrade_a_database_at_once_one_does_and_none_fails(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    if before != "none":
+        at_revision(database_url, before)
+    engines, ready = [database.connect(database_url) for _ in range(3)], Barrier(3)
+    look = database.status
+
+    def looked(engine: Engine) -> str:
+        found = look(engine)
+        ready.wait()  # all have seen that it is behind
+        return found
+
+    monkeypatch.setattr(database, "status", looked)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(database.upgrade, engines))
+    assert {database.revision(engine) for engine in engines} == {database.newest()}
     for engine in engines:
         engine.dispose()
 
