@@ -169,6 +169,7 @@ class BoundedProtocol(UnreadProtocol, HalfClosedProtocol):
             self._raise(ApiError(400, text, code="pipelined"))
         self._stop_waiting()
         self._enter(_Part.BODY)
+        self.expect_100_continue &= self.parser.get_http_version() != "1.0"  # who would take that for the answer
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

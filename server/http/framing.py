@@ -24,9 +24,12 @@ class Parser(httptools.HttpRequestParser):
     """
 
     def __init__(self, protocol: Reader) -> None:
-        super().__init__(protocol)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
         self._protocol = protocol
+        self._begin()
+
+    def _begin(self) -> None:
+        super().__init__(self._protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
 
     def feed_data(self, data: Any) -> None:
         """Parse bytes, with the protocol's ``on_...`` called on the way."""
@@ -36,6 +39,7 @@ class Parser(httptools.HttpRequestParser):
                 return
             except httptools.HttpParserUpgrade as offer:
                 data = self._protocol.head_again() + data[offer.args[0] :]
+                self._begin()  # what has read a head that ends the connection would pass over all that follows
 
 
 def framed(cycle: RequestResponseCycle, app: Any) -> Any:

@@ -232,6 +232,26 @@ def test_a_request_that_offers_http_2_as_javas_client_does_is_answered_and_so_ar
         assert b"prompt" in answers.rpartition(b"HTTP/1.1 4")[2], statuses
 
 
+@pytest.mark.parametrize(
+    ("version", "connection"), [("1.1", "Upgrade, close"), ("1.1", "close, Upgrade"), ("1.0", "Upgrade")]
+)
+def test_who_offers_http_2_and_has_the_connection_closed_behind_the_answer_gets_it(
+    bounded: Live, version: str, connection: str
+) -> None:
+    asked = request(headers=f"Connection: {connection}\r\nUpgrade: h2c\r\n").replace(b"1.1", version.encode(), 1)
+    with connected(bounded.port, asked) as opened:
+        answer = read_all(opened)
+    assert answer.startswith(b"HTTP/1.1 200") and b'"object":"text_completion"' in answer
+
+
+def test_who_speaks_http_1_0_gets_the_answer_alone_whatever_they_expect(bounded: Live) -> None:
+    asked = request(headers="Expect: 100-continue\r\n")
+    for version, begins in ((b"1.1", b"HTTP/1.1 100"), (b"1.0", b"HTTP/1.1 200")):
+        with connected(bounded.port, asked.replace(b"1.1", version, 1)) as opened:
+            answer = read_all(opened)
+        assert answer.startswith(begins) and b'"object":"text_completion"' in answer
+
+
 def test_a_head_over_the_limits_that_offers_http_2_gets_431_and_a_late_body_408(bounded: Live) -> None:
     with connected(bounded.port, request(headers=OFFER + "X: 1\r\n" * 30)) as connection:
         refused(read_all(connection), 431, "headers_too_large")
