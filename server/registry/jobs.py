@@ -193,6 +193,9 @@ class Jobs:
         joint cost was measured with, None where it is activated whatever that is. Raises LeaseLost, NotAllowed, JointOutdated.
         """
         with self._transactions.change() as session:
+            known = session.get(Job, claim.job_id)
+            if known is not None and (known.fence, known.state) == (claim.fence, state):
+                return  # asked again: it was committed, and the answer was lost
             job = _held(session, claim)
             actor = Actor(claim.owner, "worker")
             ending = dict(result) if result is not None else None

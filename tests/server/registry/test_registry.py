@@ -115,6 +115,18 @@ def test_a_silent_worker_loses_its_job_and_may_write_nothing_more(registry: Regi
     assert registry.jobs.get(job_id, 15.3)["state"] == "running"
 
 
+def test_an_ending_whose_answer_was_lost_may_be_written_again_and_is_there_once(registry: Registry) -> None:
+    job_id = submit(registry)
+    held = claim(registry)
+    new = made_by(held)
+    for now in (1.0, 2.0):  # as a connection that breaks behind the commit has it
+        registry.jobs.finish(held, JobState.SUCCEEDED, now, result={}, module=new)
+    assert registry.jobs.get(job_id, 3.0)["finished_at"] == 1.0 and len(registry.modules.versions()) == 1
+    assert [row["action"] for row in registry.audit()].count("job.succeeded") == 1
+    with pytest.raises(LeaseLost):  # another ending is not what was asked for
+        registry.jobs.finish(held, JobState.FAILED, 3.0, error="it cannot be both")
+
+
 @pytest.mark.parametrize("ahead", [3 * 3_600.0, 30 * 86_400.0])
 def test_a_clock_that_was_ahead_keeps_no_job_from_other_workers(registry: Registry, ahead: float) -> None:
     steady = [0.0]
