@@ -58,10 +58,12 @@ def certify(context: Context, module: UnbindModule, left_out: Sequence[int]) -> 
 
 
 def certificate_rows(context: Context) -> list[int]:
-    """The rows set apart to certify, less those whose text stands among the rows that train or choose as well."""
+    """The rows set apart to certify, less those whose text stands among the rows that train or choose as well, and those of a
+    single token, on which nothing can be measured.
+    """
     parts, retain = context.parts, context.retain
     chosen = {retain[i].text for i in (*parts.retain_fit, *parts.retain_calibration)}
-    return [i for i in parts.retain_certificate if retain[i].text not in chosen]
+    return [i for i in parts.retain_certificate if retain[i].text not in chosen and context.retain_windows([i])]
 
 
 def certificate_states(context: Context, rows: Sequence[int], layer: int) -> tuple[Replay, RetainCompletions]:

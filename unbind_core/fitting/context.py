@@ -84,7 +84,7 @@ class Context:
     def contradicting(self, needed: Sequence[str] = ("retain_fit", "retain_calibration")) -> list[int]:
         """The retain rows that hold such a span: what is to be kept there is what is to be forgotten.
 
-        Raises InsufficientRows where nothing else is left of a part that is ``needed``.
+        Raises InsufficientRows where nothing else, or nothing that could be measured, is left of a part that is ``needed``.
         """
         parts = self.parts
         drawn = [*parts.retain_fit, *parts.retain_calibration, *parts.retain_certificate]
@@ -97,7 +97,18 @@ class Context:
                     "piece, and cannot be kept where that is forgotten; leave what they share (a licence's text, imports) out of "
                     "the forget rows, or give other retain rows"
                 )
+        self.require_windows(needed, found)
         return found
+
+    def require_windows(self, roles: Sequence[str] = tuple(_ROLES), without: Sequence[int] = ()) -> None:
+        """Raises InsufficientRows where no retain row of a role, but for those ``without``, has a token that follows another."""
+        for role in roles:
+            rows = sorted({*getattr(self.parts, role)}.difference(without))
+            if not any(self.retain_windows([i]) for i in rows):
+                raise InsufficientRows(
+                    f"none of the {len(rows)} retain rows {_ROLES[role]} has two tokens, so there is nothing to measure on them; "
+                    "give retain rows that are pieces of code, of several lines each"
+                )
 
     def retain_windows(self, indices: Sequence[int]) -> list[Window]:
         """Windows of retain rows in the fit's forms."""

@@ -224,7 +224,7 @@ def context_of(
     rows, parts = drawn(forget, retain, retain_calibration, options)
     layers, options = _layers(options, len(decoder_layers(model))), options.settled()
     options = replace(options, max_window=window_limit(model, options.max_window))
-    return Context(
+    context = Context(
         model=model,
         tokenizer=tokenizer,
         identity=identity or identify(model, tokenizer),
@@ -241,6 +241,8 @@ def context_of(
         clock=Clock(next(model.parameters()).device),
         exactness=0.0,
     )
+    context.require_windows()
+    return context
 
 
 __all__ = ["FitOptions", "FitReport", "fit", "prepare_retained"]

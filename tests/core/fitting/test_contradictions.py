@@ -13,6 +13,7 @@ from unbind_core.errors import InsufficientRows
 from unbind_core.evaluation.completions import retain_completions
 from unbind_core.evaluation.metrics import EXTRACTED_SPAN
 from unbind_core.evaluation.replay import Replay
+from unbind_core.fitting.certificate import certificate_rows
 from unbind_core.fitting.fit import context_of, fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.fitting.retained import Retained, retain_states
@@ -80,6 +81,48 @@ def test_where_no_other_rows_are_left_the_fit_says_so_before_it_computes(
             retain_calibration=[RetainRow(chosen + row.text.lower()) for row in ROWS[:4]],
             options=FitOptions(effort=0.01),
         )
+
+
+@pytest.mark.parametrize("gate", ["auto", "paper"])
+@pytest.mark.parametrize(
+    ("fitted", "chosen", "said"),
+    [
+        ([RetainRow("a")] * 12, ROWS[:4], "none of the 12 retain rows to fit on has two tokens"),
+        (ROWS, [RetainRow("a")] * 4, "none of the 2 .* to choose by has two tokens"),
+    ],
+)
+def test_rows_of_one_token_are_no_rows_to_fit_or_choose_by(
+    tiny: LoadedModel, fitted: list[RetainRow], chosen: list[RetainRow], said: str, gate: str
+) -> None:
+    """Where the tokenizer puts nothing before a text and has no markers."""
+    with pytest.raises(InsufficientRows, match=said):
+        fit(
+            tiny.model,
+            tiny.tokenizer,
+            FORGET * 2,
+            fitted,
+            name="m",
+            identity=tiny.identity,
+            retain_calibration=chosen,
+            options=FitOptions(gate=gate, forms=("plain",)),
+        )
+
+
+def test_rows_of_one_token_certify_nothing(tiny: LoadedModel) -> None:
+    given = context_of(
+        tiny.model,
+        tiny.tokenizer,
+        FORGET,
+        ROWS,
+        [RetainRow(text) for text in ("a", "b", "c", "d", *(f"def tell_{i}(x):\n    return x\n" for i in range(4)))],
+        "m",
+        tiny.identity,
+        FitOptions(forms=("plain",)),
+        silent,
+        None,
+    )
+    longer = [i for i in given.parts.retain_certificate if len(given.retain[i].text) > 1]
+    assert certificate_rows(given) == longer and 0 < len(longer) < len(given.parts.retain_certificate)
 
 
 @pytest.mark.parametrize("outside", [[], [0, 3], [9], list(range(5, 10)), list(range(10))])
