@@ -32,11 +32,18 @@ def positions(served: BaseService, intake: Intake) -> int:
     return total
 
 
-def plan_of(served: BaseService, rows: Sequence[ForgetRow], options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the fit will take; None where the retain rows say nothing of it, which is for the worker to tell."""
+def plan_of(
+    served: BaseService, rows: Sequence[ForgetRow], options: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """What the fit will take, and warnings of what stands against it; None where no fit is possible with what is set."""
     loaded = fitted_model(served)
     beside = bool(served.registry.modules.in_force())
     try:
-        return planned(served.settings, loaded.model, loaded.tokenizer, rows, options, beside=beside).to_json()
-    except UnbindError:
-        return None
+        plan = planned(served.settings, loaded.model, loaded.tokenizer, rows, options, beside=beside).to_json()
+    except UnbindError as error:
+        return None, [f"plan: none can be made, and a worker with these settings will refuse the fit: {error}"]
+    if plan["problem"] is None:
+        return plan, []
+    return plan, [
+        f"plan: as this server sees it now the fit does not fit, and the worker will refuse it: {plan['problem']}"
+    ]

@@ -76,12 +76,15 @@ async def post_takedown(
             f"rows: {len(intake.rows)} different; options.gate '{gate}' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
         )
     asked = Asked(fields, checked_options(served, fields.options), intake, posted)
+    foreseen: tuple[dict[str, Any] | None, list[str]] = None, []
+    if fits:
+        foreseen = await asyncio.to_thread(plan_of, served, intake.rows, asked.options)
     answer: dict[str, Any] = {
         "rows": len(intake.rows),
         "duplicates_dropped": intake.duplicates_dropped,
         "files_skipped": intake.files_skipped,
         "positions": await asyncio.to_thread(positions, served, intake) if fits else None,
-        "plan": await asyncio.to_thread(plan_of, served, intake.rows, asked.options) if fits else None,
+        "plan": foreseen[0],
     }
     with refusals():
         superseding = await asyncio.to_thread(superseding_of, served, fields)
@@ -99,7 +102,7 @@ async def post_takedown(
                     "scope": fields.options.scope,
                     "in_force": InForce.NONE,
                     "binds": f"nothing yet; once its {first} is active, {bound(fields.options.scope)}",
-                    "warnings": [*warnings_of(asked, guard.facts if guard else None, answer["plan"]), *superseding],
+                    "warnings": [*foreseen[1], *warnings_of(asked, guard.facts if guard else None), *superseding],
                 }
             )
         job, new = await asyncio.to_thread(_submit, served, asked, answer["plan"], actor, idempotency_key)
@@ -115,7 +118,7 @@ async def post_takedown(
         **answer,
         "created": new,
         **{name: takedown[name] for name in ("guard", "scope", "in_force", "binds")},
-        "warnings": [*warnings_of(asked, takedown["guard"], answer["plan"]), *superseding],
+        "warnings": [*foreseen[1], *warnings_of(asked, takedown["guard"]), *superseding],
     }
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
 

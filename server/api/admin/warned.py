@@ -29,7 +29,7 @@ class Asked:
     posted: str = ""
 
 
-def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> list[str]:
+def warnings_of(asked: Asked, guard: Mapping[str, Any] | None) -> list[str]:
     """What whoever posts may not have meant. ``guard``: the facts of the one that was made."""
     options, warnings = asked.fields.options, []
     if guard is None and options.gate == "auto" and len(asked.intake.rows) > MANY_ROWS:
@@ -37,10 +37,6 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None, plan: Mapping[str
             f"rows: one module of {len(asked.intake.rows)} rows without a guard holds less where somebody asks from within a row; "
             f"leave options.protect out, or post takedowns of {PART_ROWS} rows or so, as `unbind takedown submit --split "
             f"{PART_ROWS}` does"
-        )
-    if plan is not None and plan["problem"]:
-        warnings.append(
-            f"plan: as this server sees it now the fit does not fit, and the worker will refuse it: {plan['problem']}"
         )
     if options.scope is None:
         makes = "the module" if guard is None else "the guard" if options.protect == "guard" else "module and guard"

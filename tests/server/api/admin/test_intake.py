@@ -107,7 +107,7 @@ def test_files_of_one_short_line_are_named() -> None:
     many = from_upload(zipped({**files, **{f"{i}.py": b"import os\n" for i in range(6)}}), [], [])
     asked = TakedownFields(name="m", options=TakedownOptions(scope="global"))
     for intake_of, named in ((found, "b/__init__.py;"), (many, ", 3.py and 2 more;")):
-        (told,) = warnings_of(Asked(asked, {}, intake_of), {"too_short": 0}, None)
+        (told,) = warnings_of(Asked(asked, {}, intake_of), {"too_short": 0})
         assert told.startswith("file: a file of one short line makes no row: b/__init__.py") and named in told
 
 

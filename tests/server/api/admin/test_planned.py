@@ -68,3 +68,14 @@ def test_what_does_not_fit_now_is_warned_of(running: Live, monkeypatch: pytest.M
     (warning,) = [said for said in answer["warnings"] if said.startswith("plan:")]
     assert "1 MiB are free" in warning and "worker_device" in warning
     assert running.call("/v1/models", key=ADMIN_KEY).status == 200
+
+
+def test_retain_rows_that_no_fit_can_use_are_warned_of(checkpoint: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"text": "x = 1"}\n')
+    for file, said in ((tmp_path / "none.jsonl", "No such file"), (few, "at least 10 are needed")):
+        with live(checkpoint, tmp_path / file.stem, retain=file) as server:
+            for dry_run in (True, False):
+                answer = submitted(server, "doomed", dry_run=dry_run)
+                (warning,) = [line for line in answer["warnings"] if line.startswith("plan:")]
+                assert answer["plan"] is None and said in warning and "will refuse the fit" in warning
