@@ -207,6 +207,11 @@ def main(settings: Settings, parent: int | None, stages: Sequence[str] = STAGES)
         from server.exporting.jobs import TracedJobs
 
         worker.registry.jobs = TracedJobs(worker.registry.transactions, tracing)
+    if settings.retain == Settings.model_fields["retain"].default and not settings.is_demo:
+        log.warning(
+            "retain is not set: takedowns of this model are fitted beside the demo's rows, Python of a few packages, and what they "
+            "cost other code is measured on these; set it to code like that which clients ask for"
+        )
     worker.run()
     if port is not None:
         port.close()
