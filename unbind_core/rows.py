@@ -116,6 +116,10 @@ def forget_row(value: dict[str, Any], where: str = "row") -> ForgetRow:
         prompt, continuation = split_text(_text(where, value, "text"))
         if not continuation.strip():
             raise DataError(f"{where}: field 'text' is too short to be split into prompt and continuation")
+    elif "prompt" not in value and "continuation" not in value:
+        raise DataError(
+            f"{where}: field 'prompt' is missing or empty; a row has 'prompt' and 'continuation', or 'text'"
+        )
     else:
         prompt, continuation = _text(where, value, "prompt"), _text(where, value, "continuation")
     return ForgetRow(prompt, continuation, language, source)

@@ -47,6 +47,7 @@ def retain(count: int, languages: tuple[str, ...] = ("python",)) -> list[RetainR
         ("{", "line 1: not JSON"),
         ("[1]", "line 1: a JSON object is needed, not list"),
         ('{"prompt": "x"}', "field 'continuation' is missing or empty"),
+        ('{"code": "a = 1"}', "field 'prompt' is missing or empty; a row has 'prompt' and 'continuation', or 'text'"),
         ('{"prompt": 1, "continuation": "x"}', "field 'prompt' must be a string, not int"),
         ('{"text": "abc", "prompt": "x"}', "either 'text' or"),
         ('{"text": "a"}', "field 'text' is too short"),
