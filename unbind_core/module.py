@@ -262,7 +262,10 @@ class UnbindModule:
 
 
 # What may be done where a module was made for another model than the one that runs.
-_REMEDY = "fit the forget set again on the service as it runs, or have the module measured there: unbind module verify --adopt"
+_REMEDY = (
+    "fit the forget set again on the service as it runs, or, where a takedown there made the module and its rows are kept, have it "
+    "measured: unbind module verify --adopt NAME"
+)
 
 
 def _numerics_told(numerics: Mapping[str, Any]) -> str:
