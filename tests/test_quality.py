@@ -13,7 +13,8 @@ from tests.support.programs import unbind
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
-EVERY = 6  # of the held-out rows: enough for these thresholds
+ROWS = ROOT / "server/demo/rows"
+FITTED, HELD_OUT = 2, 6  # every so-manieth retain row is fitted on, is measured on: enough for these thresholds
 
 
 def test_one_pass_gradients_equal_one_call_a_target_and_cost_a_few_forward_passes() -> None:
@@ -24,12 +25,15 @@ def test_one_pass_gradients_equal_one_call_a_target_and_cost_a_few_forward_passe
 
 
 def test_a_fit_reaches_the_target_and_leaves_other_rows_alone(tmp_path: Path) -> None:
-    forget, module = ("--forget", "server/demo/rows/forget_b.jsonl"), str(tmp_path / "set-b.safetensors")
-    fitted = unbind("fit", *forget, "--out", module)
+    forget, module = ("--forget", str(ROWS / "forget_b.jsonl")), str(tmp_path / "set-b.safetensors")
+    for name, every in (("retain_train", FITTED), ("retain_test", HELD_OUT)):
+        some = (ROWS / f"{name}.jsonl").read_text().splitlines()[::every]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
+    beside = ("--retain", str(tmp_path / "retain_train.jsonl"))
+    choosing = ("--retain-calibration", str(ROWS / "retain_calibration.jsonl"))
+    fitted = unbind("fit", *forget, *beside, *choosing, "--out", module)
     assert fitted["outcome"] == "calibrated"
-    retain = tmp_path / "retain.jsonl"
-    retain.write_text("\n".join((ROOT / "server/demo/rows/retain_test.jsonl").read_text().splitlines()[::EVERY]))
-    told = ("--reference", "server/demo/retrained", "--retain", str(retain), "--attempts", "1")
+    told = ("--reference", "server/demo/retrained", "--retain", str(tmp_path / "retain_test.jsonl"), "--attempts", "1")
     measured = unbind("verify", module, *forget, *told)
     before, after, retrained = (measured[part] for part in ("before", "after", "reference"))
     for form in ("f_bleu", "f_bleu_fim"):
