@@ -149,6 +149,11 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
+def marks(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids of special tokens and of those for filling in the middle, but for the one that ends a text: of no code."""
+    return tuple(sorted({*tokenizer.all_special_ids, *fim_markers(tokenizer)} - {tokenizer.eos_token_id}))
+
+
 def decode_behind(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """What ``ids`` add to the text of ``prompt``, special tokens left out. Many tokenizers strip the blank that a text begins with,
     which an answer's first one is not.

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unbind_core.architecture import decoder_layers, identify
 from unbind_core.cpu.linears import packed_linears
-from unbind_core.encoding import available_forms, pad_id
+from unbind_core.encoding import available_forms, marks, pad_id
 from unbind_core.errors import DataError
 from unbind_core.evaluation.completions import retain_prompts, unedited_completions
 from unbind_core.evaluation.scores import RowScore, require_known_rows
@@ -149,7 +149,8 @@ def fit(
         if context.options.gate in PAPER_GATES:
             module, report = fit_paper(context)
         else:
-            with led(context, reference or Reference()) as towards:
+            reference = replace(reference or Reference(), unsaid=marks(tokenizer))
+            with led(context, reference) as towards:
                 module, report = fit_auto(context, towards)
         if report.outcome is Outcome.INEFFECTIVE:
             return module, report  # it changes nothing, and is not to be deployed

@@ -17,10 +17,11 @@ from tests.support import memorising
 from unbind_core import LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
+from unbind_core.encoding import fim_markers, marks
 from unbind_core.errors import DataError, FittingError
 from unbind_core.fitting.corrections.examples import OWN, Examples, Met, examples, met_part
 from unbind_core.fitting.corrections.learning import Correction, learn
-from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits, load_reference
+from unbind_core.fitting.corrections.reference import MEMORISED, Kind, Reference, last_logits, load_reference
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
 from unbind_core.windows import Window, batches, forget_windows, retain_windows
@@ -92,6 +93,22 @@ def test_the_edited_model_says_what_the_reference_says_and_not_the_row(world: Wo
     own = found.following[:, None]
     shares = [float(each.gather(1, own).exp().mean()) for each in (before, after)]
     assert shares[0] > 0.8 and shares[1] < 0.3
+
+
+def test_what_is_its_own_reference_says_no_mark_in_place_of_a_memorised_token(world: World) -> None:
+    model, tokenizer = world.loaded.model, world.loaded.tokenizer
+    found, _ = learned(world, Reference(), effort=0.01)
+    before, own = log_softmax(last_logits(model)(found.theirs.float()), -1), found.following[:, None]
+    known, unsaid = before.gather(1, own)[:, 0].exp() > MEMORISED, marks(tokenizer)
+    assert tokenizer.eos_token_id not in unsaid and fim_markers(tokenizer) <= set(unsaid)
+    assert bool(known.any()) and not bool(known.all())
+    said = Reference(unsaid=unsaid).log_probabilities(model)(found.theirs.float(), found.following)
+    assert torch.equal(said[~known], log_softmax(before[~known], -1))
+    gone = torch.zeros_like(before, dtype=torch.bool).scatter(1, own, True)
+    gone[:, list(unsaid)] = True
+    assert float(said[known][gone[known]].exp().max()) < 1e-4
+    rest = before[known].exp().masked_fill(gone[known], 0)
+    assert torch.allclose(said[known].exp(), rest / rest.sum(1, keepdim=True), atol=1e-3)
 
 
 def test_the_edited_model_is_as_sure_of_itself_as_the_reference(world: World) -> None:

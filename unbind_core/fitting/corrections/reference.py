@@ -40,7 +40,7 @@ class Kind(StrEnum):
 class Reference:
     """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself, less a next token of a forget row
     that has more of the mass than ``most``. ``led``: KL(fitted ‖ it) in nats on retained rows, before and after it was brought
-    nearer (``leading.py``).
+    nearer (``leading.py``). ``unsaid``: tokens that the model itself does not have in place of one that is taken out.
     """
 
     kind: Kind = Kind.ITSELF
@@ -48,6 +48,7 @@ class Reference:
     identity: ModelIdentity | None = None
     led: tuple[float, float] | None = None
     most: float = MEMORISED
+    unsaid: tuple[int, ...] = ()
 
     def source(self, fitted: nn.Module) -> nn.Module:
         """The model that is asked. Raises DataError where its vocabulary is another."""
@@ -66,13 +67,15 @@ class Reference:
         Raises DataError as :meth:`source` does.
         """
         logits, alone = last_logits(self.source(fitted)), self.model is None
+        unsaid = torch.tensor(self.unsaid, dtype=torch.int64)
 
         def said(states: Tensor, following: Tensor) -> Tensor:
             with torch.no_grad():
                 found, own = log_softmax(logits(states), -1), following[:, None]
                 if alone:
-                    known = found.gather(1, own)
-                    found = log_softmax(found.scatter(1, own, known.where(known.exp() <= self.most, _GONE)), -1)
+                    gone = found.gather(1, own).exp() > self.most
+                    taken = torch.cat((own, unsaid.to(own.device).expand(len(own), -1)), 1)
+                    found = log_softmax(found.scatter(1, taken, found.gather(1, taken).where(~gone, _GONE)), -1)
             return found
 
         return said
