@@ -24,7 +24,6 @@ from unbind_core.windows import Batch, Window, batches, forget_prompt, with_room
 
 # Tokens of a continuation by the reference, and prompts that are continued at most, spread over the rows.
 CONTINUED, MOST_CONTINUED = 64, 160
-AGAIN = 2  # times at most that a detector is trained once more, as it was shown rows that it is to know
 MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-manieth position of each window
 
 
@@ -111,22 +110,19 @@ class Screening:
         scores of the rows' own windows, from the position on at which their gate is to be open, and of the retain rows.
         """
         with self.clock.stage("detector"):
-            rate = self.context.options.limits.open_rate
             how, stage = {"width": width, "steps": steps, "batch": batch}, f"detector of {width}"
-            network, ours, theirs = self._trained(stage, **how)
-            for _ in range(AGAIN):
-                if not (found := alike(ours, theirs, rate)):
-                    break
-                self.alike = sorted({*self.alike, *found})
+            network, ours, theirs, splits = self._trained(stage, **how)
+            self.alike = alike(splits, ours, theirs, self.context.options.limits.open_rate)
+            if self.alike:
                 more = [one for window, one in _sequences(self.retain, self.layer) if window.row in self.alike]
-                network, ours, theirs = self._trained(f"{stage}, again", **how, more=torch.cat(more))
-            each = counted(WINDOWS, len(WINDOWS), "separation", self.context.progress)
-            splits = [as_decided(separation(ours, theirs, window, rate), ours, theirs) for window in each]
+                network, ours, theirs, splits = self._trained(f"{stage}, again", **how, more=torch.cat(more))
+            each = counted(splits, len(splits), "separation", self.context.progress)
+            splits = [as_decided(split, ours, theirs) for split in each]
             if self.alike:  # what is left of the rows to choose by says too little of others that are alike
                 splits = [replace(split, retained=max(split.retained, split.highest)) for split in splits]
             return network, splits, ours, theirs
 
-    def _trained(self, stage: str, **how: Any) -> tuple[Network, list[Scored], list[Scored]]:
+    def _trained(self, stage: str, **how: Any) -> tuple[Network, list[Scored], list[Scored], list[Separation]]:
         network = train_network(
             torch.cat([one.states for one in self.met]),
             torch.cat([torch.full((len(one.states),), one.window.row) for one in self.met]),
@@ -137,7 +133,9 @@ class Screening:
             **how,
         )
         ours, theirs = (self._scored(network, replay) for replay in (self.forget, self.retain))
-        return network, [(row, min(EARLY, len(scores) - 1), scores) for row, _, scores in ours], theirs
+        ours = [(row, min(EARLY, len(scores) - 1), scores) for row, _, scores in ours]
+        rate = self.context.options.limits.open_rate
+        return network, ours, theirs, [separation(ours, theirs, window, rate) for window in WINDOWS]
 
     def scored_parts(self, network: Network) -> list[Scored]:
         """The scores of the rows' parts of all windows in which they are met, from where on what is averaged lies in the part."""

@@ -111,19 +111,20 @@ def separation(forget: Sequence[Scored], retain: Sequence[Scored], window: int, 
     return Separation(window, reference, retained, float(theirs.max()), forgotten, margin)
 
 
-def alike(forget: Sequence[Scored], retain: Sequence[Scored], rate: float) -> list[int]:
-    """The few retain rows, by number, without which some window has a margin where none has one with them; mostly there are none.
+def alike(splits: Sequence[Separation], forget: Sequence[Scored], retain: Sequence[Scored], rate: float) -> list[int]:
+    """The few retain rows, by number, without which some window has a margin where none of ``splits``, which are with them, has
+    one; mostly there are none.
 
     Such a row resembles one row to forget so much that thresholds which keep its gate shut keep it shut on all others, too.
     """
-    if max(separation(forget, retain, window, rate).margin for window in WINDOWS) >= 0:
+    if max(split.margin for split in splits) >= 0:
         return []
     highest: dict[int, float] = {}
     for one in evidence(retain, max(WINDOWS), 0.0):
         highest[one.row] = max(highest.get(one.row, -math.inf), float(one.e.max()))
     few = sorted(sorted(highest, key=lambda row: highest[row])[-max(1, round(ALIKE * len(highest))) :])
     rest = [one for one in retain if one[0] not in few]
-    return few if rest and max(separation(forget, rest, window, rate).margin for window in WINDOWS) >= 0 else []
+    return few if rest and max(separation(forget, rest, split.window, rate).margin for split in splits) >= 0 else []
 
 
 def as_decided(split: Separation, forget: Sequence[Scored], retain: Sequence[Scored]) -> Separation:

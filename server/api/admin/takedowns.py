@@ -76,15 +76,13 @@ async def post_takedown(
             f"rows: {len(intake.rows)} different; options.gate '{gate}' needs {MINIMUM_FORGET_ROWS}, 'auto' needs one"
         )
     asked = Asked(fields, checked_options(served, fields.options), intake, posted)
-    foreseen: tuple[dict[str, Any] | None, list[str]] = None, []
-    if fits:
-        foreseen = await asyncio.to_thread(plan_of, served, intake.rows, asked.options)
+    plan, against = await asyncio.to_thread(plan_of, served, intake.rows, asked.options) if fits else (None, [])
     answer: dict[str, Any] = {
         "rows": len(intake.rows),
         "duplicates_dropped": intake.duplicates_dropped,
         "files_skipped": intake.files_skipped,
         "positions": await asyncio.to_thread(positions, served, intake) if fits else None,
-        "plan": foreseen[0],
+        "plan": plan,
     }
     with refusals():
         superseding = await asyncio.to_thread(superseding_of, served, fields)
@@ -102,10 +100,10 @@ async def post_takedown(
                     "scope": fields.options.scope,
                     "in_force": InForce.NONE,
                     "binds": f"nothing yet; once its {first} is active, {bound(fields.options.scope)}",
-                    "warnings": [*foreseen[1], *warnings_of(asked, guard.facts if guard else None), *superseding],
+                    "warnings": [*against, *warnings_of(asked, guard.facts if guard else None), *superseding],
                 }
             )
-        job, new = await asyncio.to_thread(_submit, served, asked, answer["plan"], actor, idempotency_key)
+        job, new = await asyncio.to_thread(_submit, served, asked, plan, actor, idempotency_key)
         takedown = await asyncio.to_thread(served.registry.takedowns.get, job["takedown_id"])
     if takedown["guard"] is not None:
         with suppress(EngineStopped, *AWAY):  # it is written, and loaded at the next look
@@ -118,7 +116,7 @@ async def post_takedown(
         **answer,
         "created": new,
         **{name: takedown[name] for name in ("guard", "scope", "in_force", "binds")},
-        "warnings": [*foreseen[1], *warnings_of(asked, takedown["guard"]), *superseding],
+        "warnings": [*against, *warnings_of(asked, takedown["guard"]), *superseding],
     }
     return JSONResponse(answer, 202, headers={"Location": f"/admin/v1/jobs/{job['id']}"})
 

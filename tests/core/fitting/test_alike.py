@@ -12,9 +12,10 @@ from torch import Tensor
 from tests.support import memorising
 from unbind_core import FitOptions, load_model
 from unbind_core.fitting import screening
-from unbind_core.fitting.fit import context_of
+from unbind_core.fitting.fit import context_of, fit
 from unbind_core.fitting.network import train_network
-from unbind_core.fitting.separation import Scored, alike
+from unbind_core.fitting.separation import WINDOWS, Scored, alike, separation
+from unbind_core.progress import Progress
 from unbind_core.rows import ForgetRow, RetainRow
 
 RATE = 0.01
@@ -30,17 +31,20 @@ def of(values: Sequence[float], first: int = 0) -> list[Scored]:
     return [(row, first, torch.full((40, 1), value)) for row, value in enumerate(values)]
 
 
+def found(theirs: Sequence[float]) -> list[int]:
+    ours, retain = of([3.0, 3.5, 4.0], first=30), of(theirs)
+    return alike([separation(ours, retain, window, RATE) for window in WINDOWS], ours, retain, RATE)
+
+
 def test_one_row_without_which_the_sides_part_is_found() -> None:
-    ours = of([3.0, 3.5, 4.0], first=30)
-    assert alike(ours, of([-4.0] * 70 + [9.0] + [-4.0] * 29), RATE) == [70]
-    assert alike(ours, of([-4.0] * 150 + [8.0, 9.0] + [-4.0] * 48), RATE) == [150, 151]
+    assert found([-4.0] * 70 + [9.0] + [-4.0] * 29) == [70]
+    assert found([-4.0] * 150 + [8.0, 9.0] + [-4.0] * 48) == [150, 151]
 
 
 def test_none_is_where_the_sides_part_or_where_many_rows_are_in_the_way() -> None:
-    ours = of([3.0, 3.5, 4.0], first=30)
-    assert alike(ours, of([-4.0] * 99 + [2.0]), RATE) == []
-    assert alike(ours, of([-4.0] * 90 + [9.0] * 10), RATE) == []
-    assert alike(ours, of([9.0]), RATE) == []  # nothing would be left to choose by
+    assert found([-4.0] * 99 + [2.0]) == []
+    assert found([-4.0] * 90 + [9.0] * 10) == []
+    assert found([9.0]) == []  # nothing would be left to choose by
 
 
 def clusters() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,29 +67,26 @@ def test_states_that_are_learned_too_are_told_from_the_row_that_they_are_like() 
         assert float((network.scores(forget).amax(1) > 0).float().mean()) > 0.95
 
 
-def test_a_row_to_choose_by_that_is_nearly_protected_is_learned_and_gates_open_sooner_for_it(
-    memorised: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_to_choose_by_that_is_nearly_protected_is_learned_and_gates_open_sooner_for_it(memorised: Path) -> None:
     loaded, told = load_model(memorised), list[str]()
-    calibration = [SIBLING, *ORDINARY[40:60]]
-    context = context_of(
-        loaded.model,
-        loaded.tokenizer,
-        FORGET,
-        ORDINARY[:40],
-        calibration,
-        "m",
-        loaded.identity,
-        FitOptions(),
-        lambda progress: told.append(progress.stage),
-        cache=None,
+    given = (loaded.model, loaded.tokenizer, FORGET, ORDINARY[:40])
+    choosing = [SIBLING, *ORDINARY[40:60]]
+
+    def progress(one: Progress) -> None:
+        told.append(one.stage)
+
+    quick = FitOptions(effort=0.3)
+    context = context_of(*given, choosing, "m", loaded.identity, quick, progress, cache=None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(screening, "alike", lambda *_: [])
+        _, splits, _, _ = screening.Screening(context).detector(128, 258, 2048)
+    without = max(split.margin for split in splits)
+    assert without < 0 and "detector of 128, again" not in told
+    _, report = fit(
+        *given, name="m", retain_calibration=choosing, identity=loaded.identity, options=quick, progress=progress
     )
-    how, margins = (64, 300, 1024), []
-    for again, known in ((0, []), (1, [40])):
-        monkeypatch.setattr(screening, "AGAIN", again)
-        found = screening.Screening(context)
-        _, splits, _, _ = found.detector(*how)
-        margins.append(max(split.margin for split in splits))
-        assert found.alike == known and not found.left_out
-        assert ("detector of 64, again" in told) == bool(known)
-    assert margins[0] < margins[1] - 0.2, margins
+    assert report.retain_rows_alike == [40] and report.retain_rows_left_out == []
+    assert "detector of 128, again" in told
+    tried = [level["separation"] for level in report.levels]
+    assert max(split["margin"] for split in tried) > without + 0.2
+    assert all(split["retained"] >= split["highest"] for split in tried)

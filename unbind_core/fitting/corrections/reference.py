@@ -67,14 +67,16 @@ class Reference:
         Raises DataError as :meth:`source` does.
         """
         logits, alone = last_logits(self.source(fitted)), self.model is None
-        unsaid = torch.tensor(self.unsaid, dtype=torch.int64)
+        size, device = fitted.get_output_embeddings().weight.shape[0], next(fitted.parameters()).device  # type: ignore[operator]
+        # a tokenizer may have more tokens than its model
+        unsaid = torch.tensor([token for token in self.unsaid if token < size], dtype=torch.int64, device=device)
 
         def said(states: Tensor, following: Tensor) -> Tensor:
             with torch.no_grad():
                 found, own = log_softmax(logits(states), -1), following[:, None]
                 if alone:
                     gone = found.gather(1, own).exp() > self.most
-                    taken = torch.cat((own, unsaid.to(own.device).expand(len(own), -1)), 1)
+                    taken = torch.cat((own, unsaid.expand(len(own), -1)), 1)
                     found = log_softmax(found.scatter(1, taken, found.gather(1, taken).where(~gone, _GONE)), -1)
             return found
 
