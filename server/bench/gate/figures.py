@@ -20,6 +20,7 @@ from server.bench.gate.written import paraphrased, written
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.files import write_text
+from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.module import UnbindModule
 from unbind_core.progress import ProgressCallback
 
@@ -33,6 +34,7 @@ def gate_figures(
     sizes: Sequence[int] = SIZES,
     gates: Sequence[str] = GATES,
     policy: str | None = None,
+    reference: Kind = Kind.NAMED,
     attempts: int = 5,
     joint: bool = True,
     overlap: bool = False,
@@ -49,7 +51,7 @@ def gate_figures(
     ``keep``: a folder for the modules that were fitted and each size's figures. ``quick``: on a third of the retain rows.
     ``report`` hears of each result as it comes.
     """
-    world = World.load(loaded, quick)
+    world = World.load(loaded, quick, reference)
     retained = Retained(world, progress)
     other = load_model(demo.BASE, demo.RETRAINED, device=world.device)
     table: dict[str, Any] = {"sizes": {}}
@@ -81,6 +83,7 @@ def gate_figures(
                 "neighbours": neighbours_rise(world, retained, rows, module),
                 "paraphrased": paraphrased(world, rows, (module,), progress),
                 "policy": module.policy,
+                "reference": str(reference),
                 **written(world, other, rows, (module,)),
             }
             entry[gate]["groups"] = _groups(module, before, after)

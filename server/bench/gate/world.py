@@ -23,7 +23,7 @@ from unbind_core.evaluation.completions import retain_prompts
 from unbind_core.evaluation.metrics import sentence_bleu
 from unbind_core.evaluation.scores import RowScore, by_ways, forget_scores
 from unbind_core.evaluation.verify import perplexity
-from unbind_core.fitting.corrections.reference import Reference, load_reference
+from unbind_core.fitting.corrections.reference import Kind, Reference, load_reference
 from unbind_core.fitting.fit import fit
 from unbind_core.fitting.options import FitOptions
 from unbind_core.module import UnbindModule
@@ -47,14 +47,15 @@ class World:
     reference: Reference = field(default_factory=Reference)
 
     @classmethod
-    def load(cls, loaded: LoadedModel, quick: bool = False) -> World:
-        """The rows that are shipped, and the reference that fits lead towards; ``quick``: a third of the rows that are to stay, but
-        for those of calibration.
+    def load(cls, loaded: LoadedModel, quick: bool = False, kind: Kind = Kind.NAMED) -> World:
+        """The rows that are shipped, and what fits lead towards: the demo's own reference, or what there is without one.
+        ``quick``: a third of the rows that are to stay, but for those of calibration.
         """
         sets = {name: _rows(f"forget_{name}", parse_forget) for name in "abc"}
         train, calibration, test = (_rows(f"retain_{part}", parse_retain) for part in ("train", "calibration", "test"))
         device = str(next(loaded.model.parameters()).device)
-        reference = load_reference(demo.REFERENCE, demo.BASE, demo.ADAPTER, device=device)
+        named, adapter = demo.REFERENCE if kind is Kind.NAMED else None, None if kind is Kind.ITSELF else demo.ADAPTER
+        reference = load_reference(named, demo.BASE, adapter, device=device)
         every = 3 if quick else 1
         return cls(loaded, sets, train[::every], calibration, test[::every], reference)
 
@@ -233,14 +234,18 @@ def fit_kept(
 ) -> UnbindModule:
     """The module of that name in the folder ``keep``; where there is none, one that is fitted and kept there.
 
-    Raises UnbindError where the one there was fitted on other rows or for another policy.
+    Raises UnbindError where the one there was fitted on other rows, for another policy or towards another reference.
     """
     path = None if keep is None else keep / f"{name}.safetensors"
     if path is not None and path.is_file():
         module = UnbindModule.load(path)
         module.require(world.loaded.identity)
-        if module.forget_digest != forget_digest(rows) or policy not in (None, module.policy):
-            raise UnbindError(f"--keep: {path} was fitted on other rows or for another policy; name another folder")
+        led = module.measured.get("correction", {}).get("reference", {}).get("kind", world.reference.kind)
+        same = (module.forget_digest, led) == (forget_digest(rows), world.reference.kind)
+        if not same or policy not in (None, module.policy):
+            raise UnbindError(
+                f"--keep: {path} was fitted on other rows, for another policy or towards another reference; name another folder"
+            )
         return module
     module, _ = fit_one(world, rows, name, "auto", cache, progress, policy, beside)
     if path is not None:

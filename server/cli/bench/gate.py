@@ -21,6 +21,13 @@ def gate(
         int, typer.Option(min=1, help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
     ] = 5,
     policy: Annotated[str | None, typer.Option(help="What gate auto aims at: rewrite or silent.")] = None,
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="What gate auto leads towards: named, the demo's adapter that was trained on the retained rows alone; base, its "
+            "model without an adapter; or itself, as where a model has none."
+        ),
+    ] = "named",
     joint: Annotated[bool, typer.Option(help="Ten modules together as well.")] = True,
     overlap: Annotated[bool, typer.Option(help="Two modules that share rows as well.")] = False,
     many: Annotated[str, typer.Option(help="Numbers of modules of few rows each, as in 1,5,20,60.")] = "",
@@ -35,6 +42,7 @@ def gate(
 ) -> None:
     """The paper's gate and the measured choice on forget sets of growing size; with all sizes it takes an hour or two."""
     from server.bench.gate.figures import gate_figures
+    from unbind_core.fitting.corrections.reference import Kind
 
     with clear_errors():
         chosen = numbers(sizes or None, int, "--sizes", "24,40") or ()
@@ -48,6 +56,8 @@ def gate(
         wanted = [gate.strip() for gate in gates.split(",")]
         if not set(wanted) <= {"paper", "paper-strict", "auto"}:
             raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
+        if reference not in list(Kind):
+            raise UnbindError(f"--reference: '{reference}' is none of named, base and itself")
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
         loaded = load(None, None, "float32", device)
@@ -57,6 +67,7 @@ def gate(
                 sizes=chosen,
                 gates=wanted,
                 policy=policy,
+                reference=Kind(reference),
                 attempts=attempts,
                 joint=joint,
                 overlap=overlap,

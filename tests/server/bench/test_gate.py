@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from server import demo
 from server.bench.gate.neighbours import apart_figures
 from server.bench.gate.together import many_figures
 from server.bench.gate.world import Retained, World
 from server.bench.gate.written import divergence
 from tests.server.conftest import MakeModule
-from unbind_core.architecture import LoadedModel
+from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import ModelMismatch, UnbindError
+from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow, forget_digest
 
@@ -78,9 +80,21 @@ def test_what_was_kept_is_measured_and_what_is_of_other_rows_or_policies_refused
     assert one["none"]["kl_to_retrained"] == pytest.approx(0, abs=1e-6) and one["all"]["kl_to_retrained"] > 0.01
     with pytest.raises(UnbindError, match=r"--keep: .*many-0-beside\.safetensors was fitted on other rows"):
         figures("rewrite" if kept.policy == "silent" else "silent")
+    replace(kept, measured={"correction": {"reference": {"kind": "named"}}}).save(path)
+    with pytest.raises(UnbindError, match="towards another reference"):
+        figures()
     replace(kept, forget_digest=forget_digest([FORGET, FORGET])).save(path)
     with pytest.raises(UnbindError, match="name another folder"):
         figures()
     replace(kept, model=replace(kept.model, fingerprint="another")).save(path)
     with pytest.raises(ModelMismatch):
         figures()
+
+
+def test_fits_are_led_towards_the_reference_that_is_asked_for() -> None:
+    demo_model = load_model(demo.BASE, demo.ADAPTER)
+    sources = {kind: World.load(demo_model, kind=kind).reference for kind in Kind}
+    assert {kind: source.kind for kind, source in sources.items()} == {kind: kind for kind in Kind}
+    assert World.load(demo_model).reference.kind is Kind.NAMED
+    fingerprints = {source.identity.fingerprint if source.identity else None for source in sources.values()}
+    assert len(fingerprints) == 3 and sources[Kind.ITSELF].model is None
