@@ -216,7 +216,7 @@ def test_a_world_is_built_once_and_a_lab_runs_on_it(
     # so tiny a model forgets hardly anything within the budgets, and whether it does goes by the processor's rounding
     wide = Budgets(kl=9.0, nll=9.0, bleu=1.0, open_rate=1.0)
     quick = {name: replace(options, budgets=wide) for name, options in building.MODULES.items()}
-    quick |= {name: replace(quick[name], effort=0.2) for name in ("rewrite", "silent")}
+    quick |= {name: replace(quick[name], effort=0.1) for name in ("rewrite", "silent")}
     monkeypatch.setattr(building, "MODULES", quick)
     told: list[str] = []
 

@@ -18,7 +18,7 @@ def test_a_takedown_goes_on_under_a_quantised_model_once_it_was_measured_there(m
     settings = {"retain": write_rows(tmp_path / "retain.jsonl", retain_rows())}
     settings["retain_test"] = write_rows(tmp_path / "test.jsonl", retain_rows(6))
     with serving(memorised, tmp_path / "data", **settings) as server:
-        options = {"scope": "global", "protect": "module"}
+        options = {"scope": "global", "protect": "module", "effort": 0.3}
         body = {"name": "set-t", "rows": forget_rows(), "options": options}
         status, answer = server.admin("/takedowns", body)
         assert status == 202, answer

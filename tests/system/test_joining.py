@@ -17,7 +17,7 @@ def test_two_takedowns_become_one_under_load_and_nothing_comes_back(memorised: P
     settings = {"retain": write_rows(tmp_path / "retain.jsonl", retain_rows())}
     settings["retain_test"] = write_rows(tmp_path / "test.jsonl", retain_rows(6))
     rows = forget_rows()
-    options = {"scope": "global", "protect": "module", "override": True}
+    options = {"scope": "global", "protect": "module", "override": True, "effort": 0.3}
     with serving(memorised, tmp_path / "data", **settings) as server:
 
         def recited(row: dict[str, str]) -> bool:

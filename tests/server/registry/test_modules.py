@@ -261,7 +261,7 @@ def test_the_lifecycle_holds_under_many_sequences_of_operators() -> None:
     run_state_machine_as_test(
         Lifecycle,
         settings=settings(
-            max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -226,7 +226,7 @@ def _newline(server: Live, bias: float = 100) -> dict[str, Any]:
 def test_the_time_limit_ends_an_answer_once_a_line_has_ended(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = server.service.engine.stepper._publish
     monkeypatch.setattr(server.service.engine.stepper, "_publish", lambda *a: (time.sleep(0.02), publish(*a))[1])
-    lines = _infill(server, n_predict=100, t_max_predict_ms=50, **_newline(server))
+    lines = _infill(server, n_predict=100, t_max_predict_ms=500, **_newline(server))
     assert 2 < lines["tokens_predicted"] < 100
     assert (lines["stop_type"], lines["finish_reason"]) == ("limit", "length")
     one_line = _infill(server, n_predict=12, t_max_predict_ms=1, **_newline(server, -100))
