@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url, address
-from server.cli.console import AsJson, clear_errors, screen, show_fields, show_lines, shown_field, write_json
+from server.cli.console import AsJson, clear_errors, notes, screen, show_fields, show_lines, shown_field, write_json
 from server.cli.takedown.shown import warn
 from server.registry.lifecycle import standing
 from unbind_core.errors import UnbindError
@@ -125,6 +125,8 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
         elif field != "warnings" and not isinstance(value, dict):
             told[field] = shown_field(field, value)
     show_fields(told.items())
+    if "state" not in answer:  # as of activate where what all cost together is measured first: nothing has changed yet
+        notes.print(f"a job does it: unbind takedown watch {answer['job_id']}", highlight=False, soft_wrap=True)
     warn({"warnings": answer.get("warnings", ())})
 
 

@@ -178,7 +178,25 @@ def test_times_are_shown_as_days_and_hours(running: Live, tmp_path: Path) -> Non
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", shown["created_at"]) and shown["purged_at"] == "None"
 
 
-def test_a_job_with_a_remark_says_too_whom_its_module_binds(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "made", "says"),
+    [
+        (
+            "active",
+            {"in_force": "enforced", "scope": "global", "remark": "short: recovery 0.2 (aim 0.1)"},
+            "enforced (global); short: recovery 0.2 (aim 0.1)",
+        ),
+        (
+            "calibrated",
+            {"in_force": "none", "scope": "global", "joint_verdict": "modules m and n together: KL 0.04 (budget 0.01)"},
+            "calibrated; modules m and n together: KL 0.04 (budget 0.01)",
+        ),
+        ("over_joint_budget", {"joint_verdict": "KL 0.04"}, "over_joint_budget; KL 0.04"),
+    ],
+)
+def test_a_job_says_whom_its_module_binds_or_why_it_binds_nobody(
+    outcome: str, made: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = {
         "id": "job_1",
         "takedown_id": "td_1",
@@ -187,10 +205,9 @@ def test_a_job_with_a_remark_says_too_whom_its_module_binds(capsys: pytest.Captu
         "stage": "publish",
         "progress": 1.0,
     }
-    made = {"in_force": "enforced", "scope": "global", "remark": "short: recovery 0.2 (aim 0.1)"}
-    show_job({**job, "eta_seconds": None, "error": None, "outcome": "active", "result": made})
+    show_job({**job, "eta_seconds": None, "error": None, "outcome": outcome, "result": made})
     fields = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert fields["outcome"] == "enforced (global); short: recovery 0.2 (aim 0.1)"
+    assert fields["outcome"] == says
 
 
 def test_every_option_says_what_it_is() -> None:

@@ -19,6 +19,7 @@ from unbind_core.module_checks import name_problem
 from unbind_core.rows import ForgetRow, forget_digest
 
 Placed = list[tuple[str, ForgetRow]]
+_WAITING = (ModuleState.CALIBRATED, ModuleState.SHADOW, ModuleState.SUSPENDED)
 
 
 def joined(served: BaseService, fields: TakedownFields, intake: Intake) -> tuple[TakedownFields, Intake]:
@@ -72,9 +73,17 @@ def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
     found = next((one for one in live if named in (one["takedown_id"], one["name"])), None)
     record: Mapping[str, Any] | None = found
     if record is None and name_problem(named) is None:  # of what else there is, PostgreSQL does not even look for a NUL
-        record = _stood_in_for(served, named, [one for one in live if one["state"] == ModuleState.ACTIVE])
-    if record is None or record["state"] not in (ModuleState.ACTIVE, ModuleState.SUPERSEDED):
+        made = _made(served, named)
+        record = _stood_in_for(served, made, [one for one in live if one["state"] == ModuleState.ACTIVE])
+        record = record or next((one for one in made[:1] if one["state"] in _WAITING), None)
+    if record is None:
         raise _wrong(field, f"no module of '{named[:80]}' is active here; `unbind takedown list` says what there is")
+    if record["state"] in _WAITING:  # as one that was over the budget, which is when joining is advised
+        raise _wrong(
+            field,
+            f"module '{record['name']}' is {record['state']}, and what is active is joined; leave it out, or activate it before: "
+            f"unbind module activate {record['name']} --override",
+        )
     if record["takedown_id"] is None:
         raise _wrong(field, f"module '{record['name']}' came as a file, so that its rows are not known; leave it out")
     if record["expires_at"] is not None:
@@ -84,18 +93,24 @@ def _active(served: BaseService, named: str, field: str) -> Mapping[str, Any]:
     return record
 
 
-def _stood_in_for(served: BaseService, named: str, active: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The newest superseded module of this name, or of this takedown, whose rows one of the ``active`` has among its own."""
-    takedowns = served.registry.takedowns
+def _made(served: BaseService, named: str) -> list[dict[str, Any]]:
+    """The records of modules of this name, or of this takedown, for the model that runs here, the newest first."""
     found: list[dict[str, Any]] = []
     with suppress(NotThere):  # as of a name
-        found += takedowns.get(named)["modules"]
-    for record in reversed(found or served.registry.modules.versions(named)):
-        superseded = (record["kind"], record["state"]) == (Kind.MODULE, ModuleState.SUPERSEDED)
-        if superseded and record["fingerprint"] == served.model_fingerprint and record["takedown_id"] is not None:
-            joining = takedowns.get(record["takedown_id"])["joined_by"]
+        found += served.registry.takedowns.get(named)["modules"]
+    modules = [one for one in found or served.registry.modules.versions(named) if one["kind"] == Kind.MODULE]
+    return [one for one in reversed(modules) if one["fingerprint"] == served.model_fingerprint]
+
+
+def _stood_in_for(
+    served: BaseService, made: Sequence[Mapping[str, Any]], active: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """The newest superseded one of ``made`` whose rows one of the ``active`` has among its own."""
+    for record in made:
+        if record["state"] == ModuleState.SUPERSEDED and record["takedown_id"] is not None:
+            joining = served.registry.takedowns.get(record["takedown_id"])["joined_by"]
             if any(one["takedown_id"] in joining for one in active):
-                return dict(record)
+                return record
     return None
 
 

@@ -128,6 +128,7 @@ def _told(job: Mapping[str, Any]) -> dict[str, str]:
     outcome, made = job["outcome"] or "", job["result"] or {}
     if made.get("in_force"):
         outcome = outcome if "guard_id" in made else standing({"state": outcome, **made})
+    said = str(job["error"] or "; ".join(filter(None, (outcome, made.get("joint_verdict"), made.get("remark")))))
     return {
         "job": job["id"],
         "takedown": job["takedown_id"] or "",
@@ -136,5 +137,5 @@ def _told(job: Mapping[str, Any]) -> dict[str, str]:
         "stage": job["stage"] or "",
         "progress": f"{100 * job['progress']:.0f} %",
         "left": "" if job["eta_seconds"] is None else f"{job['eta_seconds']:.0f} s",
-        "outcome": " ".join(str(job["error"] or "; ".join(filter(None, (outcome, made.get("remark"))))).split()),
+        "outcome": " ".join(said.split()),
     }

@@ -109,6 +109,24 @@ def test_what_cannot_be_joined_is_refused_by_its_field(
     assert refused.error["message"].startswith(f"options.{field}: ") and says in refused.error["message"]
 
 
+def test_what_is_made_and_not_active_is_refused_by_its_state_with_the_way_to_join_it(running: Live) -> None:
+    """As the module that came over the budget, whose verdict is to join small ones."""
+    waits = active(running, "waits")
+    assert act(running, "waits", "suspend").status == 200
+    for named in ("waits", waits):
+        refused = join(running, "alpha", named)
+        assert (refused.status, refused.error["param"]) == (400, "options.joins.1"), refused.raw
+        assert "module 'waits' is suspended, and what is active is joined" in refused.error["message"]
+        assert refused.error["message"].endswith("unbind module activate waits --override")
+    given = ["module", "activate", "waits", "--url", running.url, "--key", ADMIN_KEY]
+    told = CliRunner().invoke(build(), given)  # which a job decides
+    assert told.exit_code == 0 and "a job does it: unbind takedown watch job_" in told.stderr, told.output
+    assert running.admin(f"/jobs/{told.stderr.split()[-1]}/cancel", {}).status == 200  # no worker is there to take it
+    path = "/admin/v1/modules/waits/activate?override=true"
+    assert running.call(path, key=ADMIN_KEY, method="POST", headers={"If-Match": "*"}).status == 200
+    assert join(running, "alpha", waits).status == 200
+
+
 def test_what_can_be_no_name_is_refused_as_one_that_is_not_there(
     checkpoint: Path, tmp_path: Path, registry: Registry, database_url: str
 ) -> None:
