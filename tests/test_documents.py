@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import unbind_core
+from server.api.admin.bodies import BudgetOptions, GuardOptions, Notice, TakedownOptions
 from server.cli import build
 from server.settings import PREFIX, Settings
 from tests.support.repository import FILES, ROOT, relative
@@ -35,6 +36,17 @@ def test_paths_in_the_architecture_page_exist() -> None:
         for cell in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE):
             names = [name for name in re.findall(r"`([\w/.]+)`", cell) if "/" in name or name.endswith(".py")]
             assert all((ROOT / base / name).exists() for name in names), cell
+
+
+def test_the_page_of_the_api_names_all_that_a_takedown_takes() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    fields = {
+        *TakedownOptions.model_fields,
+        *BudgetOptions.model_fields,
+        *GuardOptions.model_fields,
+        *Notice.model_fields,
+    }
+    assert [field for field in sorted(fields) if not re.search(rf"`(options\.)?{field}`", text)] == []
 
 
 def test_every_setting_is_documented_as_it_is() -> None:

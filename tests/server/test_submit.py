@@ -191,6 +191,12 @@ def test_times_are_shown_as_days_and_hours(running: Live, tmp_path: Path) -> Non
             {"in_force": "none", "scope": "global", "joint_verdict": "modules m and n together: KL 0.04 (budget 0.01)"},
             "calibrated; modules m and n together: KL 0.04 (budget 0.01)",
         ),
+        (
+            "ineffective",
+            {},
+            "ineffective; no gate met the budgets, so that there is no module; give fewer rows in one takedown, or, through the "
+            "API, wider options.budgets",
+        ),
         ("over_joint_budget", {"joint_verdict": "KL 0.04"}, "over_joint_budget; KL 0.04"),
     ],
 )

@@ -120,6 +120,11 @@ def show_job(job: Mapping[str, Any]) -> None:
     show_answer({field: text for field, text in _told(job).items() if text})
 
 
+_MADE_NOTHING = {
+    "ineffective": "no gate met the budgets, so that there is no module; give fewer rows in one takedown, or, through the API, "
+    "wider options.budgets",
+    "nothing_to_remove": "the model does not recite these rows, so that there is no module",
+}
 _COLUMNS = ("job", "module", "state", "stage", "progress", "left", "outcome")
 
 
@@ -128,7 +133,8 @@ def _told(job: Mapping[str, Any]) -> dict[str, str]:
     outcome, made = job["outcome"] or "", job["result"] or {}
     if made.get("in_force"):
         outcome = outcome if "guard_id" in made else standing({"state": outcome, **made})
-    said = str(job["error"] or "; ".join(filter(None, (outcome, made.get("joint_verdict"), made.get("remark")))))
+    told = _MADE_NOTHING.get(outcome), made.get("joint_verdict"), made.get("remark")
+    said = str(job["error"] or "; ".join(filter(None, (outcome, *told))))
     return {
         "job": job["id"],
         "takedown": job["takedown_id"] or "",
