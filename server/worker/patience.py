@@ -103,7 +103,7 @@ class Patience:
         """What the ``which`` store answers. Raises StageFailed, which begins with ``failed``, where it is away too
         long; FileNotFoundError at once, as waiting brings nothing back.
         """
-        patient_until = time.monotonic() + PATIENCE_SECONDS
+        patient_until, met = time.monotonic() + PATIENCE_SECONDS, ""
         while True:
             self._beat()  # what fails at once, as on a full disk, leaves no other sign of life
             try:
@@ -113,7 +113,9 @@ class Patience:
             except OSError as error:
                 if time.monotonic() > patient_until:
                     raise StageFailed(f"{failed} ({error}); mend it and retry the job") from None
-                log.warning("job %s: %s; trying again", claim.job_id, error)
+                if met != str(error):  # once, where it is the same at each try
+                    log.warning("job %s: %s; it is tried again for %.0f s", claim.job_id, error, PATIENCE_SECONDS)
+                met = str(error)
             if self._stop.wait(REPORT_SECONDS):
                 raise Stopping
             self.report(claim, {"message": f"waiting for the {which}"})

@@ -116,7 +116,7 @@ def test_a_worker_that_is_asked_to_leave_waits_for_no_database(settings: Setting
 
 
 def test_a_worker_whose_store_has_no_room_gives_signs_of_life(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("server.worker.patience.REPORT_SECONDS", 0.02)
     registry = open_registry(settings)
@@ -135,6 +135,8 @@ def test_a_worker_whose_store_has_no_room_gives_signs_of_life(
         disk.fill([os.getpid()])
         key = patience.put(b"module", claim)
         assert len(beats) >= 3 and (disk.folder / "store" / key).read_bytes() == b"module"
+    told = [record.getMessage() for record in caplog.records if record.name == "unbind.worker"]
+    assert len(told) == 1 and "it is tried again for 5 s" in told[0], told  # and not at each try
     registry.close()
 
 
