@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from server.cli.console import clear_errors, screen, show_lines, write_json
+from server.cli.console import clear_errors, notes, screen, show_lines, write_json
 from server.cli.flags import flag, with_settings
 from server.registry.audit import Actor
 from server.registry.refusals import Refusal
@@ -33,11 +33,13 @@ OPERATOR = Actor("operator", "command line")
 
 @with_settings([_AFTER, _LIMIT, AS_JSON])
 def list_entries(settings: Settings, after: int, limit: int, as_json: bool) -> None:
-    """What was done, by whom, to what."""
+    """What was done, by whom, to what, the oldest first."""
     with clear_errors():
         registry = open_registry(settings, existing=True)
-        rows = registry.audit(after, limit)
+        found = registry.audit(after, limit + 1)
         registry.close()
+    if len(rows := found[:limit]) < len(found):
+        notes.print(f"there are more: --after {rows[-1]['id']} shows what follows", highlight=False, soft_wrap=True)
     if as_json:
         write_json(rows)
         return

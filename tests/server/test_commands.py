@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from server.cli import build
 from server.registry.database import open_database
@@ -29,6 +29,20 @@ def test_pages_of_the_audit_trail_that_no_database_has_are_refused(tmp_path: Pat
     open_database(tmp_path / "unbind.sqlite").dispose()
     found = CliRunner().invoke(build(), ["audit", "list", "--data-dir", str(tmp_path), *words])
     assert found.exit_code == 2 and words[0] in found.stderr, found.output
+
+
+def test_a_page_of_the_audit_trail_says_that_there_is_more_and_where(tmp_path: Path) -> None:
+    open_database(tmp_path / "unbind.sqlite").dispose()
+
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(build(), [*words, "--data-dir", str(tmp_path)])
+
+    assert [run("key", "create", name).exit_code for name in ("one", "two", "three")] == [0, 0, 0]
+    first = run("audit", "list", "--limit", "2")
+    assert first.stderr.strip() == "there are more: --after 2 shows what follows"
+    assert first.stdout.count("key.create") == 2
+    rest = run("audit", "list", "--limit", "2", "--after", "2")
+    assert rest.stderr == "" and rest.stdout.count("key.create") == 1
 
 
 @pytest.mark.parametrize(
