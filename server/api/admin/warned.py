@@ -45,9 +45,10 @@ def warnings_of(asked: Asked, guard: Mapping[str, Any] | None) -> list[str]:
             f"{bound(None)}. To enforce give 'global', 'profile:NAME' or 'key:ID'"
         )
     if guard is None and options.protect is None:
+        holds = "only what it joins holds" if options.joins else "nothing holds"
         warnings.append(
             f"options.protect: no row has the {RUN} lexemes (words and punctuation) of a run, so that there is no guard, and "
-            "nothing holds before the module is active; give options.guard.secrets where they are secrets, as keys, or a smaller "
+            f"{holds} before the module is active; give options.guard.secrets where they are secrets, as keys, or a smaller "
             "options.guard.run"
         )
     if short := asked.intake.short:

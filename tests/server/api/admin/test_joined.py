@@ -143,6 +143,11 @@ def test_a_rule_that_demands_the_version_before_goes_on_to_bind(running: Live) -
     assert not any("by-rule' has no guard" in warning for warning in answer.body["warnings"])
 
 
+def test_what_is_joined_without_a_guard_is_told_to_hold_meanwhile(running: Live) -> None:
+    (said,) = (text for text in join(running, "alpha", protect=None).body["warnings"] if "no guard" in text)
+    assert "only what it joins holds before the module is active" in said
+
+
 def test_a_rule_that_demands_what_is_superseded_is_warned_of(running: Live) -> None:
     warnings = join(running, "by-rule", "alpha", scope="global").body["warnings"]
     (said,) = (warning for warning in warnings if warning.startswith("options.joins"))
