@@ -79,6 +79,9 @@ def verify(settings: Settings, head: Path | None, as_json: bool) -> None:
 def accept_head(settings: Settings, reason: str, as_json: bool) -> None:
     """Take the trail's end as it stands for the right one, after an older copy was restored; the trail itself tells of it."""
     with clear_errors():
+        if not reason.strip():
+            raise UnbindError("--reason: say why; the trail keeps it for good")
+        reason.encode()  # bytes that are no text would stay in the trail, and no answer that tells of it could be written
         registry = open_registry(settings, existing=True)
         try:
             accepted = registry.accept_head(OPERATOR, reason, time.time())

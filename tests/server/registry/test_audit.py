@@ -396,5 +396,8 @@ def test_the_commands_report_tampering_and_accept_a_restored_end(tmp_path: Path)
     assert [line.split(":")[0] for line in found] == ["guard", "guard", "audit"]
     assert "audit_no_update is missing" in found[0] and "audit_no_delete is missing" in found[1]
     assert run("audit", "accept-head").exit_code == 2  # a reason must be given
+    for reason, says in ((" ", "say why"), ("f\udcfcr", "no UTF-8")):  # which no answer of the API could hold
+        refused = run("audit", "accept-head", "--reason", reason)
+        assert refused.exit_code == 1 and says in refused.stderr, refused.output
     assert json.loads(run("audit", "accept-head", "--reason", "restored").stdout)["kept"][0] == 6
     assert run("audit", "verify").exit_code == 0 and run("audit", "accept-head", "--reason", "again").exit_code == 1
