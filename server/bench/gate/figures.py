@@ -83,7 +83,7 @@ def gate_figures(
                 "neighbours": neighbours_rise(world, retained, rows, module),
                 "paraphrased": paraphrased(world, rows, (module,), progress),
                 "policy": module.policy,
-                "reference": str(reference),
+                "reference": str(reference) if gate == "auto" else None,  # the paper's lead towards nothing
                 **written(world, other, rows, (module,)),
             }
             entry[gate]["groups"] = _groups(module, before, after)
