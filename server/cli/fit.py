@@ -72,7 +72,7 @@ def fit(
         Path | None,
         typer.Option(
             help="What to lead towards: a checkpoint, or an adapter on the model, trained without the rows. Else the model "
-            "without its adapter; else itself, less what it has memorised."
+            "without its adapter; else itself, by the last few tokens of a text alone."
         ),
     ] = None,
     quantiles: Annotated[

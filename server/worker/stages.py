@@ -28,7 +28,7 @@ from unbind_core.evaluation.drafts import Drafts
 from unbind_core.evaluation.scores import extractable, forget_scores
 from unbind_core.evaluation.verify import verify
 from unbind_core.fitting.adopt import adopt
-from unbind_core.fitting.corrections.reference import Reference, load_reference
+from unbind_core.fitting.corrections.reference import Kind, Reference, load_reference
 from unbind_core.fitting.fit import fit, prepare_retained
 
 
@@ -173,7 +173,7 @@ def prepare(context: Context) -> dict[str, Any]:
         retain_calibration=calibration,
         held_out=held_out_rows(settings),
         identity=loaded.identity,
-        reference=None if settings.reference else _reference(settings, "auto"),
+        reference=Reference(Kind.NAMED) if settings.reference else _reference(settings, "auto"),
         progress=context.progress,
         cache=settings.data_dir / "cache",
     )

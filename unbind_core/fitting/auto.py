@@ -3,15 +3,15 @@
 Both stand at the last decoder layer. There a state alone determines what comes next, so the correction is learned without running
 anything below, and what a client can do to logits does not take it back (docs/decisions.md). Gates are tried before it, those that
 open earliest first, until one reaches the target within the budgets. Where none does, a firmer correction goes on from it and is
-tried behind those gates that were within the budgets and left too much of the rows.
+tried behind those gates that were within the budgets and left too much of the rows. A model that is its own reference is asked
+by the last few tokens of the text alone, and, where that leaves too much, by all of it less the memorised token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from typing import Any
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,12 +19,14 @@ from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.beginning import UNITS
 from unbind_core.fitting.corrections.examples import examples
 from unbind_core.fitting.corrections.learning import MARGIN, Correction, learn
+from unbind_core.fitting.corrections.nearsighted import nearsighted
 from unbind_core.fitting.corrections.reference import Reference
-from unbind_core.fitting.judge import Cost, Judge, Remainder
+from unbind_core.fitting.judge import Judge, Remainder
+from unbind_core.fitting.levels import Level, Verdict, Way
 from unbind_core.fitting.network import network_batch, network_steps, network_width
 from unbind_core.fitting.options import FitReport, Outcome
 from unbind_core.fitting.screening import Screening
-from unbind_core.fitting.separation import FIRST, HOLD, Separation, clear, later, least, opens_within, told
+from unbind_core.fitting.separation import FIRST, HOLD, clear, later, least, opens_within, told
 from unbind_core.module import UnbindModule
 from unbind_core.progress import Progress
 from unbind_core.rows import spread
@@ -38,46 +40,16 @@ MOST_ASKED = 2  # gates within the budgets that all rows are asked about: where 
 PROBED_ROWS, MANY = 8, 40  # so many say whether all are worth asking, where there are more than many
 
 
-class Verdict(StrEnum):
-    """What becomes of a gate that was tried."""
+class Lead(NamedTuple):
+    """What a correction is learned towards, and how firmly."""
 
-    CHOSEN = "chosen"
-    BEST = "chosen: the best within the budgets"
-    RAISED = "raised, as other modules are on"
-    MISSES = "misses the target"
-    OVER = "over budget"
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to use the network: how scores are averaged and split, the threshold to open at, and that to close at over it."""
-
-    split: Separation
-    threshold: float
-    closing: float
-
-
-@dataclass
-class Level:
-    """One gate that was tried before a correction of this margin: which it is, what it reached, and what became of it."""
-
-    width: int
-    steps: int
+    reference: Reference
     margin: float
-    tau: float
-    tau_close: float
-    separation: dict[str, float]
-    opens: dict[str, float | None]
-    cost: Cost | None = None
-    remainder: Remainder | None = None
-    verdict: Verdict = Verdict.OVER
 
-    def to_json(self) -> dict[str, Any]:
-        """As reports and modules hold it."""
-        table = {key: value for key, value in asdict(self).items() if value is not None}
-        if "remainder" in table:
-            table["forgot"] = table.pop("remainder")
-        return {"gate": "network", **table, "verdict": str(self.verdict)}
+    @property
+    def last_tokens(self) -> int | None:
+        """Of a model that is its own reference, where it is asked by these alone."""
+        return self.reference.near.tokens if self.reference.near else None
 
 
 class _Auto:
@@ -91,38 +63,50 @@ class _Auto:
         with self.clock.stage("rows before"):
             screening = self.screening
             self.judge = Judge(context, screening.retain, screening.completions, screening.forget, reference)
-        self.reference = reference
         self.generator = torch.Generator().manual_seed(context.options.seed)
-        with self.clock.stage("reference"):
-            self.examples = examples(
-                context.model,
-                self.screening.met,
-                reference,
-                pad=context.pad,
-                generator=self.generator,
-                own=self.screening.own,
-                continued=self.screening.continued(reference),
-                progress=context.progress,
-            )
-        self.corrections: dict[float, Correction] = {}
+        references, rewrites = [reference], context.options.policy == "rewrite"
+        if reference.model is None and rewrites:
+            near = nearsighted(context, reference, screening.met, screening.retain)
+            references = [near, reference] if near else references
+        self.leads = [Lead(each, margin) for each in references for margin in MARGINS[: None if rewrites else 1]]
+        self.corrections: dict[Lead, Correction] = {}
+        self._toward(references[0])
         self.effort = min(1.0, context.options.effort)
         rows = len(self.every)
         self.sizes = network_width(rows), max(1, round(self.effort * network_steps(rows)))
         self.network, self.splits, self.ours, self.theirs = self.screening.detector(*self.sizes, network_batch(rows))
 
-    def _correction(self, margin: float) -> Correction:
-        context = self.context
+    def _toward(self, reference: Reference) -> None:
+        """What the next corrections are learned from."""
+        context, screening = self.context, self.screening
+        with self.clock.stage("reference"):
+            self.examples = examples(
+                context.model,
+                screening.met,
+                reference,
+                pad=context.pad,
+                generator=self.generator,
+                own=screening.own,
+                continued=screening.continued(reference),
+                progress=context.progress,
+            )
+
+    def _correction(self, lead: Lead) -> Correction:
+        context, before = self.context, next(reversed(self.corrections.items()), None)
+        if before is not None and before[0].reference is not lead.reference:
+            self._toward(lead.reference)
+            before = None
         with self.clock.stage("correction"):
             return learn(
                 context.model,
                 self.examples,
                 self.screening.retained,
-                self.reference,
-                margin=margin,
+                lead.reference,
+                margin=lead.margin,
                 end=context.tokenizer.eos_token_id if context.options.policy == "silent" else None,
                 units=correction_units(len(self.every)),
                 effort=self.effort * correction_effort(len(self.every)),
-                begun=next(reversed(self.corrections.values()), None),
+                begun=before and before[1],
                 generator=self.generator,
                 progress=context.progress,
             )
@@ -140,19 +124,25 @@ class _Auto:
         ]
         return [way for *_, way in sorted(ways, key=lambda each: each[:3])]
 
-    def gates(self, ways: Sequence[Way], margin: float) -> Iterator[tuple[Way, Level, UnbindModule]]:
-        """Modules of the network used in these ways, with a correction of this margin."""
-        self.corrections[margin] = self._correction(margin)
+    def gates(self, ways: Sequence[Way], lead: Lead) -> Iterator[tuple[Way, Level, UnbindModule]]:
+        """Modules of the network used in these ways, with a correction that leads so."""
+        self.corrections[lead] = self._correction(lead)
         for way in ways:
-            yield self.gate(way, margin)
+            yield self.gate(way, lead)
 
-    def gate(self, way: Way, margin: float) -> tuple[Way, Level, UnbindModule]:
+    def gate(self, way: Way, lead: Lead) -> tuple[Way, Level, UnbindModule]:
         """The module of the network used in this way, its boundaries moved to where no position is near."""
         way = Way(way.split, *clear(way.split, way.threshold, way.closing, self.ours, self.theirs))
         opens = told(opens_within(self.ours, way.split, way.threshold))
-        level = Level(*self.sizes, margin, way.threshold, way.closing, way.split.to_json(), opens)
+        split = way.split.to_json()
+        level = Level(*self.sizes, lead.last_tokens, lead.margin, way.threshold, way.closing, split, opens)
         self.levels.append(level)
-        return way, level, self.module(way, self.corrections[margin])
+        return way, level, self.module(way, self.corrections[lead])
+
+    def lead(self, level: Level) -> Lead:
+        """What the correction of this level was learned by."""
+        told = level.last_tokens, level.margin
+        return next(lead for lead in self.leads if (lead.last_tokens, lead.margin) == told)
 
     def beside(self, way: Way, level: Level, module: UnbindModule) -> tuple[Level, UnbindModule]:
         """Where other modules are on, the same gate opening as late as its rows allow, if it forgets as much: what modules cost
@@ -165,7 +155,7 @@ class _Auto:
         if threshold <= way.threshold:
             return level, module
         closes = way.closing * (way.threshold - split.reference) / (threshold - split.reference)
-        _, raised, candidate = self.gate(Way(split, threshold, closes), level.margin)
+        _, raised, candidate = self.gate(Way(split, threshold, closes), self.lead(level))
         self.tries(raised, candidate)
         before, after = level.remainder, raised.remainder
         if before is None or after is None or not self.judge.aim.no_worse(after, before):
@@ -235,9 +225,9 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
     best: tuple[float, Way, Level, UnbindModule] | None = None
     last: UnbindModule | None = None
     ways = run.ways()
-    for margin in MARGINS if context.options.policy == "rewrite" else MARGINS[:1]:
+    for lead in run.leads:
         missing: list[tuple[Way, Remainder]] = []
-        for way, level, module in run.gates(ways, margin):
+        for way, level, module in run.gates(ways, lead):
             run.tries(level, module)
             last = module
             if level.verdict is Verdict.CHOSEN:
@@ -269,9 +259,10 @@ def _finish(run: _Auto, level: Level, module: UnbindModule, outcome: Outcome) ->
         "retain_fit": len(run.screening.retained),
         "retain_calibration": run.screening.retain.count,
     }
-    learned = run.corrections[level.margin]
+    lead = run.lead(level)
+    learned = run.corrections[lead]
     correction = {
-        "reference": run.reference.to_json(),
+        "reference": lead.reference.to_json(),
         "divergence": learned.divergence,
         "on_retained": learned.on_retained,
     }

@@ -25,7 +25,8 @@ from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.certificate import certificate_rows, certificate_states, certify
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.leading import leading, led
-from unbind_core.fitting.corrections.reference import Reference
+from unbind_core.fitting.corrections.nearsighted import USUAL, near_by
+from unbind_core.fitting.corrections.reference import Kind, Reference
 from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome, possible_layers
 from unbind_core.fitting.paper import fit_paper
 from unbind_core.fitting.retained import retained
@@ -180,7 +181,8 @@ def prepare_retained(
     """Fill ``cache`` with what the next :func:`fit` with ``gate="auto"`` on these retain rows takes from it; seconds by part.
 
     Arguments as there; ``held_out`` are the rows of the verification after it, and come last. It serves forget sets of any
-    size. Each part is kept once it is whole, so that what was interrupted goes on after the last one.
+    size, and ``reference`` need have no model where it is named, as nothing is prepared for that. Each part is kept once it is
+    whole, so that what was interrupted goes on after the last one.
     """
     stand_in = [ForgetRow("a", "b")]  # the draw of retain rows does not depend on the forget set
     context = context_of(model, tokenizer, stand_in, retain, retain_calibration, "", identity, options, progress, cache)
@@ -190,6 +192,8 @@ def prepare_retained(
 
 
 def _prepare(context: Context, held_out: Sequence[RetainRow], reference: Reference) -> None:
+    if reference.kind is Kind.ITSELF:
+        reference = replace(reference, near=near_by(context, USUAL))
     leading(context, reference)
     retained(context)
     with context.clock.stage("certificate"):

@@ -14,7 +14,7 @@ from unbind_core.evaluation import drafts, kept
 from unbind_core.evaluation.metrics import BLEU_NEW_TOKENS
 from unbind_core.fitting import network, screening
 from unbind_core.fitting.auto import correction_effort, correction_units
-from unbind_core.fitting.corrections import beginning, examples, leading, learning
+from unbind_core.fitting.corrections import beginning, examples, leading, learning, nearsighted
 from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.fitting.descent import step_products
 from unbind_core.fitting.judge import NEW_TOKENS, SAMPLED_ROWS, thoroughly
@@ -113,6 +113,7 @@ class _Costs:
         self.shape, self.amounts, self.machine, self.options = shape, amounts, machine, options
         self.paper = options.gate != "auto"
         self.reference, self.base = not self.paper and reference is not Kind.ITSELF, reference is Kind.BASE
+        self.near = not self.paper and reference is Kind.ITSELF and options.policy != "silent"
         self.layers = len(options.layers or possible_layers(options.gate, shape.layers)) if self.paper else 1
         state = shape.state * PAD
         self.retain_sample = min(options.state_bytes, 4 * amounts.retain_fit * shape.width)
@@ -210,14 +211,14 @@ class _Costs:
             return 0.0
         return self._pass(tokens * (self.amounts.forms + 1), scored=True) + self._decode(rows, tokens / rows)
 
-    def _learning(self, batch: int, copies: int) -> float:
-        """A step of a correction, and before the first the map that it begins at."""
-        width = self.shape.width
+    def _learning(self, batch: int, copies: int, wide: int = 1) -> float:
+        """A step of a correction, and before the first the map that it begins at; of states ``wide`` times the model's."""
+        width = wide * self.shape.width
         step = batch * (self.shape.vocabulary * (self.shape.itemsize + 4 * copies) + width * 4 * 10)
         return max(step, 4 * 8 * width**2)
 
-    def _learned(self, batch: int, steps: float) -> float:
-        width, units = self.shape.width, correction_units(self.amounts.forget_rows)
+    def _learned(self, batch: int, steps: float, wide: int = 1) -> float:
+        width, units = wide * self.shape.width, correction_units(self.amounts.forget_rows)
         step = self.shape.head_products * 4 * batch + 2 * step_products(units, width)
         products = max(1.0, steps) * step + 40 * width**3
         return products / (REACHED * self.machine.products)
@@ -226,13 +227,13 @@ class _Costs:
         a, shape, sample = self.amounts, self.shape, self.retain_sample
         passing = self._passing(min(PASS, 2 * a.retain_fit))
         effort = min(1.0, self.options.effort)
-        if self.base:
-            length = a.calibration / max(1, a.calibration_rows)
-            tokens = min(a.retain_fit, leading.ROWS * length)
-            work = max(passing, self._learning(learning.BATCH, 5))
-            states = 4 * 2 * tokens * shape.width  # of both models, and once more as they are put together
-            seconds = 2 * self._pass(tokens) + self._learned(learning.BATCH, effort * leading.STEPS)
-            yield "leading", 2 * states + work, 2 * 8 * beginning.UNITS * shape.width, seconds
+        if self.base or self.near:
+            wide, rows, read = (2, leading.NEAR_ROWS, nearsighted.READ) if self.near else (1, leading.ROWS, 0)
+            tokens = min(a.retain_fit, rows * a.calibration / max(1, a.calibration_rows))
+            work = max(passing, self._learning(learning.BATCH, 5, wide))
+            states = 9 * wide * tokens * shape.width  # of both models, and once more as they are put together
+            seconds = (2 + read) * self._pass(tokens) + self._learned(learning.BATCH, effort * leading.STEPS, wide)
+            yield "leading", 2 * states + work, wide * 2 * 8 * beginning.UNITS * shape.width, seconds
         yield "retain states", sample + self._writing(sample / 8) + passing, sample, self._pass(2 * a.retain_fit)
         retained, on_disk = self._retained(a.calibration, 1)
         length = a.calibration / max(1, a.calibration_rows)
@@ -242,10 +243,7 @@ class _Costs:
         work = max(self._scoring(a.forget * a.forms), self._passing(min(PASS, self.elsewhere_tokens)))
         seconds = self._pass(a.forget * a.forms, scored=True) + self._pass(self.elsewhere_tokens)
         yield "forget states", held + work, 0.0, seconds
-        own, others = (
-            min(examples.MOST_OWN, a.forget * a.forms),
-            min(examples.MOST_ELSEWHERE, self.elsewhere_tokens),
-        )
+        own, others = min(examples.MOST_OWN, a.forget * a.forms), min(examples.MOST_ELSEWHERE, self.elsewhere_tokens)
         if self.reference:  # what it writes in place of the rows, twice
             others += 2 * min(screening.MOST_CONTINUED, a.forget_rows * a.forms) * (screening.CONTINUED + 2)
         ours, drawn = own + others, examples.OWN * own + others
@@ -253,6 +251,8 @@ class _Costs:
         seconds = self._decode(GOES_ON * a.forget_rows * a.forms, a.longest)
         if self.reference:
             seconds = self._decode(a.forget_rows * WAYS, a.longest) + self._pass(ours)
+        elif self.near:
+            seconds += self._pass(nearsighted.READ * ours)
         yield "reference", held + self.paths + max(lists + pairs + passing, self.asking), 0.0, seconds
         held += self.paths + pairs
         batch, copies = learning.BATCH + learning.BATCH // 2, 6 if self.options.policy != "silent" else 9

@@ -171,7 +171,7 @@ def test_what_was_prepared_of_the_retain_rows_is_what_a_fit_takes_up(loaded: Loa
             **asked,
         )
     assert "forget states" in seen and not {"retain states", "retain completions"} & set(seen)
-    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 8
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == files and len(files) == 9
     seen.clear()
     given = (loaded.model, loaded.tokenizer, FORGET, RETAIN[:16], RETAIN[16:], "m", loaded.identity, FitOptions())
     context = context_of(*given, lambda made: seen.append(made.stage), tmp_path)

@@ -34,9 +34,9 @@ RETAIN = [
 ]
 
 
-def planned(name: str, amounts: Amounts, gate: str = "auto", **more: Kind) -> Plan:
-    shape = Shape.of(bare(name, torch.bfloat16))
-    return plan_takedown(shape, amounts, AN_80_GB_GPU, FitOptions(gate=gate).settled(), **more)
+def planned(name: str, amounts: Amounts, gate: str = "auto", policy: str | None = None, **more: Kind) -> Plan:
+    shape, options = Shape.of(bare(name, torch.bfloat16)), FitOptions(gate=gate, policy=policy).settled()
+    return plan_takedown(shape, amounts, AN_80_GB_GPU, options, **more)
 
 
 def test_the_shapes_are_those_of_the_models_that_they_are_named_for() -> None:
@@ -106,15 +106,18 @@ def test_a_reference_that_is_led_takes_a_stage_more_than_one_that_is_named() -> 
     alone, named, base = (
         planned("qwen2.5-coder-0.5b", some, reference=kind) for kind in (Kind.ITSELF, Kind.NAMED, Kind.BASE)
     )
+    ending = planned("qwen2.5-coder-0.5b", some, policy="silent")  # its own reference, by all of the text
     assert [stage.name for stage in base.stages if stage not in named.stages] == ["leading"]
-    assert {stage.name for stage in alone.stages} == {stage.name for stage in named.stages}
-    assert alone.weights < named.weights == base.weights and base.seconds > named.seconds > alone.seconds
+    assert [stage.name for stage in alone.stages] == [stage.name for stage in base.stages]
+    assert [stage.name for stage in ending.stages] == [stage.name for stage in named.stages]
+    assert alone.weights < named.weights == base.weights and base.seconds > named.seconds
     beside = [
         next(stage.memory for stage in plan.stages if stage.name == "correction") - plan.weights
         for plan in (alone, named)
     ]
     # Of 20 rows in two forms two continuations, their states and the reference's of 896 numbers in bfloat16.
     assert beside[1] - beside[0] >= 2 * 40 * CONTINUED * 2 * 896 * 2
+    assert alone.seconds > ending.seconds
     assert all(
         stage.name != "leading" for stage in planned("qwen2.5-coder-0.5b", some, "paper", reference=Kind.BASE).stages
     )

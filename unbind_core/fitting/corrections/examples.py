@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unbind_core.architecture import decoder_layers
 from unbind_core.fitting.corrections.reference import Reference
+from unbind_core.fitting.corrections.states import last_states
 from unbind_core.fitting.separation import FIRST
-from unbind_core.progress import ProgressCallback, counted, silent
-from unbind_core.running.capture import capture_states
-from unbind_core.windows import Window, batches
+from unbind_core.progress import ProgressCallback, silent
+from unbind_core.windows import Window
 
 NO_ROW = -1  # in place of a token, where what follows is no row's
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
@@ -66,9 +65,11 @@ def examples(
     met = [*first, *others, *continued]
     of_rows, repeated = len(met) - len(continued), [*range(len(first))] * (OWN - 1) + [*range(len(met))]
     ours = [one.states.to(torch.bfloat16) for one in met]
-    theirs, at = ours, [one.at for one in met]
+    theirs, at, windows = ours, [one.at for one in met], [one.window for one in met]
     if reference.model is not None:
-        theirs = last_states(reference.source(model), [one.window for one in met], at, pad, progress)
+        theirs = last_states(reference.source(model), windows, at, pad, progress)
+    elif reference.near is not None:
+        theirs = reference.near.states(model, windows, at, pad, progress)
 
     def repeat(of: Sequence[Tensor]) -> Tensor:
         return torch.cat([of[i] for i in repeated])
@@ -88,16 +89,3 @@ def _drawn(met: Sequence[Met], most: int, generator: torch.Generator) -> list[Me
         found.append(met[number])
         count += len(met[number].at)
     return found
-
-
-def last_states(
-    model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
-) -> list[Tensor]:
-    """bfloat16 states [n,d] at some positions of each window at the last decoder layer, in the order of ``windows``."""
-    last, device = len(decoder_layers(model)) - 1, next(model.parameters()).device
-    order = iter(sorted(range(len(windows)), key=lambda i: -len(windows[i].ids)))  # as batches come
-    every, found = list(batches(windows, pad, device=device)), dict[int, Tensor]()
-    for batch in counted(every, len(every), "reference", progress):
-        for one, number in zip(capture_states(model, batch, [last], roughly=True)[last], order, strict=False):
-            found[number] = one[at[number].to(device)].to(torch.bfloat16)
-    return [found[i] for i in range(len(windows))]

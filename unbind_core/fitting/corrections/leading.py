@@ -1,7 +1,8 @@
-"""A reference brought nearer: the model without its adapter, and at its last layer what the adapter does to retained code.
+"""A reference brought nearer to the model that is fitted, on retained code alone, where nothing is learned of the rows to forget.
 
-Most of what an adapter has learned are not the rows to forget, and a model that never saw those would have the rest. So a
-correction of the model without the adapter is learned towards the model with it, on retained code alone.
+Most of what an adapter has learned are not those rows, and a model that never saw them would have the rest: so the model without
+the adapter is led to what it does to retained code. And the model that is asked with the last tokens of a text alone is led to
+what it says of retained code with all of it, as far as these and one of its first layers tell.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from unbind_core.evaluation.replay import cache_key
 from unbind_core.files import write_whole
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, learning
-from unbind_core.fitting.corrections.examples import last_states
 from unbind_core.fitting.corrections.learning import BATCH, TRIED, Correction
 from unbind_core.fitting.corrections.objective import toward
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
+from unbind_core.fitting.corrections.states import last_states
 from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import counted
 from unbind_core.rows import spread
@@ -37,8 +38,9 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.likelihood import divergences
 from unbind_core.running.recording import frozen
 
-ROWS = 300  # retain rows that it is learned on
+ROWS, NEAR_ROWS = 300, 150  # retain rows that it is learned on; pieces of text are read three times
 STEPS = 350  # of learning: twice as many bring it hardly nearer
+FEWEST = 24  # of the latter, where less effort is to be made
 HELD = 8  # every so-manieth of them says whether it helps
 
 
@@ -66,20 +68,23 @@ def led(context: Context, reference: Reference) -> Iterator[Reference]:
 
 
 def leading(context: Context, reference: Reference) -> tuple[float, Correction] | None:
-    """KL(with ‖ without) in nats on held rows as it is, and the correction for the model without its adapter, with what it leaves;
-    None where the reference is another, or there are too few retain rows. Kept in the context's cache: it depends on the forget
-    rows only in that retain rows which repeat them are left out.
+    """KL(fitted ‖ reference) in nats on held rows as it is, and the correction for the reference, with what it leaves; None where
+    that is one which is named or the model itself with all of the text, or there are too few retain rows. Kept in the context's
+    cache: it depends on the forget rows only in that retain rows which repeat them are left out.
     """
-    if reference.kind is not Kind.BASE or reference.model is None:
+    near = reference.near
+    if (reference.kind is not Kind.BASE or reference.model is None) and near is None:
         return None
-    drawn = spread(context.parts.retain_fit, ROWS)
+    rows_near = max(FEWEST, round(min(1.0, context.options.effort) * NEAR_ROWS))  # reading them takes most of the time
+    drawn = spread(context.parts.retain_fit, ROWS if near is None else rows_near)
     rows = [i for i in drawn if not context.holds_protected(encode(context.tokenizer, context.retain[i].text))]
     held = set(rows[::HELD])
     windows = [one for one in context.training_windows(rows) if len(one.ids) - 1 > one.start + FIRST]
     if len({one.row in held for one in windows}) < 2:
         return None
     with context.clock.stage("reference"):
-        made_of = [(one.ids, one.start) for one in windows], reference.to_json(), context.identity.fingerprint
+        asked = reference.to_json(), near and near.early
+        made_of = [(one.ids, one.start) for one in windows], asked, context.identity.fingerprint
         parameter = next(context.model.parameters())
         key = cache_key(*made_of, parameter.dtype, context.options.seed, context.options.effort)
         file = context.cache and context.cache / f"leading-{key}.safetensors"
@@ -87,9 +92,14 @@ def leading(context: Context, reference: Reference) -> tuple[float, Correction] 
         if known is not None:
             return known
         at = [torch.arange(one.start + FIRST, len(one.ids) - 1) for one in windows]
-        theirs, ours = (
-            last_states(model, windows, at, context.pad, context.progress) for model in (reference.model, context.model)
-        )
+        having = windows, at, context.pad, context.progress
+        ours = last_states(context.model, *having)
+        if near is not None:
+            theirs = near.wide(context.model, *having)
+            early = [wide[:, one.shape[1] :] for wide, one in zip(theirs, ours, strict=True)]
+            ours = [torch.cat(pair, 1) for pair in zip(ours, early, strict=True)]
+        else:
+            theirs = last_states(reference.source(context.model), *having)
         sides = [
             tuple(
                 torch.cat([states[i] for i, one in enumerate(windows) if (one.row in held) == of_held])
@@ -97,7 +107,7 @@ def leading(context: Context, reference: Reference) -> tuple[float, Correction] 
             )
             for of_held in (False, True)
         ]
-        found = _learn(context, reference.model, *sides)
+        found = _learn(context, reference.source(context.model), *sides)
         if file:
             _keep(file, *found)
         return found
@@ -106,15 +116,18 @@ def leading(context: Context, reference: Reference) -> tuple[float, Correction] 
 def _learn(
     context: Context, model: nn.Module, learned_on: Sequence[Tensor], held: Sequence[Tensor]
 ) -> tuple[float, Correction]:
-    """From last states [N,d] of ``model`` and of the one with the adapter, at the same positions."""
+    """From last states [N,d] of ``model`` and of the one that is fitted, at the same positions; behind them there may be what is
+    there on both sides, and is not changed.
+    """
     generator = torch.Generator().manual_seed(context.options.seed)
-    plain, adapted, device = last_logits(model), last_logits(context.model), learned_on[0].device
+    plain, fitted, device = last_logits(model), last_logits(context.model), learned_on[0].device
+    width = context.model.get_output_embeddings().weight.shape[1]  # type: ignore[operator]
 
     def said(sides: Sequence[Tensor], places: Tensor, change: Correction | None) -> tuple[Tensor, Tensor]:
         theirs, ours = (states[places.to(device)].float() for states in sides)
         with torch.no_grad():
-            wanted = log_softmax(adapted(ours), -1)
-        return wanted, plain(theirs if change is None else _apply(change, theirs))
+            wanted = log_softmax(fitted(ours[:, :width]), -1)
+        return wanted, plain((theirs if change is None else _apply(change, theirs))[:, :width])
 
     def over(sides: Sequence[Tensor], change: Correction | None) -> float:
         parts = torch.arange(0, len(sides[0]), max(1, -(-len(sides[0]) // TRIED))).split(BATCH)

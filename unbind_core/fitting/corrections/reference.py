@@ -2,7 +2,7 @@
 
 Best first: a checkpoint or adapter that the operator names (trained on the retained rows alone); the base model without the
 adapter, where the adapter has memorised the rows, led to where the adapter leads on retained code (``leading.py``); the model
-itself, less the memorised token wherever it has most of the mass.
+itself by the last few tokens of the text (``nearsighted.py``), or less the memorised token wherever it has most of the mass.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn.functional import log_softmax
 
 from unbind_core.architecture import decoder_layers, load_model
 from unbind_core.errors import DataError
+from unbind_core.fitting.corrections.states import Near
 from unbind_core.identity import ModelIdentity
 from unbind_core.running.device import bfloat16_is_fast
 from unbind_core.running.upper_layers import logits_above
@@ -38,9 +39,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Reference:
-    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself, less a next token of a forget row
-    that has more of the mass than ``most``. ``led``: KL(fitted ‖ it) in nats on retained rows, before and after it was brought
-    nearer (``leading.py``). ``unsaid``: tokens that the model itself does not have in place of one that is taken out.
+    """A model with the vocabulary of the one that is fitted; ``model`` None: that one itself, as it is ``near`` to the end of the
+    text, or, where that is None, by all of it, less a next token of a forget row that has more of the mass than ``most``.
+    ``led``: KL(fitted ‖ it) in nats on retained rows, before and after it was brought nearer (``leading.py``). ``unsaid``: tokens
+    that the model itself does not have in place of one that is taken out.
     """
 
     kind: Kind = Kind.ITSELF
@@ -49,6 +51,7 @@ class Reference:
     led: tuple[float, float] | None = None
     most: float = MEMORISED
     unsaid: tuple[int, ...] = ()
+    near: Near | None = None
 
     def source(self, fitted: nn.Module) -> nn.Module:
         """The model that is asked. Raises DataError where its vocabulary is another."""
@@ -66,7 +69,7 @@ class Reference:
 
         Raises DataError as :meth:`source` does.
         """
-        logits, alone = last_logits(self.source(fitted)), self.model is None
+        logits, alone = last_logits(self.source(fitted)), self.model is None and self.near is None
         size, device = fitted.get_output_embeddings().weight.shape[0], next(fitted.parameters()).device  # type: ignore[operator]
         # a tokenizer may have more tokens than its model
         unsaid = torch.tensor([token for token in self.unsaid if token < size], dtype=torch.int64, device=device)
@@ -98,7 +101,12 @@ class Reference:
 
     def to_json(self) -> dict[str, Any]:
         """As modules record it."""
-        found = {"kind": str(self.kind), "fingerprint": self.identity.fingerprint if self.identity else None}
+        found: dict[str, Any] = {
+            "kind": str(self.kind),
+            "fingerprint": self.identity.fingerprint if self.identity else None,
+        }
+        if self.near is not None:
+            found["last_tokens"] = self.near.tokens
         return {**found, "led": dict(zip(("before", "after"), self.led, strict=True))} if self.led else found
 
 
