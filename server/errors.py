@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
 from server.registry.objects import StoreUnreachable
-from server.registry.refusals import AWAY, DatabaseDamaged, DatabaseGone
+from server.registry.refusals import AWAY, DatabaseDamaged, DatabaseForbidden, DatabaseGone
 from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule
 
 log = logging.getLogger("unbind.api")
@@ -105,6 +105,8 @@ def unreachable(error: Exception) -> ApiError:
     """503 for a database that does not answer, is gone or damaged, or that cannot write; 507 where its disk is full."""
     if isinstance(error, (DatabaseGone, DatabaseDamaged)):
         return ApiError(503, str(error), code="data_lost", headers={"Retry-After": "60"})
+    if isinstance(error, DatabaseForbidden):
+        return ApiError(503, str(error), code="registry_unreachable", headers={"Retry-After": "60"})
     if isinstance(error, DBAPIError) and "disk is full" in str(error.orig):  # as SQLite says it
         return disk_full()
     if isinstance(error, DBAPIError) and (said := re.search("readonly database|disk I/O error", str(error.orig))):

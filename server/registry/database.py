@@ -23,8 +23,9 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
+from server.registry import refusals
 from server.registry.audit import one_at_a_time
-from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused, no_registry, unanswered, unusable
+from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused
 from server.registry.tables import Base
 from unbind_core.files import Anchor, locked, write_whole
 
@@ -59,7 +60,7 @@ def connect(url: str | Path, *, existing: bool = False) -> Engine:
         if parsed.get_backend_name() == "postgresql":
             return _postgresql(parsed)
     except OSError as error:
-        raise unusable(error) from None
+        raise refusals.unusable(error) from None
     except (ArgumentError, NoSuchModuleError) as error:
         raise DatabaseRefused(f"database_url: {error}; {_EXAMPLES}") from None
     raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")
@@ -112,7 +113,7 @@ def status(engine: Engine) -> str:
     try:
         at = revision(engine)
     except OperationalError as error:
-        raise unanswered(error) from None
+        raise refusals.unanswered(error) from None
     known = {script.revision for script in _scripts().walk_revisions()} | {"none"}
     if at not in known:
         raise DatabaseRefused(
@@ -125,7 +126,7 @@ def status(engine: Engine) -> str:
 def require_registry(engine: Engine) -> None:
     """Raises DatabaseRefused where an SQLite file holds none; PostgreSQL has one as soon as it is upgraded."""
     if engine.dialect.name == "sqlite" and revision(engine) == "none":
-        raise no_registry(Path(engine.url.database or ""))
+        raise refusals.no_registry(Path(engine.url.database or ""))
 
 
 def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
@@ -143,9 +144,7 @@ def upgrade(engine: Engine, backups: Path | None = None) -> Path | None:
             command.stamp(config, _FIRST)
         command.upgrade(config, "head")
     if kept is not None:
-        log.info(
-            "the registry was upgraded from revision %s to %s; before that it was copied to %s", at, newest(), kept
-        )
+        log.info("the registry was upgraded from revision %s to %s, after a copy to %s", at, newest(), kept)
     return kept
 
 
@@ -231,6 +230,7 @@ def _postgresql(address: URL) -> Engine:
         connect_args={"connect_timeout": LOCK_SECONDS, "prepare_threshold": None, **_NOTICED},
         isolation_level="READ COMMITTED",
     )
+    event.listen(engine, "handle_error", refusals.tell_forbidden)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Any) -> None:
@@ -258,7 +258,7 @@ def _sqlite(file: Path, existing: bool) -> Engine:
     """
     if existing:
         if not file.is_file() or not file.stat().st_size:
-            raise no_registry(file)
+            raise refusals.no_registry(file)
     else:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(mode=0o600)

@@ -6,6 +6,7 @@ import errno
 import re
 from pathlib import Path
 
+from sqlalchemy import ExceptionContext
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -94,7 +95,7 @@ def no_registry(file: Path) -> DatabaseRefused:
 
 def unanswered(error: Exception) -> DatabaseRefused:
     """What whoever sits at a command line is told of one of ``AWAY``, with the remedy where the database tells of its disk."""
-    if isinstance(error, (DatabaseDamaged, DatabaseGone)):
+    if isinstance(error, (DatabaseDamaged, DatabaseGone, DatabaseForbidden)):
         return DatabaseRefused(str(error))
     said = str(getattr(error, "orig", None) or error)
     if re.search("disk is full|disk I/O error|readonly database", said):  # SQLite says the second of a full disk too
@@ -129,3 +130,23 @@ class DatabaseGone(OperationalError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class DatabaseForbidden(OperationalError):
+    """PostgreSQL does not let this role do what is asked of it. For whoever waits out an outage it is one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, None, Exception(reason))
+        self.message = (
+            f"the registry's database does not let the role in database_url do this ({reason}): that role must own the database, "
+            "as by CREATE DATABASE NAME OWNER ROLE, and the tables in it; upgrade and serve as one role"
+        )
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def tell_forbidden(context: ExceptionContext) -> None:
+    """For SQLAlchemy's event ``handle_error``. Raises DatabaseForbidden."""
+    if getattr(context.original_exception, "sqlstate", None) == "42501":  # PostgreSQL's insufficient_privilege
+        raise DatabaseForbidden(str(context.original_exception).partition("\n")[0]) from None

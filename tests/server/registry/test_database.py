@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import stat
 import subprocess
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from urllib.parse import quote
 import pytest
 from alembic import command
 from sqlalchemy import Engine, text
+from sqlalchemy.engine import make_url
 from typer.testing import CliRunner
 
 from server.cli import build
@@ -104,7 +106,7 @@ def test_an_old_sqlite_file_upgrades_itself_after_a_copy(tmp_path: Path, caplog:
     with caplog.at_level("INFO", "unbind.registry"):
         database.open_database(path, tmp_path / "backups").dispose()
     (copy,) = (tmp_path / "backups").iterdir()
-    assert f"from revision 0001 to {database.newest()}; before that it was copied to {copy}" in caplog.text
+    assert f"from revision 0001 to {database.newest()}, after a copy to {copy}" in caplog.text
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
     old = database.connect(f"sqlite:///{copy}")
     assert database.revision(old) == "0001"
@@ -129,6 +131,30 @@ def test_a_postgresql_that_is_behind_is_not_upgraded_behind_its_owner_s_back(dat
         return
     with pytest.raises(DatabaseRefused, match="unbind db upgrade"):
         database.open_database(database_url)
+
+
+def test_a_role_that_may_not_is_told_of_in_one_line_with_the_remedy(database_url: str) -> None:
+    if database_url.startswith("sqlite"):  # which knows no roles
+        database.open_database(database_url).dispose()
+        return
+    owner, role = database.connect(database_url), f"r{uuid.uuid4().hex[:12]}"
+    with owner.begin() as connection:
+        connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))  # as it is from PostgreSQL 15 on
+        connection.execute(text(f"CREATE ROLE {role} LOGIN"))
+    url = make_url(database_url).set(username=role).render_as_string()
+    for wanted, refused in (("upgrade", "schema public"), ("check", "table alembic_version")):
+        done = CliRunner().invoke(build(), ["db", wanted, "--database-url", url])
+        assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.output
+        (said,) = done.output.splitlines()
+        assert f"permission denied for {refused}" in said and "must own the database" in said and "one role" in said
+        database.upgrade(owner)
+    stranger = database.connect(url)
+    with pytest.raises(AWAY) as raised, stranger.begin() as connection:
+        connection.execute(text("DELETE FROM api_keys"))
+    told = translate(raised.value)
+    assert (told.status, told.code) == (503, "registry_unreachable") and "table api_keys" in told.message
+    for engine in (owner, stranger):
+        engine.dispose()
 
 
 @pytest.mark.parametrize(
