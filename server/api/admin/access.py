@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from server.api.admin.routes import Acting, IfMatch, IfNoneMatch, Served, admin_router, refusals
+from server.api.admin.routes import Acting, IfMatch, IfNoneMatch, Served, admin_router, newest_access, refusals
 from server.api.profiles import profile_names, profile_rules, scopes
 from server.base_service import BaseService
 from server.errors import ApiError
 from server.registry.access import PROFILE_SCOPE, SCOPES, SERVER_SCOPE, Key, NoSuchKey, Scope, left_behind, revision
 from server.rules import MAX_MODULES, ModuleName, ProfileName, Rules, Strengths, WhenOpen
 
-router = admin_router()
+router = admin_router(newest_access)
 KEY_RULES = ("enforced", "allowed", "shadow", "when_open")  # what is said of a key when it is made
 
 

@@ -5,8 +5,8 @@ Routes that only ask the registry are plain functions, which run in threads: a d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -44,10 +44,23 @@ _ANSWERS: dict[type[Refusal], tuple[int, str, str | None]] = {
 }
 
 
-def admin_router() -> APIRouter:
-    """A router whose every route needs a key with the admin scope, and a data folder that keeps what is done."""
-    needed = [Depends(administrator), Depends(_kept), Depends(_without_nul), Depends(_known)]
+def admin_router(*more: Callable[..., object]) -> APIRouter:
+    """A router whose every route needs a key with the admin scope, and a data folder that keeps what is done; and ``more``."""
+    needed = [
+        Depends(administrator),
+        Depends(_kept),
+        Depends(_without_nul),
+        Depends(_known),
+        *(Depends(one) for one in more),
+    ]
     return APIRouter(prefix="/admin/v1", tags=["admin"], dependencies=needed)
+
+
+def newest_access(served: Served) -> None:
+    """Have keys, profiles and policies as any server wrote them last: the next call may come to another than the one before."""
+    if not served.away:  # else as they were read last, and nobody waits for a registry that says nothing
+        with suppress(Exception):  # what reads them by the clock tells of it
+            served.access.refresh()
 
 
 async def _kept(served: Served) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Header, Query, Request
+from fastapi import Depends, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, UploadFile
@@ -22,7 +22,7 @@ from server.api.admin.expected import plan_of, positions
 from server.api.admin.intake import Intake, from_json, from_upload
 from server.api.admin.joined import joined, joined_before
 from server.api.admin.options import checked_options
-from server.api.admin.routes import Acting, Served, admin_router, refusals
+from server.api.admin.routes import Acting, Served, admin_router, newest_access, refusals
 from server.api.admin.warned import Asked, superseding_of, warnings_of
 from server.api.characters import check_characters
 from server.api.profiles import unreached
@@ -44,7 +44,7 @@ router = admin_router()
 T = TypeVar("T", bound=BaseModel)
 
 
-@router.post("/takedowns", status_code=202)
+@router.post("/takedowns", status_code=202, dependencies=[Depends(newest_access)])
 async def post_takedown(
     request: Request,
     served: Served,

@@ -374,3 +374,24 @@ def test_servers_that_start_at_once_on_one_data_folder_hold_one_admin_key(tmp_pa
     assert file.read_text() == held + "\n" and file.stat().st_mode & 0o777 == 0o600
     file.write_text("\n")  # damaged: a new one is made
     assert kept_admin_key(settings) not in (held, "") and kept_admin_key(settings) == file.read_text().strip()
+
+
+def test_what_one_server_has_answered_the_next_call_finds_at_another(checkpoint: Path, tmp_path: Path) -> None:
+    """Neither looks at what others wrote by the clock while this runs."""
+    with live(checkpoint, tmp_path, refresh_seconds=3600) as a, live(checkpoint, tmp_path, refresh_seconds=3600) as b:
+        key, _ = make(a)
+        assert key in [found["id"] for found in b.admin("/keys").body["data"]]
+        key, _ = make(a)
+        assert b.admin(f"/policies/key:{key}", {"shadow": ["one"]}, "PUT").status == 200
+        assert a.admin("/profiles/team", {}, "PUT").status == 200
+        assert b.admin("/profiles/team").status == 200
+        assert a.admin("/profiles/other", {}, "PUT").status == 200
+        make(b, profile="other")
+        key, _ = make(a)
+        rows = [{"text": "def area(width, height):\n    return width * height\n" * 20}]
+        asked = {"name": "held", "rows": rows, "options": {"protect": "guard", "scope": f"key:{key}"}}
+        bound = b.admin("/takedowns", asked)
+        assert (bound.status, bound.body.get("in_force")) == (202, "enforced")
+        assert a.admin("/profiles/team", method="DELETE").status == 200
+        asked |= {"name": "free", "options": {"protect": "guard", "scope": "profile:team"}}
+        assert refusal(b.admin("/takedowns", asked)) == (400, "invalid_value")
