@@ -85,7 +85,7 @@ def disk_full() -> ApiError:
     """507: nothing can be written."""
     return ApiError(
         507,
-        "the server's disk is full, or its limit of writing is reached; make room in its data folder and try again",
+        "the server's disk is full, or its limit of writing is reached; make room in its data folder, or where its log says",
         code="disk_full",
     )
 
@@ -94,8 +94,8 @@ def not_writable(reason: str) -> ApiError:
     """503: the system refuses what is to be read or written, as on a disk that turned read-only or failed."""
     return ApiError(
         503,
-        f"the server cannot use its own files ({reason}); serving goes on. See that its data folder lies on a sound disk that "
-        "can be written to, and belongs to the account that serves",
+        f"the server cannot use its own files ({reason}); serving goes on. See that its data folder, or what its log "
+        "names, is a folder on a sound disk that can be written to, and belongs to the account that serves",
         code="not_writable",
         headers={"Retry-After": "60"},
     )
@@ -156,8 +156,9 @@ def translate(error: Exception) -> ApiError:
         case StoreUnreachable():
             return ApiError(503, f"{error}; try again", code="store_unreachable", headers={"Retry-After": "10"})
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
+            log.error("there is no room for its own files: %s", error)
             return disk_full()
-        case OSError(errno=errno.EROFS | errno.EACCES | errno.EPERM | errno.EIO):
+        case OSError(errno=errno.EROFS | errno.EACCES | errno.EPERM | errno.EIO | errno.EEXIST | errno.ENOTDIR):
             log.error("its own files cannot be used: %s", error)
             return not_writable(error.strerror or type(error).__name__)
         case _ if isinstance(error, AWAY):
