@@ -82,7 +82,12 @@ class Context:
         try:
             return load_forget(Path(self.task.rows))
         except FileNotFoundError:
-            raise DataError(f"the forget rows {self.task.forget_digest[:12]} were purged; submit them again") from None
+            where = "private_store" if self.settings.private_store else "data_dir"  # no purge takes them from a job
+            raise DataError(
+                f"{where}: this worker's holds no forget rows {self.task.forget_digest[:12]}; where it is not the server's, or "
+                "the server has a private_store, start the worker with the server's and retry the job; else the rows were "
+                "deleted by hand or not restored: submit them again"
+            ) from None
 
     @property
     def folder(self) -> Path:

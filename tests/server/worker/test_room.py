@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,16 @@ def test_what_another_attempt_found_on_another_model_is_not_gone_on_with(
     task = Task("job_1", JobKind.TAKEDOWN, "a", "", options, str(tmp_path / "attempt-2"), done, rows=rows)
     with pytest.raises(DataError, match=r"this worker has the model .* 012345678901; start the worker on"):
         STAGES["fit"](task, silent)
+
+
+@pytest.mark.parametrize("setting", ["data_dir", "private_store"])
+def test_rows_that_a_worker_with_other_settings_does_not_find_were_not_purged(
+    context: working.Context, tmp_path: Path, setting: str
+) -> None:
+    settings = Settings.model_validate({"model": context.settings.model, setting: str(tmp_path / "other")})
+    elsewhere = working.Context(settings, replace(context.task, rows=str(tmp_path / "other" / "forget.jsonl")), silent)
+    with pytest.raises(
+        DataError, match=f"^{setting}: .*start the worker with the server's and retry the job"
+    ) as raised:
+        _ = elsewhere.forget
+    assert "purged" not in str(raised.value)
