@@ -19,6 +19,8 @@ TOGETHER = (
     4  # positions in a piece of the text at most: the last of them sees so many tokens more, less one, than the first
 )
 
+AT_ONCE = 256  # windows, of which more than one state a position is held
+
 
 def last_states(
     model: nn.Module,
@@ -56,10 +58,13 @@ class Near:
         """As :func:`last_states`. A few positions that share a pass see up to TOGETHER - 1 more of the last tokens."""
         if self.parts is None:
             return self._short(model, windows, at, pad, progress)
-        with torch.no_grad():
-            return [
-                self.of(wide, self.parts).to(torch.bfloat16) for wide in self.wide(model, windows, at, pad, progress)
-            ]
+        found = list[Tensor]()
+        for begin in range(0, len(windows), AT_ONCE):
+            some = slice(begin, begin + AT_ONCE)
+            with torch.no_grad():
+                each = self.wide(model, windows[some], at[some], pad, progress)
+                found += [self.of(wide, self.parts).to(torch.bfloat16) for wide in each]
+        return found
 
     def wide(
         self, model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
