@@ -146,7 +146,10 @@ def test_modules_apply_by_body_header_alias_and_path(client: OpenAI, server: Liv
     told = server.call("/v1/responses", {**ASKED, **report}).body["unbind"]
     assert told["modules"][0]["positions"] == len(told["activations"]) == 8
     *_, last = server.call("/v1/responses", {**ASKED, **report, "stream": True}).raw.decode().strip().split("data: ")
-    assert json.loads(last)["response"]["unbind"] == told
+    streamed = json.loads(last)["response"]["unbind"]
+    for now, before in zip(streamed.pop("activations"), told.pop("activations"), strict=True):
+        assert now == pytest.approx(before, abs=1e-5)  # the prompt's states may come from the cache now
+    assert streamed == told
 
 
 def test_what_would_have_to_be_kept_is_refused_by_name(server: Live) -> None:
