@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.backends import cpu
 
 from server.engine.answering import end_ids
 from server.engine.choice import EngineOptions
@@ -64,6 +65,11 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
         raise UnbindError(
             f"dtype: the model is quantised ({loaded.identity.quantisation}), and vLLM computes such weights in 16 bits; "
             "start with --dtype bfloat16"
+        )
+    if loaded.identity.quantisation is not None and options.device == "cpu" and cpu.get_cpu_capability() == "AVX2":
+        raise UnbindError(
+            f"engine vllm: the model is quantised ({loaded.identity.quantisation}), and vLLM has kernels for that on processors "
+            "with AVX-512 alone, which this one is not; serve it with --engine embedded, or on another processor or a GPU"
         )
     trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if options.length > trained:
