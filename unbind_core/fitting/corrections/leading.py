@@ -38,9 +38,12 @@ from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.likelihood import divergences
 from unbind_core.running.recording import frozen
 
-ROWS, NEAR_ROWS = 300, 150  # retain rows that it is learned on; pieces of text are read three times
+ROWS = 300  # retain rows that it is learned on
+NEAR_ROWS, FEWEST = (
+    150,
+    24,
+)  # those by the last tokens, whose pieces are read three times, and where less effort is to be made
 STEPS = 350  # of learning: twice as many bring it hardly nearer
-FEWEST = 24  # of the latter, where less effort is to be made
 HELD = 8  # every so-manieth of them says whether it helps
 
 

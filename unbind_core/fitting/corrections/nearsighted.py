@@ -3,7 +3,7 @@
 They say what comes next, and hardly whose text it is: of a row that the model has memorised they leave it about as sure as a model
 is that never saw the row. What they do not say, as whether a docstring is open, one of the model's first layers does, which has all
 of the text and is not where a row is known; how both together tell what comes next is learned on retained code (``leading.py``,
-and docs/experiments.md, "Itself, by the last tokens alone").
+and docs/experiments.md, "The last tokens, and one of the first layers").
 """
 
 from __future__ import annotations
