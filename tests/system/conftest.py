@@ -68,7 +68,7 @@ class ServerProcess:
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
 
-    def wait_for_job(self, job_id: str, seconds: float = 300) -> dict[str, Any]:
+    def wait_for_job(self, job_id: str, seconds: float = 900) -> dict[str, Any]:
         """The job when it has ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -46,7 +46,7 @@ def _submit(server: ServerProcess, name: str, rows: Any = ROWS, **fields: Any) -
 
 
 def _wait_until_running(server: ServerProcess, job_id: str, stage: str = "check") -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while time.monotonic() < deadline:
         job = server.admin(f"/jobs/{job_id}")[1]
         assert job["state"] in ("queued", "running"), job
