@@ -19,7 +19,7 @@ from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.beginning import UNITS
 from unbind_core.fitting.corrections.examples import examples
 from unbind_core.fitting.corrections.learning import MARGIN, Correction, learn
-from unbind_core.fitting.corrections.nearsighted import nearsighted
+from unbind_core.fitting.corrections.nearsighted import near_by, nearsighted
 from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.fitting.judge import Judge, Remainder
 from unbind_core.fitting.levels import Level, Verdict, Way
@@ -57,21 +57,21 @@ class _Auto:
 
     def __init__(self, context: Context, reference: Reference) -> None:
         self.context, self.clock = context, context.clock
-        self.screening = Screening(context)
+        rewrites = context.options.policy == "rewrite"
+        near = near_by(context) if reference.model is None and rewrites else None
+        self.screening = Screening(context, near.early if near else None)
         self.every = range(len(context.forget))
         self.levels: list[Level] = []
+        self.effort = min(1.0, context.options.effort)
         with self.clock.stage("rows before"):
             screening = self.screening
             self.judge = Judge(context, screening.retain, screening.completions, screening.forget, reference)
         self.generator = torch.Generator().manual_seed(context.options.seed)
-        references, rewrites = [reference], context.options.policy == "rewrite"
-        if reference.model is None and rewrites:
-            near = nearsighted(context, reference, screening.met, screening.retain)
-            references = [near, reference] if near else references
+        asked = nearsighted(context, reference, near, screening.met, screening.retain) if near else None
+        references = [asked, reference] if asked else [reference]
         self.leads = [Lead(each, margin) for each in references for margin in MARGINS[: None if rewrites else 1]]
         self.corrections: dict[Lead, Correction] = {}
         self._toward(references[0])
-        self.effort = min(1.0, context.options.effort)
         rows = len(self.every)
         self.sizes = network_width(rows), max(1, round(self.effort * network_steps(rows)))
         self.network, self.splits, self.ours, self.theirs = self.screening.detector(*self.sizes, network_batch(rows))

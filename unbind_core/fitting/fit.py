@@ -25,7 +25,7 @@ from unbind_core.fitting.auto import fit_auto
 from unbind_core.fitting.certificate import certificate_rows, certificate_states, certify
 from unbind_core.fitting.context import Context
 from unbind_core.fitting.corrections.leading import leading, led
-from unbind_core.fitting.corrections.nearsighted import USUAL, near_by
+from unbind_core.fitting.corrections.nearsighted import near_by
 from unbind_core.fitting.corrections.reference import Kind, Reference
 from unbind_core.fitting.options import GATES, PAPER_GATES, Clock, FitOptions, FitReport, Outcome, possible_layers
 from unbind_core.fitting.paper import fit_paper
@@ -193,7 +193,7 @@ def prepare_retained(
 
 def _prepare(context: Context, held_out: Sequence[RetainRow], reference: Reference) -> None:
     if reference.kind is Kind.ITSELF:
-        reference = replace(reference, near=near_by(context, USUAL))
+        reference = replace(reference, near=near_by(context))
     leading(context, reference)
     retained(context)
     with context.clock.stage("certificate"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.corrections.examples import Met, met_part
 from unbind_core.fitting.corrections.reference import Reference
+from unbind_core.fitting.corrections.states import Met, met_part
 from unbind_core.fitting.network import Network, train_network
 from unbind_core.fitting.retained import contradicting_paths, retained
 from unbind_core.fitting.separation import EARLY, FIRST, WINDOWS, Scored, Separation, alike, as_decided, separation
@@ -30,14 +30,14 @@ MOST_MET = 4 << 30  # bytes of states of rows met elsewhere; of more every so-ma
 class Screening:
     """The states of one fit's rows at the layer that is edited: ``forget`` and ``retain`` with what an edit is tried on,
     ``retained`` [N,d] a larger sample of retain states, ``met`` states of the rows in all ways to meet them, their ``own`` windows
-    first.
+    first, with those of an ``early`` layer where one is named.
 
     Retain rows that repeat forget rows are left out of all of it: ``left_out``, by number. ``alike``: those among the rows which
     choose that the detector has learned too, as each is nearly a forget row.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.context, self.clock = context, context.clock
+    def __init__(self, context: Context, early: int | None = None) -> None:
+        self.context, self.clock, self.early = context, context.clock, early
         (self.layer,) = context.layers
         self.left_out, self.alike = context.contradicting(), list[int]()
         rest = retained(context)
@@ -48,8 +48,8 @@ class Screening:
         self.retained = rest.states
         self.retain, self.completions = rest.calibration, rest.completions
         with self.clock.stage("forget states"):
-            self.forget = forget_states(context)
-        plain = [met_part(window, states) for window, states in _sequences(self.forget, self.layer)]
+            self.forget = forget_states(context, [] if early is None else [early])
+        plain = [one for kept in self.forget.batches for one in self._met(kept.batch, kept.states)]
         self.own, self.met = len(plain), [*plain, *self._elsewhere()]
 
     def _elsewhere(self) -> Iterator[Met]:
@@ -58,14 +58,19 @@ class Screening:
         with self.clock.stage("rows met elsewhere"):
             windows = context.varied_windows()
             every = list(batches(windows, context.pad, device=self.retain.device))
-            one = self.forget.bytes_of(1)
+            one, layers = self.forget.bytes_of(1), self.forget.layers
             step = max(1, -(-sum(len(window.ids) - window.start for window in windows) * one // MOST_MET))
             count = 0
             for batch in counted(every, len(every), "rows met elsewhere", context.progress):
-                found = capture_states(context.model, batch, [self.layer], roughly=True)[self.layer]
-                for window, states in _unpadded(batch, found):
-                    yield met_part(window, states, step, count % step)
-                    count += 1
+                found = capture_states(context.model, batch, layers, roughly=True)
+                yield from self._met(batch, found, step, count)
+                count += len(batch.windows)
+
+    def _met(self, batch: Batch, states: Mapping[int, Tensor], step: int = 1, count: int = 0) -> Iterator[Met]:
+        """The row's part of every window of a batch, out of states [B,T,d] by layer; ``count`` windows came before."""
+        for place, (window, own) in enumerate(_unpadded(batch, states[self.layer])):
+            early = None if self.early is None else states[self.early][place, : len(window.ids)]
+            yield met_part(window, own, step, (count + place) % step, early)
 
     def continued(self, reference: Reference) -> list[Met]:
         """What the reference writes in place of the rows, greedily and once more by chance, behind their own prompts: where a gate
@@ -146,11 +151,11 @@ class Screening:
         return [(window.row, 0, network.scores(states)) for window, states in _sequences(replay, self.layer)]
 
 
-def forget_states(context: Context) -> Replay:
-    """The rows to forget, as they are, with their states at the layer that is edited."""
+def forget_states(context: Context, more: Sequence[int] = ()) -> Replay:
+    """The rows to forget, as they are, with their states at the layer that is edited, and at ``more`` layers."""
     every = context.forget_windows(range(len(context.forget)))
     stage, progress = "forget states", context.progress
-    return Replay(context.model, every, context.layers, pad=context.pad, stage=stage, progress=progress)
+    return Replay(context.model, every, [*context.layers, *more], pad=context.pad, stage=stage, progress=progress)
 
 
 def _sequences(replay: Replay, layer: int) -> Iterator[tuple[Window, Tensor]]:

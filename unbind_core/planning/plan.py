@@ -115,13 +115,13 @@ class _Costs:
         self.reference, self.base = not self.paper and reference is not Kind.ITSELF, reference is Kind.BASE
         self.near = not self.paper and reference is Kind.ITSELF and options.policy != "silent"
         self.layers = len(options.layers or possible_layers(options.gate, shape.layers)) if self.paper else 1
-        state = shape.state * PAD
+        state = shape.state * PAD * (2 if self.near else 1)  # and an early layer's
         self.retain_sample = min(options.state_bytes, 4 * amounts.retain_fit * shape.width)
         self.forget = amounts.forget * amounts.forms * state
         each = min(ELSEWHERE * amounts.forget + LEADS * amounts.forget_rows, 18 * LONGEST * amounts.forget_rows)
         self.elsewhere_tokens = each if not self.paper else 0
         self.elsewhere = min(self.elsewhere_tokens * state, screening.MOST_MET)
-        self.paths = min(3 * self.forget, 1.5 * drafts.MOST_KEPT)
+        self.paths = min(3 * amounts.forget * amounts.forms * shape.state * PAD, 1.5 * drafts.MOST_KEPT)
 
     # Memory.
 
@@ -228,11 +228,11 @@ class _Costs:
         passing = self._passing(min(PASS, 2 * a.retain_fit))
         effort = min(1.0, self.options.effort)
         if self.base or self.near:
-            wide, rows, read = (2, leading.NEAR_ROWS, nearsighted.READ) if self.near else (1, leading.ROWS, 0)
+            wide, rows, read = (2, leading.NEAR_ROWS, nearsighted.READ) if self.near else (1, leading.ROWS, 1)
             tokens = min(a.retain_fit, rows * a.calibration / max(1, a.calibration_rows))
             work = max(passing, self._learning(learning.BATCH, 5, wide))
             states = 9 * wide * tokens * shape.width  # of both models, and once more as they are put together
-            seconds = (2 + read) * self._pass(tokens) + self._learned(learning.BATCH, effort * leading.STEPS, wide)
+            seconds = (1 + read) * self._pass(tokens) + self._learned(learning.BATCH, effort * leading.STEPS, wide)
             yield "leading", 2 * states + work, wide * 2 * 8 * beginning.UNITS * shape.width, seconds
         yield "retain states", sample + self._writing(sample / 8) + passing, sample, self._pass(2 * a.retain_fit)
         retained, on_disk = self._retained(a.calibration, 1)

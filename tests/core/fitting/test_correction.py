@@ -19,9 +19,10 @@ from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
 from unbind_core.encoding import fim_markers, marks
 from unbind_core.errors import DataError, FittingError
-from unbind_core.fitting.corrections.examples import OWN, Examples, Met, examples, met_part
+from unbind_core.fitting.corrections.examples import OWN, Examples, examples
 from unbind_core.fitting.corrections.learning import Correction, learn
 from unbind_core.fitting.corrections.reference import MEMORISED, Kind, Reference, last_logits, load_reference
+from unbind_core.fitting.corrections.states import Met, met_part
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.capture import capture_states
 from unbind_core.windows import Window, batches, forget_windows, retain_windows

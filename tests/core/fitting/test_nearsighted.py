@@ -18,13 +18,14 @@ from unbind_core import FitOptions, FitReport, LoadedModel, fit, load_model
 from unbind_core.encoding import beginning, encode, marks
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.corrections.examples import Met, examples, met_part
+from unbind_core.fitting.corrections.examples import examples
 from unbind_core.fitting.corrections.leading import leading
-from unbind_core.fitting.corrections.nearsighted import COUNTS, USUAL, near_by, nearsighted
+from unbind_core.fitting.corrections.nearsighted import TOKENS, near_by, nearsighted
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
-from unbind_core.fitting.corrections.states import TOGETHER, Near, last_states
+from unbind_core.fitting.corrections.states import TOGETHER, Met, Near, last_states, states_at
 from unbind_core.fitting.fit import context_of, prepare_retained
 from unbind_core.fitting.options import Target
+from unbind_core.fitting.screening import Screening
 from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import silent
 from unbind_core.rows import ForgetRow, RetainRow
@@ -49,9 +50,7 @@ def replayed(context: Context, windows: Sequence[Window]) -> Replay:
 
 
 def met(context: Context) -> list[Met]:
-    windows = context.forget_windows(range(len(FORGET)))
-    width = context.model.config.hidden_size  # type: ignore[union-attr, operator]
-    return [met_part(window, torch.zeros(len(window.ids), width)) for window in windows]
+    return Screening(context, near_by(context).early).met
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])  # the second begins every text with a token
@@ -61,7 +60,7 @@ def test_a_position_sees_its_last_tokens_and_at_most_three_more(tiny_checkpoint:
     ids = (*front, *encode(loaded.tokenizer, "def area(width, height):\n    return width * height\n"))
     window = Window(ids, 1, 0)
     at = torch.arange(FIRST, len(ids) - 1)
-    (found,) = Near(tokens, tuple(front)).states(loaded.model, [window], [at], 0, silent)
+    (found,) = Near(tokens, tuple(front)).short(loaded.model, [window], [at], 0, silent)
     assert found.shape == (len(at), 32)
     for state, position in zip(found, at.tolist(), strict=True):
         seen = tokens + (position - FIRST) % TOGETHER
@@ -76,20 +75,22 @@ def test_states_come_in_the_order_of_the_windows_whatever_their_lengths(loaded: 
     rng = random.Random(0)
     windows = [Window(tuple(rng.randrange(5, 300) for _ in range(length)), 1, 0) for length in (30, 7, 90, 12)]
     at = [torch.arange(3, 29), torch.tensor([5]), torch.arange(0, 88, 5), torch.zeros(0, dtype=torch.int64)]
-    together = Near(8).states(loaded.model, windows, at, 0, silent)
+    together = Near(8).short(loaded.model, windows, at, 0, silent)
     assert [len(states) for states in together] == [26, 1, 18, 0]
     for window, places, states in zip(windows[:3], at[:3], together, strict=False):
-        (alone,) = Near(8).states(loaded.model, [window], [places], 0, silent)
+        (alone,) = Near(8).short(loaded.model, [window], [places], 0, silent)
         torch.testing.assert_close(states, alone, atol=0.03, rtol=0.03)
 
 
-def test_as_many_tokens_are_taken_as_do_not_give_rows_away(loaded: LoadedModel) -> None:
+def test_a_model_is_asked_by_its_last_tokens_where_they_do_not_give_rows_away(loaded: LoadedModel) -> None:
     context, rng = begun(loaded), random.Random(0)
+    having = Reference(), near_by(context), met(context)
     recited = replayed(context, context.forget_windows(range(len(FORGET))))
     noise = replayed(context, [Window(tuple(rng.randrange(5, 300) for _ in range(60)), 1, i) for i in range(8)])
-    most = nearsighted(context, Reference(), met(context), recited)  # ordinary code that is as likely as the rows
-    assert most is not None and most.near is not None and most.near.tokens == COUNTS[-1]
-    assert nearsighted(context, Reference(), met(context), noise) is None  # the rows are likelier by any
+    asked = nearsighted(context, *having, recited)  # ordinary code that is as likely as the rows
+    assert asked is not None and asked.near is not None and asked.near.parts is not None
+    assert asked.led is not None and asked.led[1] < asked.led[0]
+    assert nearsighted(context, *having, noise) is None  # the rows are likelier by any
 
 
 def test_the_row_is_recited_with_all_of_the_text_and_not_by_the_last_tokens(loaded: LoadedModel) -> None:
@@ -127,25 +128,31 @@ def test_what_the_last_tokens_say_is_led_nearer_on_retained_code_and_kept(loaded
     assert not list(tmp_path.glob("leading-*"))  # another model is asked then
     prepare_retained(loaded.model, loaded.tokenizer, RETAIN, **asked)
     (file,) = tmp_path.glob("leading-*")
-    plain = Reference(near=near_by(context, USUAL))
+    plain = Reference(near=near_by(context))
     made = file.stat().st_mtime_ns
-    found = leading(context, plain)
-    assert found is not None and plain.near is not None and file.stat().st_mtime_ns == made  # it was taken from there
-    before, change = found
+    known = leading(context, plain)
+    assert known is not None and plain.near is not None and file.stat().st_mtime_ns == made  # it was taken from there
+    before, change = known
     assert change.divergence < 0.8 * before
     led = replace(plain, near=replace(plain.near, parts=change.parts), led=(before, change.divergence))
     assert led.to_json()["led"] == {"before": before, "after": change.divergence}
-    other = leading(context, replace(plain, near=near_by(context, 4)))
+    other = leading(context, replace(plain, near=near_by(context, 2 * TOKENS)))
     assert other is not None and len(list(tmp_path.glob("leading-*"))) == 2
 
     windows = context.retain_windows(range(5))
     at = [torch.arange(FIRST, len(window.ids) - 1) for window in windows]
-    whole = torch.cat(last_states(loaded.model, windows, at, context.pad, silent)).float()
-    wanted = log_softmax(last_logits(loaded.model)(whole), -1)
+    assert plain.near is not None and plain.near.early is not None
+    layers = [plain.near.early, *context.layers]
+    each = states_at(loaded.model, windows, at, layers, context.pad, silent)
+    found = [
+        Met(window, places, one[layers[1]], one[layers[0]])
+        for window, places, one in zip(windows, at, each, strict=True)
+    ]
+    wanted = log_softmax(last_logits(loaded.model)(torch.cat([one.states for one in found]).float()), -1)
     apart = []
     for reference in (plain, led):
         assert reference.near is not None
-        states = torch.cat(reference.near.states(loaded.model, windows, at, context.pad, silent)).float()
+        states = torch.cat(reference.near.states(loaded.model, found, context.pad, silent)).float()
         said = reference.log_probabilities(loaded.model)(states, torch.zeros(len(states), dtype=torch.int64))
         apart.append(float((wanted.exp() * (wanted - said)).sum(-1).mean()))
     assert apart[1] < 0.8 * apart[0]
@@ -159,7 +166,9 @@ def test_the_early_layer_is_before_the_middle_and_never_the_last(
     inner = loaded.model.model  # type: ignore[union-attr]
     inner.layers, loaded.model.config.num_hidden_layers = inner.layers[:layers], layers  # type: ignore[union-attr]
     context = context_of(loaded.model, loaded.tokenizer, FORGET, RETAIN, (), "m", loaded.identity, QUICK, silent, None)
-    assert near_by(context, 8).early == early
+    near = near_by(context)
+    assert near.early == early
+    assert (leading(context, Reference(near=near)) is None) == (early is None)
 
 
 @pytest.mark.slow
@@ -172,7 +181,7 @@ def test_a_fit_says_by_how_many_and_what_it_did_where_they_left_too_much(loaded:
     hard = fitted("rewrite", Target(alone_cut=1.0, alone_recovery=0.0))
     assert easy.selected is not None and hard.selected is not None
     towards = easy.selected["correction"]["reference"]
-    assert towards["last_tokens"] in COUNTS and easy.selected["last_tokens"] == towards["last_tokens"]
+    assert towards["last_tokens"] == TOKENS and easy.selected["last_tokens"] == towards["last_tokens"]
     tried = [level.get("last_tokens") for level in hard.levels]
     assert tried[0] == towards["last_tokens"] and tried[-1] is None
     assert fitted("silent", Target()).levels[0].get("last_tokens") is None

@@ -10,9 +10,10 @@ from tests.support import memorising
 from unbind_core import FitOptions, LoadedModel, load_model
 from unbind_core.applying.corrections import corrected
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.corrections.examples import NO_ROW, Met, examples
+from unbind_core.fitting.corrections.examples import NO_ROW, examples
 from unbind_core.fitting.corrections.learning import learn
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
+from unbind_core.fitting.corrections.states import Met
 from unbind_core.fitting.fit import context_of
 from unbind_core.fitting.screening import CONTINUED, Screening
 from unbind_core.progress import silent

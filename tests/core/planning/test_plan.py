@@ -112,11 +112,12 @@ def test_a_reference_that_is_led_takes_a_stage_more_than_one_that_is_named() -> 
     assert [stage.name for stage in ending.stages] == [stage.name for stage in named.stages]
     assert alone.weights < named.weights == base.weights and base.seconds > named.seconds
     beside = [
-        next(stage.memory for stage in plan.stages if stage.name == "correction") - plan.weights
-        for plan in (alone, named)
+        next(stage.memory for stage in plan.stages if stage.name == "detector") - plan.weights
+        for plan in (ending, named, alone)
     ]
     # Of 20 rows in two forms two continuations, their states and the reference's of 896 numbers in bfloat16.
     assert beside[1] - beside[0] >= 2 * 40 * CONTINUED * 2 * 896 * 2
+    assert beside[2] - beside[0] >= 20 * 128 * 2 * 896 * 4  # an early layer's states of all of the rows
     assert alone.seconds > ending.seconds
     assert all(
         stage.name != "leading" for stage in planned("qwen2.5-coder-0.5b", some, "paper", reference=Kind.BASE).stages

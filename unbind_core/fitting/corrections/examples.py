@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from unbind_core.fitting.corrections.reference import Reference
-from unbind_core.fitting.corrections.states import last_states
-from unbind_core.fitting.separation import FIRST
+from unbind_core.fitting.corrections.states import Met, last_states
 from unbind_core.progress import ProgressCallback, silent
-from unbind_core.windows import Window
 
 NO_ROW = -1  # in place of a token, where what follows is no row's
 OWN = 3  # times that a row's own windows count beside those in which it is met elsewhere
@@ -27,22 +25,6 @@ class Examples:
     states: Tensor
     theirs: Tensor
     following: Tensor
-
-
-@dataclass(frozen=True)
-class Met:
-    """A window in which a row is met: positions ``at``, int64 [n], of the row's part, and the edited layer's ``states`` [n,d]."""
-
-    window: Window
-    at: Tensor
-    states: Tensor
-
-
-def met_part(window: Window, states: Tensor, step: int = 1, first: int = 0) -> Met:
-    """Of a window's states [T,d] those that say whose they are and precede a token; each ``step``-th of them from ``first`` on."""
-    begin, end = window.start + FIRST + first, len(window.ids) - 1
-    part = states[begin:-1:step]
-    return Met(window, torch.arange(min(begin, end), end, step), part if step == 1 else part.clone())
 
 
 def examples(
@@ -65,11 +47,12 @@ def examples(
     met = [*first, *others, *continued]
     of_rows, repeated = len(met) - len(continued), [*range(len(first))] * (OWN - 1) + [*range(len(met))]
     ours = [one.states.to(torch.bfloat16) for one in met]
-    theirs, at, windows = ours, [one.at for one in met], [one.window for one in met]
+    theirs = ours
     if reference.model is not None:
-        theirs = last_states(reference.source(model), windows, at, pad, progress)
+        asked = [one.window for one in met], [one.at for one in met]
+        theirs = last_states(reference.source(model), *asked, pad, progress)
     elif reference.near is not None:
-        theirs = reference.near.states(model, windows, at, pad, progress)
+        theirs = reference.near.states(model, met, pad, progress)
 
     def repeat(of: Sequence[Tensor]) -> Tensor:
         return torch.cat([of[i] for i in repeated])

@@ -30,19 +30,20 @@ from unbind_core.fitting.corrections.beginning import UNITS, Parts, beginning, l
 from unbind_core.fitting.corrections.learning import BATCH, TRIED, Correction
 from unbind_core.fitting.corrections.objective import toward
 from unbind_core.fitting.corrections.reference import Kind, Reference, last_logits
-from unbind_core.fitting.corrections.states import last_states
+from unbind_core.fitting.corrections.states import Near, beside, last_states, states_at
 from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import counted
 from unbind_core.rows import spread
 from unbind_core.running.device import SHARED_PASS, threads_for
 from unbind_core.running.likelihood import divergences
 from unbind_core.running.recording import frozen
+from unbind_core.windows import Window
 
 ROWS = 300  # retain rows that it is learned on
 NEAR_ROWS, FEWEST = (
     150,
     24,
-)  # those by the last tokens, whose pieces are read three times, and where less effort is to be made
+)  # those by the last tokens, whose pieces are read besides, and where less effort is to be made
 STEPS = 350  # of learning: twice as many bring it hardly nearer
 HELD = 8  # every so-manieth of them says whether it helps
 
@@ -72,11 +73,11 @@ def led(context: Context, reference: Reference) -> Iterator[Reference]:
 
 def leading(context: Context, reference: Reference) -> tuple[float, Correction] | None:
     """KL(fitted ‖ reference) in nats on held rows as it is, and the correction for the reference, with what it leaves; None where
-    that is one which is named or the model itself with all of the text, or there are too few retain rows. Kept in the context's
-    cache: it depends on the forget rows only in that retain rows which repeat them are left out.
+    that is one which is named, or the model itself but by its last tokens and an early layer, or there are too few retain rows.
+    Kept in the context's cache: it depends on the forget rows only in that retain rows which repeat them are left out.
     """
     near = reference.near
-    if (reference.kind is not Kind.BASE or reference.model is None) and near is None:
+    if (reference.kind is not Kind.BASE or reference.model is None) and (near is None or near.early is None):
         return None
     rows_near = max(FEWEST, round(min(1.0, context.options.effort) * NEAR_ROWS))  # reading them takes most of the time
     drawn = spread(context.parts.retain_fit, ROWS if near is None else rows_near)
@@ -95,14 +96,11 @@ def leading(context: Context, reference: Reference) -> tuple[float, Correction] 
         if known is not None:
             return known
         at = [torch.arange(one.start + FIRST, len(one.ids) - 1) for one in windows]
-        having = windows, at, context.pad, context.progress
-        ours = last_states(context.model, *having)
-        if near is not None:
-            theirs = near.wide(context.model, *having)
-            early = [wide[:, one.shape[1] :] for wide, one in zip(theirs, ours, strict=True)]
-            ours = [torch.cat(pair, 1) for pair in zip(ours, early, strict=True)]
+        if near is not None and near.early is not None:
+            ours, theirs = _by_last_tokens(context, near, near.early, windows, at)
         else:
-            theirs = last_states(reference.source(context.model), *having)
+            having = windows, at, context.pad, context.progress
+            ours, theirs = (last_states(model, *having) for model in (context.model, reference.source(context.model)))
         sides = [
             tuple(
                 torch.cat([states[i] for i, one in enumerate(windows) if (one.row in held) == of_held])
@@ -114,6 +112,20 @@ def leading(context: Context, reference: Reference) -> tuple[float, Correction] 
         if file:
             _keep(file, *found)
         return found
+
+
+def _by_last_tokens(
+    context: Context, near: Near, early: int, windows: Sequence[Window], at: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """bfloat16 [n,2d] of each window by all of the text, and by its last tokens; both have the early layer's states behind."""
+    last = len(decoder_layers(context.model)) - 1
+    whole = states_at(context.model, windows, at, [early, last], context.pad, context.progress)
+    short = near.short(context.model, windows, at, context.pad, context.progress)
+    theirs = [beside(one, found[early]) for one, found in zip(short, whole, strict=True)]
+    ours = [
+        torch.cat((found[last], one[:, found[last].shape[1] :]), 1) for found, one in zip(whole, theirs, strict=True)
+    ]
+    return ours, theirs
 
 
 def _learn(

@@ -18,53 +18,44 @@ from unbind_core.architecture import decoder_layers
 from unbind_core.encoding import beginning
 from unbind_core.evaluation.replay import Replay
 from unbind_core.fitting.context import Context
-from unbind_core.fitting.corrections.examples import Met
 from unbind_core.fitting.corrections.leading import leading
 from unbind_core.fitting.corrections.reference import PART, Reference
-from unbind_core.fitting.corrections.states import Near
+from unbind_core.fitting.corrections.states import Met, Near
 from unbind_core.rows import spread
 
-COUNTS = (4, 8)  # of last tokens, to choose from: more give rows away where the code to measure by was trained on
-USUAL = 8
-READ = 3  # tokens that the model goes through for each position by so many, some of which share a piece of the text
-ASKED = 48  # windows in which a row is met that say how many, spread over the rows and the ways
+TOKENS = 4  # more of them give rows away where a model was trained on the code that it is compared with
+READ = 2  # tokens that the model goes through for each position by so many, some of which share a piece of the text
+ASKED = 48  # windows in which a row is met that say what it gives away, spread over the rows and the ways
 
 
-def near_by(context: Context, tokens: int) -> Near:
+def near_by(context: Context, tokens: int = TOKENS) -> Near:
     """The context's model by so many last tokens, and a layer before the middle of its layers, where that is not the last."""
     early = (len(decoder_layers(context.model)) - 1) // 2
     return Near(tokens, tuple(beginning(context.tokenizer)), early if early < context.layers[0] else None)
 
 
-def nearsighted(context: Context, reference: Reference, met: Sequence[Met], retained: Replay) -> Reference | None:
-    """``reference`` by as many last tokens as leave the rows' own next tokens, where they are ``met``, no more of the mass than
-    ordinary code's have with all of the text (``retained``), led to that on retained code where this is still so then; None where
-    the fewest leave them more, too.
+def nearsighted(
+    context: Context, reference: Reference, near: Near, met: Sequence[Met], retained: Replay
+) -> Reference | None:
+    """``reference`` as it is ``near``, led to what the model says of retained code with all of the text; as it is, where that is no
+    nearer, or leaves the rows' own next tokens, where they are ``met``, more of the mass than ordinary code's have with all of the
+    text (``retained``); None where that leaves them more, too.
     """
-    chosen = None
+    plain = replace(reference, near=near)
+    led, found = [], leading(context, plain)
+    if found is not None and found[1].divergence < found[0]:
+        led = [replace(plain, near=replace(near, parts=found[1].parts), led=(found[0], found[1].divergence))]
     with context.clock.stage("reference"):
         ordinary = float(torch.cat([kept.nll.float() for kept in retained.batches]).neg().exp().mean())
         asked = [met[i] for i in spread(range(len(met)), ASKED)]
-        for count in COUNTS:
-            tried = replace(reference, near=near_by(context, count))
-            if _mass(context, tried, asked) > ordinary:
-                break
-            chosen = tried
-    near = chosen.near if chosen is not None else None
-    found = leading(context, chosen) if chosen is not None and near is not None and near.early is not None else None
-    if chosen is None or near is None or found is None or found[1].divergence >= found[0]:
-        return chosen
-    led = replace(chosen, near=replace(near, parts=found[1].parts), led=(found[0], found[1].divergence))
-    with context.clock.stage("reference"):
-        return led if _mass(context, led, asked) <= ordinary else chosen
+        return next((each for each in (*led, plain) if _mass(context, each, asked) <= ordinary), None)
 
 
 def _mass(context: Context, reference: Reference, asked: Sequence[Met]) -> float:
     """What the reference gives the rows' own next tokens of the mass, on average."""
     assert reference.near is not None
-    windows, at = [one.window for one in asked], [one.at for one in asked]
-    states = torch.cat(reference.near.states(context.model, windows, at, context.pad, context.progress))
-    own = torch.cat([torch.tensor(window.ids)[places + 1] for window, places in zip(windows, at, strict=True)])
+    states = torch.cat(reference.near.states(context.model, asked, context.pad, context.progress))
+    own = torch.cat([torch.tensor(one.window.ids)[one.at + 1] for one in asked])
     said, parts = reference.log_probabilities(context.model), own.to(states.device).split(PART)
     each = zip(states.split(PART), parts, strict=True)
     return sum(_likely(said(some.float(), own), own) for some, own in each) / len(states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unbind_core.applying.corrections import corrected
 from unbind_core.architecture import decoder_layers
 from unbind_core.fitting.corrections.beginning import Parts
+from unbind_core.fitting.separation import FIRST
 from unbind_core.progress import ProgressCallback, counted
 from unbind_core.running.capture import capture_states
 from unbind_core.windows import Window, batches
@@ -19,7 +20,28 @@ TOGETHER = (
     4  # positions in a piece of the text at most: the last of them sees so many tokens more, less one, than the first
 )
 
-AT_ONCE = 256  # windows, of which more than one state a position is held
+
+@dataclass(frozen=True)
+class Met:
+    """A window in which a row is met: positions ``at``, int64 [n], of the row's part, the edited layer's ``states`` [n,d], and
+    those of an ``early`` layer, where they are wanted.
+    """
+
+    window: Window
+    at: Tensor
+    states: Tensor
+    early: Tensor | None = None
+
+
+def met_part(window: Window, states: Tensor, step: int = 1, first: int = 0, early: Tensor | None = None) -> Met:
+    """Of a window's states [T,d] those that say whose they are and precede a token; each ``step``-th of them from ``first`` on."""
+    begin, end = window.start + FIRST + first, len(window.ids) - 1
+
+    def part(of: Tensor) -> Tensor:
+        return of[begin:-1:step] if step == 1 else of[begin:-1:step].clone()
+
+    at = torch.arange(min(begin, end), end, step)
+    return Met(window, at, part(states), None if early is None else part(early))
 
 
 def last_states(
@@ -28,16 +50,29 @@ def last_states(
     at: Sequence[Tensor],
     pad: int,
     progress: ProgressCallback,
-    layer: int | None = None,
 ) -> list[Tensor]:
-    """bfloat16 states [n,d] at some positions of each window at the last decoder layer, or another, in the order of ``windows``."""
-    layer = len(decoder_layers(model)) - 1 if layer is None else layer
+    """bfloat16 states [n,d] at some positions of each window at the last decoder layer, in the order of ``windows``."""
+    last = len(decoder_layers(model)) - 1
+    return [found[last] for found in states_at(model, windows, at, [last], pad, progress)]
+
+
+def states_at(
+    model: nn.Module,
+    windows: Sequence[Window],
+    at: Sequence[Tensor],
+    layers: Sequence[int],
+    pad: int,
+    progress: ProgressCallback,
+) -> list[dict[int, Tensor]]:
+    """As :func:`last_states`, at several layers."""
     device = next(model.parameters()).device
     order = iter(sorted(range(len(windows)), key=lambda i: -len(windows[i].ids)))  # as batches come
-    every, found = list(batches(windows, pad, device=device)), dict[int, Tensor]()
+    every, found = list(batches(windows, pad, device=device)), dict[int, dict[int, Tensor]]()
     for batch in counted(every, len(every), "reference", progress):
-        for one, number in zip(capture_states(model, batch, [layer], roughly=True)[layer], order, strict=False):
-            found[number] = one[at[number].to(device)].to(torch.bfloat16)
+        states = capture_states(model, batch, layers, roughly=True)
+        for place, number in zip(range(len(batch.windows)), order, strict=False):
+            where = at[number].to(device)
+            found[number] = {layer: states[layer][place][where].to(torch.bfloat16) for layer in layers}
     return [found[i] for i in range(len(windows))]
 
 
@@ -52,37 +87,29 @@ class Near:
     early: int | None = None
     parts: Parts | None = None
 
-    def states(
-        self, model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
-    ) -> list[Tensor]:
-        """As :func:`last_states`. A few positions that share a pass see up to TOGETHER - 1 more of the last tokens."""
-        if self.parts is None:
-            return self._short(model, windows, at, pad, progress)
-        found = list[Tensor]()
-        for begin in range(0, len(windows), AT_ONCE):
-            some = slice(begin, begin + AT_ONCE)
+    def states(self, model: nn.Module, met: Iterable[Met], pad: int, progress: ProgressCallback) -> list[Tensor]:
+        """bfloat16 [n,d] of each window, in place of those of :func:`last_states`. Where there are ``parts``, the windows need
+        an early layer's states.
+        """
+        met = list(met)
+        found = self.short(model, [one.window for one in met], [one.at for one in met], pad, progress)
+        if self.parts is not None:
             with torch.no_grad():
-                each = self.wide(model, windows[some], at[some], pad, progress)
-                found += [self.of(wide, self.parts).to(torch.bfloat16) for wide in each]
+                for number, one in enumerate(met):
+                    assert one.early is not None
+                    found[number] = self.of(beside(found[number], one.early), self.parts).to(torch.bfloat16)
         return found
 
-    def wide(
-        self, model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
-    ) -> list[Tensor]:
-        """What ``parts`` are applied to: bfloat16 [n,2d], states by the last tokens, and those of the early layer, brought to their
-        size.
-        """
-        short = self._short(model, windows, at, pad, progress)
-        return beside(short, last_states(model, windows, at, pad, progress, self.early))
-
-    def of(self, wide: Tensor, parts: Parts) -> Tensor:
-        """FP32 last states [n,d] of such [n,2d]; can be differentiated in ``parts``."""
+    @staticmethod
+    def of(wide: Tensor, parts: Parts) -> Tensor:
+        """FP32 last states [n,d] of such [n,2d] as :func:`beside` makes."""
         one = torch.ones(len(wide), device=wide.device)
         return corrected(wide.float(), one, *parts)[:, : wide.shape[1] // 2]
 
-    def _short(
+    def short(
         self, model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
     ) -> list[Tensor]:
+        """As :func:`last_states`, by the last tokens alone. Positions that share a pass see up to TOGETHER - 1 more of them."""
         pieces, places, owner = list[Window](), list[Tensor](), list[int]()
         for number, (window, positions) in enumerate(zip(windows, at, strict=True)):
             for group in _neighbours(positions.tolist()):
@@ -98,13 +125,10 @@ class Near:
         return [torch.cat(own) if own else torch.zeros(0, width, dtype=torch.bfloat16) for own in found]
 
 
-def beside(states: Sequence[Tensor], early: Sequence[Tensor]) -> list[Tensor]:
-    """[n,2d] of two lists of [n,d], the second ones brought to the size of the first."""
-    found = []
-    for one, other in zip(states, early, strict=True):
-        size = one.float().norm(dim=1, keepdim=True) / other.float().norm(dim=1, keepdim=True).clamp(min=1e-6)
-        found.append(torch.cat((one, (other * size).to(one.dtype)), 1))
-    return found
+def beside(states: Tensor, early: Tensor) -> Tensor:
+    """[n,2d] of two [n,d], the second one brought to the size of the first."""
+    size = states.float().norm(dim=1, keepdim=True) / early.float().norm(dim=1, keepdim=True).clamp(min=1e-6)
+    return torch.cat((states, (early * size).to(states.dtype)), 1)
 
 
 def _neighbours(positions: Sequence[int]) -> list[list[int]]:
