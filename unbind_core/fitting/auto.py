@@ -88,6 +88,7 @@ class _Auto:
                 generator=self.generator,
                 own=screening.own,
                 continued=screening.continued(reference),
+                effort=self.effort,
                 progress=context.progress,
             )
 

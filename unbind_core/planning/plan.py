@@ -243,7 +243,8 @@ class _Costs:
         work = max(self._scoring(a.forget * a.forms), self._passing(min(PASS, self.elsewhere_tokens)))
         seconds = self._pass(a.forget * a.forms, scored=True) + self._pass(self.elsewhere_tokens)
         yield "forget states", held + work, 0.0, seconds
-        own, others = min(examples.MOST_OWN, a.forget * a.forms), min(examples.MOST_ELSEWHERE, self.elsewhere_tokens)
+        own = min(effort * examples.MOST_OWN, a.forget * a.forms)
+        others = min(effort * examples.MOST_ELSEWHERE, self.elsewhere_tokens)
         if self.reference:  # what it writes in place of the rows, twice
             others += 2 * min(screening.MOST_CONTINUED, a.forget_rows * a.forms) * (screening.CONTINUED + 2)
         ours, drawn = own + others, examples.OWN * own + others

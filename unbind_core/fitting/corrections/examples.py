@@ -36,14 +36,17 @@ def examples(
     generator: torch.Generator,
     own: int = 0,
     continued: Sequence[Met] = (),
-    most: tuple[int, int] = (MOST_OWN, MOST_ELSEWHERE),
+    effort: float = 1.0,
     progress: ProgressCallback = silent,
 ) -> Examples:
-    """From the rows' parts of windows, which are drawn whole: of the first ``own``, the rows as they are, until they have
-    ``most[0]`` positions, and of the others until they have ``most[1]``; and all of the ``continued`` ones, where no row's token
-    follows. Those of the rows as they are count OWN times.
+    """From the rows' parts of windows, which are drawn whole: of the first ``own``, the rows as they are, until they have MOST_OWN
+    positions, and of the others until they have MOST_ELSEWHERE, or of both as many fewer as less ``effort`` is to be made; and
+    all of the ``continued`` ones, where no row's token follows. Those of the rows as they are count OWN times.
     """
-    first, others = _drawn(met[:own], most[0], generator), _drawn(met[own:], most[1], generator)
+    first, others = (
+        _drawn(part, max(1, round(effort * most)), generator)
+        for part, most in ((met[:own], MOST_OWN), (met[own:], MOST_ELSEWHERE))
+    )
     met = [*first, *others, *continued]
     of_rows, repeated = len(met) - len(continued), [*range(len(first))] * (OWN - 1) + [*range(len(met))]
     ours = [one.states.to(torch.bfloat16) for one in met]
