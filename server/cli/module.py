@@ -10,7 +10,7 @@ from rich.text import Text
 
 from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import AsJson, clear_errors, notes, screen, show_fields, show_lines, shown_field, write_json
-from server.cli.takedown.shown import warn
+from server.cli.takedown.shown import Watch, follow, show_ended, warn
 from server.registry.lifecycle import standing
 from unbind_core.errors import UnbindError
 
@@ -62,7 +62,8 @@ def list_modules(
 def show(reference: Reference, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
     """One module or guard."""
     with clear_errors():
-        _print(Client(url, key).call(address("modules", reference)), as_json)
+        client = Client(url, key)
+        _print(client, client.call(address("modules", reference)), as_json)
 
 
 def verify(
@@ -75,14 +76,15 @@ def verify(
             "that runs where it holds.",
         ),
     ] = False,
+    watch: Watch = False,
     url: Url = LOCAL,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure before and after once more, by a job."""
     with clear_errors():
-        asked = address("modules", reference, f"verify{'?adopt=true' if adopt else ''}")
-        _print(Client(url, key).call(asked, method="POST"), as_json)
+        client, asked = Client(url, key), address("modules", reference, f"verify{'?adopt=true' if adopt else ''}")
+        _print(client, client.call(asked, method="POST"), as_json, watch)
 
 
 def _change(action: str) -> Callable[..., None]:
@@ -94,6 +96,7 @@ def _change(action: str) -> Callable[..., None]:
         etag: Annotated[
             str | None, typer.Option(help="Revision that is meant; the present one where none is given.")
         ] = None,
+        watch: Watch = False,
         url: Url = LOCAL,
         key: Key = None,
         as_json: AsJson = False,
@@ -107,15 +110,25 @@ def _change(action: str) -> Callable[..., None]:
             seen = etag or client.call(address("modules", reference))["etag"]
             query = "?override=true" if override else ""
             asked = address("modules", reference, action + query)
-            _print(client.call(asked, method="POST", headers={"If-Match": seen}), as_json)
+            _print(client, client.call(asked, method="POST", headers={"If-Match": seen}), as_json, watch)
 
     return change
 
 
-def _print(answer: dict[str, Any], as_json: bool) -> None:
-    if as_json:
+def _print(client: Client, answer: dict[str, Any], as_json: bool, watch: bool = False) -> None:
+    by_job = "state" not in answer  # as of activate where what all cost together is measured first
+    if not as_json:
+        _show(answer)
+        if by_job and not watch:
+            notes.print(f"a job does it: unbind takedown watch {answer['job_id']}", highlight=False, soft_wrap=True)
+        warn({"warnings": answer.get("warnings", ())})
+    elif not (by_job and watch):
         write_json(answer)
-        return
+    if by_job and watch:
+        show_ended([follow(client, answer["job_id"], as_json)], as_json)
+
+
+def _show(answer: dict[str, Any]) -> None:
     told: dict[str, Any] = {}
     for field, value in answer.items():
         if field == "calibrated":
@@ -125,9 +138,6 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
         elif field != "warnings" and not isinstance(value, dict):
             told[field] = shown_field(field, value)
     show_fields(told.items())
-    if "state" not in answer:  # as of activate where what all cost together is measured first: nothing has changed yet
-        notes.print(f"a job does it: unbind takedown watch {answer['job_id']}", highlight=False, soft_wrap=True)
-    warn({"warnings": answer.get("warnings", ())})
 
 
 def register(app: typer.Typer) -> None:

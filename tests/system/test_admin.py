@@ -203,6 +203,14 @@ def test_the_commands_mirror_it(server: ServerProcess, tmp_path: Path) -> None:
     assert run("takedown", "cancel", made["job_id"])["state"] == "cancelled"
     assert run("takedown", "retry", made["job_id"])["state"] == "queued"
     run("takedown", "cancel", made["job_id"])
+    watched = ["takedown", "retry", made["job_id"], "--watch", "--json", "--url", server.url, "--key", ADMIN_KEY]
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(CliRunner().invoke, build(), watched)
+        while server.admin(f"/jobs/{made['job_id']}")[1]["state"] != "queued":
+            assert not watching.done(), watching.result().output
+        assert server.admin(f"/jobs/{made['job_id']}/cancel", {})[0] == 200
+        told = watching.result()
+    assert told.exit_code == 1 and json.loads(told.stdout)["state"] == "cancelled"
     document = tmp_path / "evidence.json"
     signed = run("evidence", "get", made["takedown_id"], "--out", str(document), "--html", str(tmp_path / "e.html"))
     assert (tmp_path / "e.html").read_text().startswith("<!doctype html>")

@@ -11,7 +11,7 @@ import typer
 from server.cli.client import LOCAL, Client, Key, Url, address
 from server.cli.console import AsJson, clear_errors, notes, screen, show_lines, write_json
 from server.cli.takedown.join import join
-from server.cli.takedown.shown import ENDED, follow, show_answer, show_ended, show_job, show_jobs
+from server.cli.takedown.shown import ENDED, Watch, follow, show_answer, show_ended, show_job, show_jobs
 from server.cli.takedown.submit import submit
 from server.registry.lifecycle import InForce, standing
 
@@ -94,9 +94,13 @@ def cancel(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = F
         notes.print(f"job {job['id']} has {job['state']} already: nothing was cancelled", soft_wrap=True)
 
 
-def retry(job_id: JobId, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
+def retry(job_id: JobId, watch: Watch = False, url: Url = LOCAL, key: Key = None, as_json: AsJson = False) -> None:
     """Queue a failed or cancelled job again; it goes on after its last finished stage."""
-    _post(job_id, "retry", url, key, as_json)
+    _post(job_id, "retry", url, key, as_json, quietly=watch)
+    if watch:
+        with clear_errors():
+            job = follow(Client(url, key), job_id, as_json)
+        show_ended([job], as_json)
 
 
 def purge(
@@ -116,12 +120,12 @@ def purge(
         screen.print(f"the rows of {takedown_id} are {done}; their digest is {answer['forget_digest']}", soft_wrap=True)
 
 
-def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool) -> dict[str, Any]:
+def _post(job_id: str, what: str, url: str, key: str | None, as_json: bool, quietly: bool = False) -> dict[str, Any]:
     with clear_errors():
         job: dict[str, Any] = Client(url, key).call(address("jobs", job_id, what), method="POST")
-    if as_json:
+    if as_json and not quietly:
         write_json(job)
-    else:
+    elif not quietly:
         show_jobs([job])
     return job
 

@@ -8,7 +8,7 @@ import typer
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import AsJson, clear_errors, write_json
-from server.cli.takedown.shown import follow, show_answer, show_ended, warn
+from server.cli.takedown.shown import Watch, follow, show_answer, show_ended, warn
 from server.cli.takedown.submit import NO_SCOPE
 
 
@@ -27,7 +27,7 @@ def join(
     ] = None,
     replace: Annotated[bool, typer.Option(help="Make the next version of a name that is in use.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only tell rows, positions, memory, disk and time.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
+    watch: Watch = False,
     url: Url = LOCAL,
     key: Key = None,
     as_json: AsJson = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +19,7 @@ from unbind_core.files import told
 AWAY_SECONDS = 300.0  # in which a server that is started anew has loaded its model
 AGAIN_SECONDS = 1.0
 ENDED = ("succeeded", "failed", "cancelled")
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")]
 
 
 def show_answer(answer: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import typer
 
 from server.cli.client import LOCAL, Client, Key, Url
 from server.cli.console import AsJson, clear_errors, screen, write_json
-from server.cli.takedown.shown import follow, show_answer, show_ended, warn
+from server.cli.takedown.shown import Watch, follow, show_answer, show_ended, warn
 from server.registry.lifecycle import SCOPE
 from unbind_core import UnbindError
 from unbind_core.rows import json_lines
@@ -81,7 +81,7 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(help="A word of your own: the same command with it again posts nothing twice.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the job to its end.")] = False,
+    watch: Watch = False,
     url: Url = LOCAL,
     key: Key = None,
     as_json: AsJson = False,

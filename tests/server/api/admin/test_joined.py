@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from server.registry.private.files import TakedownFiles
 from server.registry.records import NewModule
 from server.registry.registry import Registry
 from server.registry.tables import JobState, Origin
-from tests.support.live import ADMIN_KEY, Answer, Live, live
+from tests.support.live import ADMIN_KEY, Answer, Live, live, until
 from unbind_core.rows import ForgetRow, forget_digest
 
 _serial = itertools.count()
@@ -109,6 +110,10 @@ def test_what_cannot_be_joined_is_refused_by_its_field(
     assert refused.error["message"].startswith(f"options.{field}: ") and says in refused.error["message"]
 
 
+def waiting(running: Live) -> list[str]:
+    return [job["id"] for job in running.admin("/jobs").body["data"] if job["state"] == "queued"]
+
+
 def test_what_is_made_and_not_active_is_refused_by_its_state_with_the_way_to_join_it(running: Live) -> None:
     """As the module that came over the budget, whose verdict is to join small ones."""
     waits = active(running, "waits")
@@ -122,6 +127,12 @@ def test_what_is_made_and_not_active_is_refused_by_its_state_with_the_way_to_joi
     told = CliRunner().invoke(build(), given)  # which a job decides
     assert told.exit_code == 0 and "a job does it: unbind takedown watch job_" in told.stderr, told.output
     assert running.admin(f"/jobs/{told.stderr.split()[-1]}/cancel", {}).status == 200  # no worker is there to take it
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(CliRunner().invoke, build(), [*given, "--watch", "--json"])
+        until(lambda: bool(waiting(running)))
+        assert running.admin(f"/jobs/{waiting(running)[0]}/cancel", {}).status == 200
+        told = watching.result()
+    assert told.exit_code == 1 and json.loads(told.stdout)["state"] == "cancelled", told.output
     path = "/admin/v1/modules/waits/activate?override=true"
     assert running.call(path, key=ADMIN_KEY, method="POST", headers={"If-Match": "*"}).status == 200
     assert join(running, "alpha", waits).status == 200
