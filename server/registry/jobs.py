@@ -139,8 +139,8 @@ class Jobs:
                     end_job(session, job, JobState.FAILED, Actor(owner, "worker"), now, error=reason)
                 else:
                     job.state, job.lease_owner, job.lease_expires = JobState.RUNNING, owner, now + lease
-                    job.fence += 1
-                    job.attempt += 1
+                    job.fence, job.attempt = job.fence + 1, job.attempt + 1
+                    job.message = f"attempt {job.attempt}" if job.attempt > 1 else ""  # not what was done before
                     job.started_at = job.started_at or now
                     takedown = session.get(Takedown, job.takedown_id) if job.takedown_id else None
                     return Claim(

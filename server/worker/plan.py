@@ -31,6 +31,7 @@ CALIBRATED = "calibrated"
 SHORT = "short"
 OVER_BUDGET = "over_joint_budget"
 UNSETTLED = "joint_unsettled"  # the modules in force changed whenever the joint cost was measured
+MEASUREMENTS = 4  # of it, where they do
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,20 @@ def progress_of(kind: JobKind, stage: str, within: float) -> float:
     return sum(shares[name] for name in names[: names.index(stage)]) + shares[stage] * within
 
 
-def withheld(results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Why a module that was made is not to become active by itself, "" where it may."""
+def withheld(results: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], unsettled: str = "") -> str:
+    """Why a module that was made is not to become active by itself, "" where it may; ``unsettled``: why its joint cost is not
+    known.
+    """
     joint = results.get("joint")
     if joint is not None and not joint["within"]:
         return _over(joint)
     if joined_by(options) and (results.get("fit") or {}).get("outcome") == SHORT:
         return "not in force: it is short, and the modules that it joins hold; activate it to have it in their place"
+    if unsettled:
+        return (
+            f"not in force: {unsettled}, after the joint cost was measured {MEASUREMENTS} times; activate it "
+            "when no other takedown is about to end"
+        )
     return ""
 
 

@@ -29,7 +29,7 @@ from server.worker.hands import Child
 from server.worker.locks import device
 from server.worker.made import new_module
 from server.worker.patience import POLL_SECONDS, REPORT_SECONDS, Patience, StageFailed, Stopping
-from server.worker.plan import OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, withheld
+from server.worker.plan import MEASUREMENTS, OVER_BUDGET, PLANS, UNSETTLED, Task, ends, progress_of, remark, withheld
 from server.worker.preparing import Preparer
 from server.worker.process import without_settings
 from server.worker.scratch import Scratch
@@ -38,7 +38,6 @@ from unbind_core.files import remove_unfinished
 log = logging.getLogger("unbind.worker")
 TICK_SECONDS = 0.25
 STARTING_SECONDS = 300.0  # until a child's first sign of life
-MEASUREMENTS = 4  # of a joint cost, where the modules in force change meanwhile
 
 
 class ChildDied(Exception):
@@ -251,7 +250,7 @@ class Worker:
     def _end(self, claim: Claim, state: JobState, **fields: Any) -> None:
         try:
             self._patience.insist(lambda: self.registry.jobs.finish(claim, state, time.time(), **fields))
-            self._told({"ended": state})
+            self._ended(claim, state, fields.get("error", ""))
         except (LeaseLost, Stopping) as error:
             log.warning("job %s could not be ended: %s", claim.job_id, str(error) or "the worker leaves")
 
@@ -266,15 +265,10 @@ class Worker:
         result = {"outcome": outcome or "verified", **results}
         if said := remark(results):
             result["remark"] = said
-        beside, said = results.get("joint", {}).get("beside", ()), withheld(results, claim.options)
-        within = not (said or unsettled)
+        beside, said = results.get("joint", {}).get("beside", ()), withheld(results, claim.options, unsettled)
+        within = not said
         if said:
             result["joint_verdict"] = said
-        elif unsettled:
-            result["joint_verdict"] = (
-                f"not in force: {unsettled}, after the joint cost was measured {MEASUREMENTS} times; activate it "
-                "when no other takedown is about to end"
-            )
         if outcome is not None or claim.kind == JobKind.VERIFY:
             self._insist_finish(claim, result)
         elif claim.kind == JobKind.ACTIVATE:
@@ -296,4 +290,10 @@ class Worker:
                 raise StageFailed(str(error)) from None
 
         self._patience.insist(write)
-        self._told({"ended": JobState.SUCCEEDED})
+        made = "its module is made" if "module" in fields else result["outcome"]
+        self._ended(claim, JobState.SUCCEEDED, result.get("joint_verdict") or made)
+
+    def _ended(self, claim: Claim, state: JobState, told: str) -> None:
+        said = f": {told}" if told not in ("", state) else ""
+        log.info("job %s (%s) %s%s", claim.job_id, claim.module, state, said)
+        self._told({"ended": state})

@@ -70,6 +70,8 @@ def test_a_job_goes_through_every_stage_and_publishes(shop: Workshop) -> None:
     assert "misses its aim" in short["message"]
     (nothing,) = shop.ended(shop.submit("nothing", fit="ineffective"))
     assert nothing["outcome"] == "ineffective" and nothing["module_id"] is None
+    shop.wait(lambda: any(f"job {job_id} (m) succeeded: its module is made" in line for line in shop.log))
+    shop.wait(lambda: any(f"job {nothing['id']} (nothing) succeeded: ineffective" in line for line in shop.log))
 
 
 def test_a_job_and_its_stages_are_spans(tmp_path: Path) -> None:
@@ -155,6 +157,7 @@ def test_a_stage_that_fails_says_why_and_can_be_retried(shop: Workshop) -> None:
     failed, broken = shop.submit("a", fails="verify"), shop.submit("b", breaks="fit")
     shop.start()
     one, two = shop.ended(failed, broken)
+    shop.wait(lambda: any(f"job {failed} (a) failed: " in line and "no space left" in line for line in shop.log))
     assert one["state"] == "failed" and "no space left" in one["error"] and set(one["timings"]) == {"check", "fit"}
     assert two["state"] == "failed" and two["error"].startswith("KeyError in fast_stages.py, line")
     assert not any("protected code" in line for line in [*shop.log, two["error"]])

@@ -99,10 +99,11 @@ def test_racing_workers_never_hold_the_same_job(registry: Registry) -> None:
 def test_a_silent_worker_loses_its_job_and_may_write_nothing_more(registry: Registry) -> None:
     job_id = submit(registry)
     stale = claim(registry, "w1", 0.0)
-    registry.jobs.report(stale, 5.0, LEASE, progress=0.3)
+    registry.jobs.report(stale, 5.0, LEASE, progress=0.3, message="step 3")
     assert registry.jobs.claim("w2", 14.9, LEASE, 3) is None  # the report renewed the lease
     fresh = claim(registry, "w2", 15.1)
     assert (fresh.job_id, fresh.attempt) == (job_id, 2) and fresh.fence > stale.fence
+    assert registry.jobs.get(job_id, 15.1)["message"] == "attempt 2"  # and not what the other one did last
     for write in (
         lambda: registry.jobs.report(stale, 15.2, LEASE, progress=0.9),
         lambda: registry.jobs.stage_done(stale, "fit", {"seconds": 1.0}),
