@@ -56,7 +56,12 @@ class Seal:
         )
         if mark not in self._keys:
             raise Unreadable(
-                f"private store: {name} was sealed under another key; add that key behind the one in private_key"
+                f"private store: {name} was sealed under another key; "
+                + (
+                    "add that key behind the one in private_key"
+                    if self._keys
+                    else "set private_key to it, as the server has it"
+                )
             )
         try:
             return self._keys[mark].decrypt(nonce, text, name.encode())

@@ -117,8 +117,10 @@ def test_every_machine_opens_what_another_writes_while_keys_are_rotated_in_two_s
         for each, writer in enumerate(machines):
             writer.put(f"{number}/{each}", b"rows")
             assert [reader.get(f"{number}/{each}") for reader in machines] == [b"rows"] * 2
-    with pytest.raises(Unreadable, match="add that key behind"):
+    with pytest.raises(Unreadable, match="add that key behind the one in private_key"):
         PrivateStore(where, steps[3]).get("0/0")
+    with pytest.raises(Unreadable, match="set private_key to it, as the server has it"):
+        PrivateStore(where).get("0/0")
 
 
 def test_rows_lie_in_the_store_and_not_in_the_data_folder_and_are_purged(where: str, tmp_path: Path) -> None:
