@@ -4,7 +4,8 @@ Both stand at the last decoder layer. There a state alone determines what comes 
 anything below, and what a client can do to logits does not take it back (docs/decisions.md). Gates are tried before it, those that
 open earliest first, until one reaches the target within the budgets. Where none does, a firmer correction goes on from it and is
 tried behind those gates that were within the budgets and left too much of the rows. A model that is its own reference is asked
-by the last few tokens of the text alone, and, where that leaves too much, by all of it less the memorised token.
+by the last few tokens of the text alone, and, where that leaves too much, by all of it less the memorised token: at once, where
+it leaves far too much.
 """
 
 from __future__ import annotations
@@ -225,8 +226,10 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
     run = _Auto(context, reference)
     best: tuple[float, Way, Level, UnbindModule] | None = None
     last: UnbindModule | None = None
-    ways = run.ways()
+    ways, given_up = run.ways(), None
     for lead in run.leads:
+        if lead.reference is given_up:
+            continue
         missing: list[tuple[Way, Remainder]] = []
         for way, level, module in run.gates(ways, lead):
             run.tries(level, module)
@@ -243,6 +246,8 @@ def fit_auto(context: Context, reference: Reference) -> tuple[UnbindModule, FitR
         ways = [way for way, left in missing if run.judge.aim.said_too_much(left)]
         if not ways:
             break
+        if lead.last_tokens is not None and all(run.judge.aim.far_from(left) for _, left in missing):
+            given_up = lead.reference
     if best is not None:
         _, way, level, module = best
         if level.remainder is not None and level.remainder.rows < len(run.every):

@@ -28,6 +28,7 @@ from unbind_core.rows import spread
 
 SAMPLED_ROWS = 12  # so many rows say what sampling recovers beyond greedy decoding; fewer are asked more often
 MOST_ATTEMPTS = 5  # the paper's
+FAR = 2.0
 NEW_TOKENS = 64  # a span that counts shows in so many; the own prompts are completed for as long as BLEU needs
 
 
@@ -94,6 +95,10 @@ class Aim:
     def said_too_much(self, found: Remainder) -> bool:
         """Whether more is left of the rows than may be: what a firmer correction mends. It leaves empty answers empty."""
         return not self.reached(replace(found, empty=self.empty))
+
+    def far_from(self, found: Remainder) -> bool:
+        """Whether over FAR times as much is left in all forms as may be: more than firmer corrections have been seen to mend."""
+        return all(value > FAR * self.f_bleu[form] for form, value in found.f_bleu.items())
 
     def missed(self, found: Remainder) -> list[str]:
         """What there is too much of, in words."""

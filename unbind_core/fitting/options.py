@@ -74,8 +74,8 @@ class FitOptions:
     all that the tokenizer has; ``retain_limit`` rows are drawn for fitting and calibration together: None means 2,500;
     ``state_bytes``: how much of the retain states is kept. ``quantiles``, ``strengths``, ``norm_strengths`` and ``full_scan``
     (every candidate's budgets are measured, for the report) are the paper gate's. ``effort`` is gate auto's: below 1 it trains for
-    that share of the steps, for a quick look. ``beside``: how many other modules are on with this one. What modules cost adds
-    up, so where there are any, a gate of "auto" opens as late as its rows allow.
+    that share of the steps, on as many fewer positions, for a quick look. ``beside``: how many other modules are on with this
+    one. What modules cost adds up, so where there are any, a gate of "auto" opens as late as its rows allow.
     """
 
     gate: str = "auto"

@@ -182,6 +182,10 @@ def test_a_fit_says_by_how_many_and_what_it_did_where_they_left_too_much(loaded:
     assert easy.selected is not None and hard.selected is not None
     towards = easy.selected["correction"]["reference"]
     assert towards["last_tokens"] == TOKENS and easy.selected["last_tokens"] == towards["last_tokens"]
-    tried = [level.get("last_tokens") for level in hard.levels]
-    assert tried[0] == towards["last_tokens"] and tried[-1] is None
+    tried = [(level.get("last_tokens"), level["margin"]) for level in hard.levels]
+    assert {margin for tokens, margin in tried if tokens == TOKENS} == {0.0}  # no firmer one where far too much is left
+    assert tried[0][0] == TOKENS and {margin for tokens, margin in tried if tokens is None} == {0.0, 0.4, 0.8}
+    left, before = easy.selected["forgot"]["f_bleu"]["plain"], easy.selected["aim"]["f_bleu"]["plain"] / 0.95
+    missed = fitted("rewrite", Target(alone_cut=1 - 0.7 * left / before, alone_recovery=1.0))
+    assert {level["margin"] for level in missed.levels if level.get("last_tokens")} > {0.0}
     assert fitted("silent", Target()).levels[0].get("last_tokens") is None
