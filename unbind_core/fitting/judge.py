@@ -28,7 +28,7 @@ from unbind_core.rows import spread
 
 SAMPLED_ROWS = 12  # so many rows say what sampling recovers beyond greedy decoding; fewer are asked more often
 MOST_ATTEMPTS = 5  # the paper's
-FAR = 2.0
+FAR = 2.0  # times the F-BLEU that may be left
 NEW_TOKENS = 64  # a span that counts shows in so many; the own prompts are completed for as long as BLEU needs
 
 
@@ -97,7 +97,7 @@ class Aim:
         return not self.reached(replace(found, empty=self.empty))
 
     def far_from(self, found: Remainder) -> bool:
-        """Whether over FAR times as much is left in all forms as may be: more than firmer corrections have been seen to mend."""
+        """Whether over FAR times as much is left in all forms: more than firmer corrections have been seen to mend."""
         return all(value > FAR * self.f_bleu[form] for form, value in found.f_bleu.items())
 
     def missed(self, found: Remainder) -> list[str]:

@@ -40,10 +40,8 @@ from unbind_core.running.recording import frozen
 from unbind_core.windows import Window
 
 ROWS = 300  # retain rows that it is learned on
-NEAR_ROWS, FEWEST = (
-    150,
-    24,
-)  # those by the last tokens, whose pieces are read besides, and where less effort is to be made
+NEAR_ROWS = 150  # those by the last tokens, whose pieces are read besides
+FEWEST = 24  # of these, however little effort is to be made
 STEPS = 350  # of learning: twice as many bring it hardly nearer
 HELD = 8  # every so-manieth of them says whether it helps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,8 @@ from unbind_core.progress import ProgressCallback, counted
 from unbind_core.running.capture import capture_states
 from unbind_core.windows import Window, batches
 
-TOGETHER = (
-    4  # positions in a piece of the text at most: the last of them sees so many tokens more, less one, than the first
-)
+# Positions in a piece of the text at most: the last of them sees so many tokens more, less one, than the first.
+TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -87,24 +86,19 @@ class Near:
     early: int | None = None
     parts: Parts | None = None
 
-    def states(self, model: nn.Module, met: Iterable[Met], pad: int, progress: ProgressCallback) -> list[Tensor]:
+    def states(self, model: nn.Module, met: Sequence[Met], pad: int, progress: ProgressCallback) -> list[Tensor]:
         """bfloat16 [n,d] of each window, in place of those of :func:`last_states`. Where there are ``parts``, the windows need
         an early layer's states.
         """
-        met = list(met)
         found = self.short(model, [one.window for one in met], [one.at for one in met], pad, progress)
         if self.parts is not None:
             with torch.no_grad():
                 for number, one in enumerate(met):
                     assert one.early is not None
-                    found[number] = self.of(beside(found[number], one.early), self.parts).to(torch.bfloat16)
+                    wide, d = beside(found[number], one.early).float(), found[number].shape[1]
+                    changed = corrected(wide, torch.ones(len(wide), device=wide.device), *self.parts)
+                    found[number] = changed[:, :d].to(torch.bfloat16)
         return found
-
-    @staticmethod
-    def of(wide: Tensor, parts: Parts) -> Tensor:
-        """FP32 last states [n,d] of such [n,2d] as :func:`beside` makes."""
-        one = torch.ones(len(wide), device=wide.device)
-        return corrected(wide.float(), one, *parts)[:, : wide.shape[1] // 2]
 
     def short(
         self, model: nn.Module, windows: Sequence[Window], at: Sequence[Tensor], pad: int, progress: ProgressCallback
