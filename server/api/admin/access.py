@@ -81,7 +81,7 @@ def create_key(body: KeyBody, served: Served, actor: Acting) -> dict[str, Any]:
             burst=body.burst,
             tokens_per_minute=body.tokens_per_minute,
         )
-    return {**key_view(key, rules), "key": text}
+    return {**key_view(served, key, rules), "key": text}
 
 
 @router.get("/keys")
@@ -89,7 +89,7 @@ async def list_keys(served: Served) -> dict[str, Any]:
     """Every key, revoked ones too, without their texts."""
     current = served.access.current
     keys = sorted(current.keys.values(), key=lambda key: key.created_at)
-    return {"object": "list", "data": [key_view(key, current.of(f"key:{key.id}")) for key in keys]}
+    return {"object": "list", "data": [key_view(served, key, current.of(f"key:{key.id}")) for key in keys]}
 
 
 @router.delete("/keys/{key_id}")
@@ -101,11 +101,11 @@ def revoke_key(key_id: str, served: Served, actor: Acting) -> dict[str, Any]:
             warnings = left_behind(key_id, served.access.bound_to(f"key:{key_id}"))
     except NoSuchKey as error:
         raise ApiError(404, str(error), param="key_id", code="key_not_found") from None
-    return {**key_view(key, served.access.current.of(f"key:{key.id}")), "warnings": warnings}
+    return {**key_view(served, key, served.access.current.of(f"key:{key.id}")), "warnings": warnings}
 
 
-def key_view(key: Key, rules: Rules) -> dict[str, Any]:
-    """A key as the API and the command line show it."""
+def key_view(served: BaseService, key: Key, rules: Rules) -> dict[str, Any]:
+    """A key as the API shows it."""
     return {
         "id": key.id,
         "object": "key",
@@ -113,6 +113,7 @@ def key_view(key: Key, rules: Rules) -> dict[str, Any]:
         "scopes": sorted(key.scopes),
         "profile": key.profile,
         **rules.model_dump(include={*KEY_RULES, "modules"}),
+        "missing": _missing(served, rules),
         "requests_per_minute": key.per_minute,
         "burst": key.burst if key.per_minute is not None else None,
         "tokens_per_minute": key.tokens_per_minute,
@@ -219,8 +220,12 @@ def put_policy(
 def _policy_view(served: BaseService, scope: str, rules: Rules) -> dict[str, Any]:
     settings = {"enforced": served.settings.enforced, "when_open": served.settings.when_open}
     fixed = {"settings": settings} if scope == SERVER_SCOPE else {}
-    missing = sorted({*rules.modules, *rules.enforced} - served.offer.applicable)
-    return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": missing}
+    return {"scope": scope, "object": "policy", **rules.model_dump(), **fixed, "missing": _missing(served, rules)}
+
+
+def _missing(served: BaseService, rules: Rules) -> list[str]:
+    """Modules that are demanded and not active: requests under the rules are refused."""
+    return sorted({*rules.modules, *rules.enforced} - served.offer.applicable)
 
 
 def _known_scope(served: BaseService, scope: str) -> None:

@@ -122,6 +122,9 @@ def test_a_key_brings_its_own_modules_and_limits(guarded: Live) -> None:
     assert guarded.complete(key=narrow, unbind={"modules": ["one"]}).status == 200
     _, profiled = make(guarded, profile="safe")
     assert guarded.complete(key=profiled).headers["x-unbind-modules"].startswith("one@")
+    made = guarded.admin("/keys", {"name": "mistyped", "enforced": ["two", "tow"]}).body
+    assert made["missing"] == ["tow"] and refusal(guarded.complete(key=made["key"])) == (503, "module_unavailable")
+    assert [key["missing"] for key in guarded.admin("/keys").body["data"] if key["id"] == made["id"]] == [["tow"]]
 
 
 def test_expired_and_revoked_keys_are_useless(guarded: Live) -> None:

@@ -67,6 +67,7 @@ function Made({ made }) {
   }
   return html`<${Title} title=${`The key ${made.name}`} />
     <section class="card"><${Note} kind="warn">This is the only time that it is shown. Whoever loses it needs a new one.</${Note}>
+      ${made.missing.length > 0 && html`<${Note} kind="warn">Not active, so requests with the key are refused until it is: ${made.missing.join(", ")}.</${Note}>`}
       <${Field} label="The key" id="text"><input id="text" class="mono" readonly ref=${text} value=${made.key} /></${Field}>
       <div class="row"><${Button} kind="main" onClick=${copy}>Copy</${Button}><span role="status">${copied}</span></div>
       <dl class="facts later"><dt>May</dt><dd>${made.scopes.join(", ")}</dd><dt>Limits</dt><dd>${limits(made)}</dd><dt>Id</dt><dd class="mono">${made.id}</dd></dl>
