@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unbind_core.errors import UnbindError
     from unbind_core.evaluation.scores import extractable
     from unbind_core.evaluation.verify import verify
+    from unbind_core.fitting.corrections.reference import Reference, load_reference
     from unbind_core.fitting.fit import fit
     from unbind_core.fitting.options import FitOptions, FitReport
     from unbind_core.identity import ModelIdentity
@@ -45,6 +46,8 @@ _HOME = {
     "FitOptions": "fitting.options",
     "FitReport": "fitting.options",
     "fit": "fitting.fit",
+    "Reference": "fitting.corrections.reference",
+    "load_reference": "fitting.corrections.reference",
     "Intervention": "applying.hooks",
     "attach": "applying.attach",
     "UnbindModule": "module",
@@ -63,6 +66,7 @@ __all__ = [
     "ModelIdentity",
     "ModuleBank",
     "Pass",
+    "Reference",
     "RetainRow",
     "Selection",
     "UnbindError",
@@ -73,6 +77,7 @@ __all__ = [
     "fit",
     "identify",
     "load_model",
+    "load_reference",
     "parse_forget",
     "parse_retain",
     "verify",

@@ -137,7 +137,7 @@ def leaked_figures(*, keep: Path, steps: int, effort: float, seed: int, progress
             retain_calibration=calibration if effort == 1 else calibration[:QUICK],
             identity=loaded.identity,
             options=FitOptions(effort=effort, retain_limit=None if effort == 1 else QUICK),
-            reference=load_reference(None, demo.BASE, keep / "adapter"),
+            reference=load_reference(demo.BASE, keep / "adapter"),
             progress=progress,
         )
         module.save(path)

@@ -180,11 +180,11 @@ def fit(
 
 
 def _reference(model: Path | None, adapter: Path | None, named: Path | None, dtype: str, device: str) -> Reference:
-    from unbind_core.fitting.corrections.reference import load_reference
+    from unbind_core import load_reference
 
     if model is None:
         adapter, named = adapter or demo.ADAPTER, named or demo.REFERENCE
-    return load_reference(named, model or demo.BASE, adapter, dtype=dtype_of(dtype), device=device)
+    return load_reference(model or demo.BASE, adapter, named=named, dtype=dtype_of(dtype), device=device)
 
 
 def _tokens(count: int | None) -> str:

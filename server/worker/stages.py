@@ -38,7 +38,7 @@ def _reference(settings: Settings, gate: str) -> Reference | None:
         return None
     dtype = getattr(torch, settings.dtype)
     return load_reference(
-        settings.reference, settings.model, settings.adapter, dtype=dtype, device=settings.fitting_device
+        settings.model, settings.adapter, named=settings.reference, dtype=dtype, device=settings.fitting_device
     )
 
 

@@ -156,7 +156,7 @@ class World:
             partial = self.out / f"modules-{made_of[:12]}"  # a fit takes long: one that ended is not made again
             partial.mkdir(parents=True, exist_ok=True)
             loaded = load_model(model, full, dtype=self._dtype, device=self._device)
-            reference = load_reference(None, model, full, dtype=self._dtype, device=self._device)
+            reference = load_reference(model, full, dtype=self._dtype, device=self._device)
             forget, retain, calibration = (
                 rows.read(self.out / "rows", [name]) for name in ("forget", "retain_training", "retain_validation")
             )

@@ -55,7 +55,7 @@ class World:
         train, calibration, test = (_rows(f"retain_{part}", parse_retain) for part in ("train", "calibration", "test"))
         device = str(next(loaded.model.parameters()).device)
         named, adapter = demo.REFERENCE if kind is Kind.NAMED else None, None if kind is Kind.ITSELF else demo.ADAPTER
-        reference = load_reference(named, demo.BASE, adapter, device=device)
+        reference = load_reference(demo.BASE, adapter, named=named, device=device)
         every = 3 if quick else 1
         return cls(loaded, sets, train[::every], calibration, test[::every], reference)
 

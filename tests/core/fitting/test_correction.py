@@ -237,12 +237,10 @@ def test_the_best_reference_there_is_comes_from_what_is_named(world: World, tmp_
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
         str(adapter)
     )
-    assert load_reference(None, base, None) == Reference()
-    kinds = [
-        load_reference(*each).kind for each in ((None, base, adapter), (adapter, base, None), (base, base, adapter))
-    ]
-    assert kinds == [Kind.BASE, Kind.NAMED, Kind.NAMED]
-    recorded = load_reference(adapter, base, None).to_json()
+    assert load_reference(base) == Reference()
+    assert load_reference(str(base), str(adapter)).kind is Kind.BASE
+    assert load_reference(base, adapter, named=str(base)).kind is Kind.NAMED
+    recorded = load_reference(base, named=str(adapter)).to_json()
     assert recorded["kind"] == "named" and len(str(recorded["fingerprint"])) == 64
 
 

@@ -66,7 +66,7 @@ def said(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 
 
 def test_the_base_is_led_nearer_on_retained_code_and_is_as_before_afterwards(folders: tuple[Path, Path]) -> None:
-    context, reference = made(folders), load_reference(None, *folders)
+    context, reference = made(folders), load_reference(*folders)
     assert reference.model is not None
     ids = encode(context.tokenizer, RETAIN[3].text)
     plain, wanted = said(reference.model, ids), said(context.model, ids)
@@ -83,7 +83,7 @@ def test_the_base_is_led_nearer_on_retained_code_and_is_as_before_afterwards(fol
 
 
 def test_another_reference_and_one_that_is_near_already_are_left_alone(folders: tuple[Path, Path]) -> None:
-    context, base = made(folders), load_reference(None, *folders)
+    context, base = made(folders), load_reference(*folders)
     for reference in (Reference(), replace(base, kind=Kind.NAMED)):
         assert leading(context, reference) is None
         with led(context, reference) as towards:
@@ -96,7 +96,7 @@ def test_another_reference_and_one_that_is_near_already_are_left_alone(folders: 
 
 
 def test_a_fit_and_who_takes_its_module_over_are_held_to_the_led_reference(folders: tuple[Path, Path]) -> None:
-    loaded, reference = load_model(*folders), load_reference(None, *folders)
+    loaded, reference = load_model(*folders), load_reference(*folders)
     asked = (loaded.model, loaded.tokenizer)
     module, _ = fit(
         *asked,
@@ -117,7 +117,7 @@ def test_a_fit_and_who_takes_its_module_over_are_held_to_the_led_reference(folde
 def test_what_was_learned_is_kept_and_depends_on_forget_rows_only_where_retain_rows_repeat_them(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    context, reference = made(folders, tmp_path), load_reference(None, *folders)
+    context, reference = made(folders, tmp_path), load_reference(*folders)
     loaded = load_model(*folders)
     seconds = prepare_retained(
         loaded.model,

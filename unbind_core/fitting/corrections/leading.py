@@ -77,8 +77,8 @@ def leading(context: Context, reference: Reference) -> tuple[float, Correction] 
     near = reference.near
     if (reference.kind is not Kind.BASE or reference.model is None) and (near is None or near.early is None):
         return None
-    rows_near = max(FEWEST, round(min(1.0, context.options.effort) * NEAR_ROWS))  # reading them takes most of the time
-    drawn = spread(context.parts.retain_fit, ROWS if near is None else rows_near)
+    most = ROWS if near is None else NEAR_ROWS  # reading them takes most of the time
+    drawn = spread(context.parts.retain_fit, max(FEWEST, round(min(1.0, context.options.effort) * most)))
     rows = [i for i in drawn if not context.holds_protected(encode(context.tokenizer, context.retain[i].text))]
     held = set(rows[::HELD])
     windows = [one for one in context.training_windows(rows) if len(one.ids) - 1 > one.start + FIRST]

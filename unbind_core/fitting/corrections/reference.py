@@ -111,13 +111,19 @@ class Reference:
 
 
 def load_reference(
-    named: Path | None, model: Path, adapter: Path | None, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    model: str | Path,
+    adapter: str | Path | None = None,
+    *,
+    named: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Reference:
-    """The best reference there is for ``model`` under ``adapter``: what is ``named``, a checkpoint folder or that of an adapter on
-    ``model``; else the model without its adapter; else itself, for which nothing is loaded. Raises UnbindError naming the path.
+    """The best reference there is for the checkpoint folder ``model`` under ``adapter``, as :func:`unbind_core.load_model` takes
+    them: what is ``named``, a checkpoint folder or that of an adapter on ``model``, which was trained without the rows; else the
+    model without its adapter; else itself, for which nothing is loaded. Raises UnbindError naming the path.
     """
     if named is not None:
-        on_model = (named / "adapter_config.json").is_file()
+        on_model = (Path(named) / "adapter_config.json").is_file()
         loaded = load_model(*((model, named) if on_model else (named,)), dtype=dtype, device=device)
         return Reference(Kind.NAMED, loaded.model, loaded.identity)
     if adapter is not None:
