@@ -14,7 +14,7 @@ from server.registry.lifecycle import InForce, bound
 from server.registry.tables import Kind
 from unbind_core.guard.index import RUN
 
-# Of one module: what is warned of without a guard, and what held in every attack (docs/benchmarks.md).
+# Of one module: what is warned of without a guard, and what held in every attack (docs/benchmarks/gates.md).
 MANY_ROWS, PART_ROWS = 60, 40
 MOST_NAMED = 5
 

@@ -120,7 +120,7 @@ class Bench:
         ]
 
     def figures(self, attacks: Sequence[Attack], with_membership: bool) -> dict[str, Any]:
-        """What an entry of the table holds, as ``docs/benchmarks.md`` describes it."""
+        """What an entry of the table holds, as ``docs/benchmarks/gates.md`` describes it."""
         none, module, retrained = self.systems
         found: dict[str, Any] = {"rows": len(self.material.rows), "attacks": {}}
         found["opens_within"] = opens_within(module, self.material)
