@@ -16,7 +16,7 @@ from server import demo
 from server.bench.gate.neighbours import apart_figures, neighbours_rise
 from server.bench.gate.together import MANY_ROWS, joint_figures, many_figures, overlap_figures
 from server.bench.gate.world import Retained, World, fit_one, forgetting, scores
-from server.bench.gate.written import paraphrased, written
+from server.bench.gate.written import outputs, paraphrased, written
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.files import write_text
@@ -92,6 +92,11 @@ def gate_figures(
             )
         entry["before"]["paraphrased"] = paraphrased(world, rows, (), progress)
         entry["before"] |= written(world, other, rows, ())
+        entry |= {  # what modules are held against, and led towards (a model without its adapter as it is, not led)
+            name: outputs(world, other, rows, (), model)
+            for name, model in (("retrained", other.model), ("reference", world.reference.model))
+            if model is not None
+        }
         table["sizes"][str(size)] = entry
         if keep is not None:
             _write(keep / f"{size}-{'-'.join(gates)}.json", entry)

@@ -40,12 +40,19 @@ def paraphrased(
 
 
 def outputs(
-    world: World, other: LoadedModel, rows: Sequence[ForgetRow], modules: Sequence[UnbindModule]
+    world: World,
+    other: LoadedModel,
+    rows: Sequence[ForgetRow],
+    modules: Sequence[UnbindModule],
+    model: nn.Module | None = None,
 ) -> dict[str, Any]:
-    """What is written in place of the rows: its perplexity under the unmodified and the retrained model, and its form.
+    """What is written in place of the rows: its perplexity under the unmodified and the retrained model, and its form. ``model``:
+    what writes it, where that is not the unmodified one under the modules.
 
-    ``empty``: share of completions without a token; ``parsed``: share of Python prompts that parse with their completion;
-    ``looping``: share of completions of 16 tokens or more in which one token is over half.
+    ``empty``: share of completions without a token; ``parsed``: share of Python prompts that parse with their completion, and
+    ``parsed_lines``, so or without the line in which the limit of tokens cut it off, where parsing tells nothing of what was
+    written; ``ended``: share that end before; ``looping``: share of completions of 16 tokens or more in which one token is over
+    half.
     """
     loaded = world.loaded
     tokenizer, end = loaded.tokenizer, loaded.tokenizer.eos_token_id
@@ -53,7 +60,7 @@ def outputs(
     rows = _some(rows)
     prompts = [forget_prompt(tokenizer, row, "plain")[0] for row in rows]
     new = complete(
-        loaded.model,
+        model or loaded.model,
         prompts,
         Sampling(NEW_TOKENS),
         pad=pad_id(tokenizer),
@@ -64,12 +71,18 @@ def outputs(
     written = [[*o, end] if len(o) < NEW_TOKENS else o for o in new]
     windows = [Window((*p, *o), len(p), i) for i, (p, o) in enumerate(zip(prompts, written, strict=True))]
     texts = [str(tokenizer.decode(o)) for o in new]
+    whole = [row.prompt + text for row, text in zip(rows, texts, strict=True)]
+    ended = [len(o) < NEW_TOKENS for o in new]
+    parsed = [_parses(text) for text in whole]
+    cut = [not ends and _parses(text.rpartition("\n")[0]) for text, ends in zip(whole, ended, strict=True)]
     return {
         "empty": statistics.fmean(not o for o in new),
         "tokens": statistics.fmean(len(o) for o in new),
         "perplexity": perplexity(loaded.model, windows, pad_id(tokenizer)),
         "perplexity_retrained": perplexity(other.model, windows, pad_id(tokenizer)),
-        "parsed": statistics.fmean(_parses(row.prompt + text) for row, text in zip(rows, texts, strict=True)),
+        "parsed": statistics.fmean(parsed),
+        "parsed_lines": statistics.fmean(a or b for a, b in zip(parsed, cut, strict=True)),
+        "ended": statistics.fmean(ended),
         "looping": statistics.fmean(_loops(o) for o in new),
         "samples": texts[:SAMPLES],
     }
@@ -84,6 +97,7 @@ def written(
     return {
         "empty": found["empty"],
         "parse": found["parsed"],
+        "parse_lines": found["parsed_lines"],
         "output_ppl": found["perplexity_retrained"],
         "kl_to_reference": None if reference is None else divergence(world, reference, rows, modules),
         "kl_to_retrained": divergence(world, other.model, rows, modules),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -16,7 +17,9 @@ from unbind_core import UnbindError
 
 def gate(
     sizes: Annotated[str, typer.Option(help="Sizes of the forget sets, as in 24,40.")] = "5,12,24,40,120,300",
-    gates: Annotated[str, typer.Option(help="Of paper, paper-strict and auto, as in paper,auto.")] = "paper,auto",
+    gates: Annotated[
+        str, typer.Option(help="Of paper, paper-strict and auto, as in paper,auto; empty: models alone.")
+    ] = "paper,auto",
     attempts: Annotated[
         int, typer.Option(min=1, help="Completions a row and way to ask, under gate auto; 5 is the paper's.")
     ] = 5,
@@ -53,7 +56,7 @@ def gate(
             )
         if any(not 1 <= count <= 300 // many_rows for count in counts):
             raise UnbindError(f"--many: whole numbers from 1 to {300 // many_rows}, as set C has 300 rows")
-        wanted = [gate.strip() for gate in gates.split(",")]
+        wanted = [gate.strip() for gate in gates.split(",") if gate.strip()]
         if not set(wanted) <= {"paper", "paper-strict", "auto"}:
             raise UnbindError(f"--gates: '{gates}' holds another than paper, paper-strict and auto")
         if reference not in list(Kind):
@@ -83,17 +86,26 @@ def gate(
         write_json(table)
         return
     for size, entry in table["sizes"].items():
-        rows = Table("measure", *(gate for gate in wanted), title=f"{size} rows")
-        for key in entry[wanted[0]]:
-            if not isinstance(entry[wanted[0]][key], dict):
-                rows.add_row(key, *(_cell(entry[gate][key]) for gate in wanted))
-        screen.print(rows)
+        _show(f"{size} rows", {gate: entry[gate] for gate in wanted})
+        others = {name: entry[name] for name in ("retrained", "reference") if name in entry}
+        written = {name: entry[name]["output"] for name in ("before", *wanted)} | others
+        _show(f"{size} rows: what is written in their place", written)
     if joint:
         screen.print({key: value for key, value in table["joint"].items() if key != "modules"})
     if overlap:
         screen.print(table["overlap"])
     for count, entry in table.get("many", {}).items():
         screen.print({f"{count} modules": entry})
+
+
+def _show(title: str, systems: Mapping[str, Mapping[str, Any]]) -> None:
+    """A line a measure, a column a system."""
+    rows = Table("measure", *systems, title=title)
+    for key, value in next(iter(systems.values()), {}).items():
+        if not isinstance(value, dict | list):
+            rows.add_row(key, *(_cell(system[key]) for system in systems.values()))
+    if rows.row_count:
+        screen.print(rows)
 
 
 def _cell(value: object) -> str:
