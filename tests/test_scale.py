@@ -67,6 +67,14 @@ def test_server_and_worker_of_the_overlay_compute_with_the_same_model_in_the_sam
     assert given("server.yaml") == given("worker.yaml")
 
 
+def test_keda_is_told_to_scale_as_the_autoscaler_does() -> None:
+    """Kubernetes divides what KEDA's trigger says by the servers there, as its metric type is AverageValue by default."""
+    text = re.sub(r"\n# ", " ", (OVERLAY / "scaling.yaml").read_text())
+    (pods,) = (metric["pods"] for metric in documents(OVERLAY / "scaling.yaml")[0]["spec"]["metrics"])
+    (told,) = re.findall(r"the query (\S+), threshold (\d+)", text)
+    assert told == (f"sum({pods['metric']['name']})", pods["target"]["averageValue"])
+
+
 def test_no_pod_may_fill_less_than_its_folders_hold() -> None:
     """Kubernetes ends a pod whose folders on the node's disk hold more than its containers may, however large each may be."""
     base = documents(ROOT / "deploy/kubernetes/base/deployment.yaml")
