@@ -75,6 +75,13 @@ def test_keda_is_told_to_scale_as_the_autoscaler_does() -> None:
     assert told == (f"sum({pods['metric']['name']})", pods["target"]["averageValue"])
 
 
+@pytest.mark.parametrize("name", ["server.yaml", "worker.yaml"])
+def test_a_rollout_asks_for_no_gpu_beside_those_that_are_held(name: str) -> None:
+    """Unless told so, Kubernetes starts the new pod beside the old one, which it ends once that is there."""
+    strategy = documents(OVERLAY / name)[0]["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
+
+
 def test_no_pod_may_fill_less_than_its_folders_hold() -> None:
     """Kubernetes ends a pod whose folders on the node's disk hold more than its containers may, however large each may be."""
     base = documents(ROOT / "deploy/kubernetes/base/deployment.yaml")
