@@ -60,7 +60,7 @@ def announce(settings: Settings, url: str, service: Service) -> None:
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
     facts = {"console": f"{url}/", "memory": str(service.memory), "modules": modules}
     show(service, settings.served_name, url, facts, tour(settings, url, service))
-    screen.print("\nCtrl-C ends the server and its worker.", highlight=False)
+    screen.print(f"\nCtrl-C ends the server{' and its worker' if settings.worker else ''}.", highlight=False)
 
 
 def register(app: typer.Typer) -> None:

@@ -12,7 +12,10 @@ import torch
 
 REPEATS = 5
 SIDE = 2048  # of the square matrix that is multiplied with
-ROWS = 512
+ROWS = (
+    512  # that it is multiplied with, where so many take a moment: without instructions for a dtype one takes as long
+)
+MOMENT = 0.02  # seconds
 LIBRARIES = 1 << 27  # bytes: workspaces of CUDA's libraries in both threads that multiply; guessed high, not measured
 
 
@@ -36,9 +39,22 @@ class Machine:
 def _measured(device: str, dtype: torch.dtype, _threads: int) -> Machine:
     weight = torch.ones((SIDE, SIDE), dtype=dtype, device=device)
     rows = torch.ones((ROWS, SIDE), dtype=dtype, device=device)
-    many, one = (_seconds(lambda part=part: part @ weight, device) for part in (rows, rows[:1]))  # type: ignore[misc]
+
+    def seconds(count: int) -> float:
+        return _seconds(lambda: rows[:count] @ weight, device)
+
+    one, (count, many) = seconds(1), _most(seconds)
     libraries = LIBRARIES if device.startswith("cuda") else 0
-    return Machine(ROWS * SIDE * SIDE / many, SIDE * SIDE * dtype.itemsize / one, libraries)
+    return Machine(count * SIDE * SIDE / many, SIDE * SIDE * dtype.itemsize / one, libraries)
+
+
+def _most(seconds: Callable[[int], float]) -> tuple[int, float]:
+    """Up to ROWS rows, eight times as many while they take less than a moment, and the seconds that they take."""
+    count, taken = 1, seconds(1)
+    while count < ROWS and taken < MOMENT:
+        count = min(ROWS, 8 * count)
+        taken = seconds(count)
+    return count, taken
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
