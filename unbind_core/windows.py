@@ -27,31 +27,40 @@ from unbind_core.rows import ForgetRow, RetainRow
 MAX_WINDOW = 2048  # tokens
 
 
-def _learned_positions(model: nn.Module) -> int | None:
-    """How many positions a model has embeddings for (GPT-2, GPT-BigCode, OPT); None where they are computed, as rotary ones are."""
-    inner = unwrap(model)
-    count = getattr(inner.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+def trained_positions(model: nn.Module) -> int | None:
+    """Positions that a model was trained for; None where it does not say."""
+    config = unwrap(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's name
+
+
+def _fixed_positions(model: nn.Module) -> int | None:
+    """How many positions a model can have: those of a table, learned (GPT-2, GPT-BigCode, OPT) or computed beforehand (GPT-J,
+    CodeGen, MPT). None where each is computed when it comes, as rotary ones mostly are.
+    """
+    inner, count = unwrap(model), trained_positions(model)
     if not count:
         return None
+    stack, layers = decoder_stack(model)
     words = inner.get_input_embeddings()  # type: ignore[operator]
-    tables = (
-        part for part in decoder_stack(model)[0].children() if isinstance(part, nn.Embedding) and part is not words
-    )
+    tables = (part for part in stack.children() if isinstance(part, nn.Embedding) and part is not words)
     # OPT's table has two rows more than positions.
-    return count if any(0 <= table.num_embeddings - count <= 2 for table in tables) else None
+    if any(0 <= table.num_embeddings - count <= 2 for table in tables):
+        return count
+    beforehand = any(part.dim() == 2 and len(part) == count for part in layers[0].buffers())
+    return count if beforehand or unwrap(model).config.model_type == "mpt" else None  # type: ignore[union-attr]
 
 
 def window_limit(model: nn.Module, most: int = MAX_WINDOW) -> int:
-    """Tokens of the longest window: ``most``, or the model's positions where those are learned and fewer."""
-    return min(most, _learned_positions(model) or most)
+    """Tokens of the longest window: ``most``, or the model's positions where those are of a table and fewer."""
+    return min(most, _fixed_positions(model) or most)
 
 
 def with_room(model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """The prompts, of which the last tokens are left that have room for new ones in the model's positions, where those are learned.
+    """The prompts, of which the last tokens are left that have room for new ones, where the model has a table of positions.
 
     Raises DataError where there are no more positions than new tokens.
     """
-    positions = _learned_positions(model)
+    positions = _fixed_positions(model)
     if positions is None:
         return [list(prompt) for prompt in prompts]
     if positions <= new_tokens:

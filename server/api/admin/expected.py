@@ -12,13 +12,14 @@ from server.planning.planned import planned
 from unbind_core.encoding import encode, require_known
 from unbind_core.errors import DataError, UnbindError
 from unbind_core.rows import ForgetRow
+from unbind_core.windows import trained_positions
 
 
 def positions(served: BaseService, intake: Intake) -> int:
     """Continuation tokens over all rows. Raises DataError for a row whose prompt no request could bring."""
     loaded = fitted_model(served)
     tokenizer = loaded.tokenizer
-    limit = int(getattr(loaded.model.config, "max_position_embeddings", None) or 2**31)
+    limit = trained_positions(loaded.model) or 2**31
     texts = [(place, row.prompt + row.continuation) for place, row in zip(intake.places, intake.rows, strict=True)]
     require_known(tokenizer, loaded.model.get_input_embeddings().weight.shape[0], texts)  # type: ignore[operator]
     total = 0

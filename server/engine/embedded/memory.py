@@ -15,6 +15,7 @@ from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
 from unbind_core.running.recording import recording
+from unbind_core.windows import trained_positions
 
 SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory; the rest is for activations and for whoever else runs there
 MOST_SLOTS = {"cpu": 16, "cuda": 128}  # on a CPU more rows a step make each wait longer and the sum hardly faster
@@ -60,7 +61,7 @@ def plan_memory(model: Any, slots: int = 0, length: int = 0, free: int | None = 
     free = free_bytes(device) if free is None else free
     budget = int(free * SHARE.get(device.type, 0.5))
     position = position_bytes(model)
-    trained = getattr(config, "max_position_embeddings", None) or LONGEST
+    trained = trained_positions(model) or LONGEST
     if (short := _short_positions(config)) and length > short:
         raise DoesNotFit(
             f"max_model_len {length}: the model's rope (longrope) computes every row of a pass otherwise as soon as one is longer "

