@@ -38,6 +38,7 @@ from unbind_core.rows import ForgetRow, Partitions, RetainRow, make_partitions
 from unbind_core.running.capture import check_exactness
 from unbind_core.running.compiled import uncompiled
 from unbind_core.running.gradients import require_gradients
+from unbind_core.running.recording import kept_tensors
 from unbind_core.windows import window_limit
 
 RETAIN_LIMIT = 2500  # fitting and calibration together: all of a set of 2,000
@@ -142,6 +143,7 @@ def fit(
     require_known_rows(model, tokenizer, forget, (*retain, *retain_calibration))
     context = context_of(model, tokenizer, forget, retain, retain_calibration, name, identity, options, progress, cache)
     with context.clock.stage("self-check"):
+        kept_tensors(model)  # gates that remember know no other memory of a text
         require_gradients(model, context.layers)
         first = context.forget_windows(context.parts.forget_fit[:1])[0]
         context = replace(context, before=before, exactness=check_exactness(model, first, context.layers))

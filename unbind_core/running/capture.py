@@ -3,13 +3,15 @@
 The paper (Appendix B.1) calls autograd once per target token. In a causal decoder the loss of target ``t + 1`` depends on the state
 ``h_t`` only through position ``t``'s own stream: keys and values of earlier positions cannot depend on it. So the attention
 of ``own_position.py`` passes gradient to keys and values of the query's own position only. Then the gradient of the *summed*
-loss with respect to a layer's output is, at row ``t``, exactly ``dL_t/dh_t``, for all layers at once.
+loss with respect to a layer's output is, at row ``t``, exactly ``dL_t/dh_t``, for all layers at once. Of the last layer alone it is
+so on any model, as no attention lies above.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -82,13 +84,16 @@ def nll_in_parts(batch: Batch, logits: Iterable[Tensor]) -> Tensor:
 def capture(model: nn.Module, batch: Batch, layers: Sequence[int]) -> Capture:
     """States and exact gradients dL_t/dh_t (Section 3, eq. (1)) at the given layers, by one forward and one backward pass.
 
-    Raises UnsupportedArchitecture where the model mixes tokens by anything but causal softmax attention.
+    Raises UnsupportedArchitecture where a layer above the first of these mixes tokens by anything but causal softmax attention.
     """
-    with torch.enable_grad(), frozen(model), own_position_attention(model):
+    last = len(decoder_layers(model)) - 1
+    mixed = min(layers) < last  # above the last layer positions do not meet, so any attention will do
+    with torch.enable_grad(), frozen(model), own_position_attention(model) if mixed else nullcontext():
         if at_once(model, batch.ids.numel()):
             with recording(model, layers, differentiable=True) as states:
                 logits = model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False).logits
-            require_own_position(model, len(decoder_layers(model)))
+            if mixed:
+                require_own_position(model, last + 1)
             nll = target_nll(logits, batch)
             grads = torch.autograd.grad(nll.sum(), [states[i] for i in layers])
         else:
@@ -108,7 +113,8 @@ def _captured_in_parts(
     last = len(decoder_layers(model)) - 1
     with recording(model, sorted({*layers, last}), differentiable=True) as states:
         unwrap(model).base_model(input_ids=batch.ids, attention_mask=batch.attention_mask, use_cache=False)  # type: ignore[operator]
-    require_own_position(model, last + 1)
+    if min(layers) < last:
+        require_own_position(model, last + 1)
     at, following = states[last].detach()[batch.predictors], batch.next_tokens()
     size = part_size(model)
     found: list[Tensor] = []
@@ -167,7 +173,11 @@ def check_exactness(
     worst = max(itertools.chain(relative_errors(found, reference).values(), [0.0]))
     limit = 0.2 if found.nll.dtype is not torch.float64 and next(model.parameters()).dtype.itemsize == 2 else 1e-3
     if not worst <= limit:
+        alone = min(layers) == len(decoder_layers(model)) - 1
+        remedy = (
+            "no module can be fitted on this model, but any has guards (options.protect 'guard')" if alone else REMEDY
+        )
         raise UnsupportedArchitecture(
-            f"{type(unwrap(model)).__name__}: one-pass gradients are off by {worst:.1e} (relative) on a sample; {REMEDY}"
+            f"{type(unwrap(model)).__name__}: one-pass gradients are off by {worst:.1e} (relative) on a sample; {remedy}"
         )
     return worst

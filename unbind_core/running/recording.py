@@ -1,4 +1,4 @@
-"""States of decoder layers as a model computes them, with its parameters left alone."""
+"""States of decoder layers as a model computes them, with its parameters left alone, and what it keeps of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -70,3 +71,22 @@ def recording(model: nn.Module, layers: Sequence[int], *, differentiable: bool =
     finally:
         for handle in handles:
             handle.remove()
+
+
+def kept_tensors(model: nn.Module) -> list[Tensor]:
+    """Keys and values of one token, of all layers, as they are in the cache of a pass.
+
+    Raises UnsupportedArchitecture where a layer keeps anything else.
+    """
+    ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    name = type(unwrap(model)).__name__
+    with torch.no_grad(), frozen(model):  # one that is trained with gradient checkpointing keeps nothing
+        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+    layers = getattr(cache, "layers", None) or ()
+    kept = [getattr(layer, part, None) for layer in layers for part in ("keys", "values")]
+    found = [part for part in kept if isinstance(part, Tensor)]
+    if not layers or len(found) < len(kept):
+        raise UnsupportedArchitecture(
+            f"{name} has layers that keep other things than keys and values; take a model with full or sliding-window attention"
+        )
+    return found

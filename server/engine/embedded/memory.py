@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from server.engine.embedded.sight import attention_kinds, kept_tensors
+from server.engine.embedded.sight import attention_kinds
 from unbind_core.architecture import decoder_layers, unwrap
 from unbind_core.errors import UnbindError
 from unbind_core.running.device import free_bytes
-from unbind_core.running.recording import recording
+from unbind_core.running.recording import kept_tensors, recording
 from unbind_core.windows import trained_positions
 
 SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory; the rest is for activations and for whoever else runs there
@@ -106,7 +106,5 @@ def position_bytes(model: Any) -> int:
 
     Raises UnsupportedArchitecture where that is anything else, and where a layer's states are nothing that a module could edit.
     """
-    ids = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     with recording(model, range(len(decoder_layers(model)))):
-        cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
-    return sum(part.numel() * part.element_size() for part in kept_tensors(cache, type(unwrap(model)).__name__))
+        return sum(part.numel() * part.element_size() for part in kept_tensors(model))

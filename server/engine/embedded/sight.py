@@ -1,10 +1,8 @@
-"""What the layers of a model see, and whether keys and values are all that they keep: what slots are good for."""
+"""What the layers of a model see: whether slots of keys and values are good for it."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from torch import Tensor
 
 from unbind_core.errors import UnsupportedArchitecture
 
@@ -29,13 +27,3 @@ def attention_kinds(config: Any, name: str) -> tuple[bool, int | None]:
     if not kinds:
         return window is None, window
     return "full_attention" in kinds, window if "sliding_attention" in kinds else None
-
-
-def kept_tensors(cache: Any, name: str) -> list[Tensor]:
-    """Keys and values of all layers in the cache of a pass. Raises UnsupportedArchitecture where a layer keeps anything else."""
-    layers = getattr(cache, "layers", None) or ()
-    kept = [getattr(layer, part, None) for layer in layers for part in ("keys", "values")]
-    found = [part for part in kept if isinstance(part, Tensor)]
-    if not layers or len(found) < len(kept):
-        raise UnsupportedArchitecture(f"{name} has layers that keep other things than keys and values; {INSTEAD}")
-    return found

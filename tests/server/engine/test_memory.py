@@ -82,7 +82,7 @@ def test_layers_that_keep_more_than_keys_and_values_are_refused_before_anything_
     sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
     recurrent = RwkvForCausalLM(RwkvConfig(vocab_size=64, **sizes)).eval()
     with pytest.raises(
-        UnsupportedArchitecture, match=r"RwkvForCausalLM has layers that keep .* than keys and values; serve"
+        UnsupportedArchitecture, match=r"RwkvForCausalLM has layers that keep .* than keys and values; take"
     ):
         plan_memory(recurrent, free=10**9)
 
