@@ -56,12 +56,13 @@ def encode_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS id in a list, or an empty list where the tokenizer defines none."""
-    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    """The BOS id in a list, or an empty list where the tokenizer defines none, or puts none before a text (StarCoder2, Phi-3)."""
+    begins = tokenizer("a")["input_ids"][:1]
+    return [int(tokenizer.bos_token_id)] if begins == [tokenizer.bos_token_id] else []
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt as every request must be encoded: BOS in front when the tokenizer defines one."""
+    """Token ids of a prompt as every request must be encoded: BOS in front where the tokenizer puts one there."""
     return beginning(tokenizer) + encode(tokenizer, text)
 
 

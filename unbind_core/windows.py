@@ -193,7 +193,7 @@ def perplexity_windows(
     """What R-PPL is taken of: of each row BOS, or the end token where none is defined, and at most 2,047 tokens, of which every one
     is a target (Appendix A.3). What is longer is cut off; a row without a token is left out.
     """
-    first = beginning(tokenizer) or [token for token in [tokenizer.eos_token_id] if token is not None]
+    first = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
     windows = []
     for index, row in enumerate(rows):
         ids = [*first, *encode(tokenizer, row.text)][:limit]

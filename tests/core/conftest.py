@@ -123,6 +123,7 @@ def build_tokenizer(bos: bool = False, vocabulary: int = 384) -> PreTrainedToken
         eos_token="<|endoftext|>",
         pad_token="<|pad|>",
         bos_token=BOS if bos else None,
+        **({"add_bos_token": True} if bos else {}),
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -75,3 +76,16 @@ def test_a_token_that_the_model_does_not_know_is_refused_with_its_row(tiny: Load
             DataError, match=f"forget row 2: the tokenizer has the token '<added{size - 1}>', and the model does not"
         ):
             ask()
+
+
+def test_a_prompt_begins_as_the_tokenizer_itself_begins_a_text() -> None:
+    for tokenizer in (build_tokenizer(), build_tokenizer(bos=True), sentencepiece("metaspace")):
+        assert encode_prompt(tokenizer, PROMPT) == tokenizer(PROMPT)["input_ids"]
+    defines: Any = build_tokenizer(bos=True)
+    defines.add_bos_token = False  # as StarCoder2's and Phi-3's, which define one
+    assert defines.bos_token_id is not None
+    assert encode_prompt(defines, PROMPT) == defines(PROMPT)["input_ids"] == encode(defines, PROMPT)
+    defines.eos_token, defines.add_eos_token = defines.bos_token, True  # the same token, behind a text
+    assert defines("")["input_ids"] == [defines.bos_token_id] and encode_prompt(defines, PROMPT) == encode(
+        defines, PROMPT
+    )

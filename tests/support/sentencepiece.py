@@ -28,4 +28,6 @@ def sentencepiece(way: str) -> PreTrainedTokenizerFast:
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in special]
     whole: Any = Tokenizer.from_str(json.dumps(state))
     whole.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[no-untyped-call]
-    return PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", bos_token=BOS, eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=whole, unk_token="<unk>", bos_token=BOS, eos_token="</s>", add_bos_token=True
+    )

@@ -75,10 +75,12 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(se
 
 @pytest.fixture
 def beginning(server: Live) -> Iterator[list[int]]:
-    """The tokenizer has a token for the beginning."""
-    tokenizer = server.service.loaded.tokenizer
+    """The tokenizer has a token for the beginning, and puts it there."""
+    tokenizer: Any = server.service.loaded.tokenizer
     tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.add_bos_token = True
     yield [tokenizer.bos_token_id]
+    tokenizer.add_bos_token = False
     tokenizer.bos_token = None
 
 
