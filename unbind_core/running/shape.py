@@ -14,15 +14,16 @@ GRADIENT_TOKENS, GRADIENT_BYTES = 4096, 4 << 30  # of a batch that gradients are
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. ``weights``: bytes of all of them; ``body``: parameters of the decoder layers, a multiplication each a
-    position; ``itemsize``: bytes of one number of a state. Where layers differ in a size it is the largest.
+    """Sizes of a decoder. ``kept``: numbers that a layer keeps of a position, its keys and values or what makes both;
+    ``weights``: bytes of all of them; ``body``: parameters of the decoder layers, a multiplication each a position; ``itemsize``:
+    bytes of one number of a state. Where layers differ in a size it is the largest.
     """
 
     layers: int
     width: int
     inner: int
     heads: int
-    shared_heads: int
+    kept: int
     head: int
     vocabulary: int
     itemsize: int
@@ -42,6 +43,10 @@ class Shape:
 
         heads, width = most("num_attention_heads"), int(config.hidden_size)
         shared = most("num_key_value_heads") or (1 if getattr(config, "multi_query", False) else heads)
+        head, latent = (
+            most("head_dim") or width // heads,
+            most("kv_lora_rank"),
+        )  # DeepSeek's keys and values are made of one
         held = {id(part): part for part in [*model.parameters(), *model.buffers()]}.values()
         floating = next(part for part in held if part.is_floating_point())
         return cls(
@@ -49,8 +54,8 @@ class Shape:
             width=width,
             inner=most("intermediate_size") or most("n_inner") or 4 * width,
             heads=heads,
-            shared_heads=shared,
-            head=most("head_dim") or width // heads,
+            kept=latent + most("qk_rope_head_dim") if latent else 2 * shared * head,
+            head=head,
             vocabulary=int(config.vocab_size),
             itemsize=floating.dtype.itemsize,
             weights=sum(part.numel() * part.element_size() for part in held),
@@ -65,7 +70,7 @@ class Shape:
     @property
     def keys(self) -> int:
         """Bytes of keys and values at one position."""
-        return 2 * self.layers * self.shared_heads * self.head * self.itemsize
+        return self.layers * self.kept * self.itemsize
 
     @property
     def forward(self) -> int:

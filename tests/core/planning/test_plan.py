@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from server.bench.scale.world import CONFIGS, bare
-from tests.core.conftest import TinyCheckpoint
+from tests.core.conftest import FAMILIES, TinyCheckpoint
 from unbind_core import FitOptions, fit, load_model
 from unbind_core.architecture import outline
 from unbind_core.errors import TooLarge, UnbindError
@@ -21,6 +21,7 @@ from unbind_core.planning.machine import Machine
 from unbind_core.planning.plan import Plan, Stage, plan_takedown
 from unbind_core.planning.room import RUNTIME, Room
 from unbind_core.rows import ForgetRow, RetainRow
+from unbind_core.running.recording import kept_tensors
 from unbind_core.running.shape import Shape
 
 GIB = 2**30
@@ -169,8 +170,14 @@ def test_where_layers_differ_in_their_heads_the_largest_count() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     config = Gemma4TextConfig(**sizes, num_hidden_layers=3, head_dim=8, global_head_dim=16, layer_types=kinds)
     shape = Shape.of(AutoModelForCausalLM.from_config(config))
-    assert (shape.heads, shape.shared_heads, shape.head, shape.inner) == (4, 2, 16, 64)
+    assert (shape.heads, shape.kept, shape.head, shape.inner) == (4, 2 * 2 * 16, 16, 64)
     assert plan_takedown(shape, Amounts.even(12, 60, 96), AN_80_GB_GPU).memory > shape.weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_are_planned_as_a_pass_keeps_them(family: str, tiny_checkpoint: TinyCheckpoint) -> None:
+    model = load_model(tiny_checkpoint(family)).model
+    assert Shape.of(model).keys == sum(part.numel() * part.element_size() for part in kept_tensors(model))
 
 
 def test_what_a_device_s_libraries_take_is_part_of_every_stage() -> None:
