@@ -208,10 +208,12 @@ def _tokenizer(folder: Path, path: str | Path) -> Any:
     """
     remedy = "put the files there that the tokenizer's save_pretrained writes, tokenizer.json and tokenizer_config.json among them"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         ids = encode(tokenizer, "return 1")
     except _UNLOADABLE as error:
         said = " ".join(str(error).split()) + pointers(folder)
+        if "trust_remote_code" in said:  # the library's advice is no option here
+            said = "it needs code that the checkpoint brings (auto_map), and that is never run"
         raise UnbindError(f"model: the tokenizer in '{path}' could not be loaded: {said}; {remedy}") from error
     if set(ids) <= {tokenizer.unk_token_id}:
         raise UnbindError(f"model: '{path}' has no tokenizer, or an empty one: it makes no tokens of a text; {remedy}")

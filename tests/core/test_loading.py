@@ -112,6 +112,24 @@ def test_code_that_a_checkpoint_brings_is_not_run_nor_asked_about(
     assert "does not have; take a checkpoint" in said
 
 
+def test_a_tokenizer_that_is_code_of_the_checkpoint_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _="": "y")
+    LlamaForCausalLM(LlamaConfig(**TEXT)).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenization_own.py").write_text("raise AssertionError('was run')\n")
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    brings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | brings))
+    for load in (load_model, outline):
+        with pytest.raises(UnbindError) as caught:
+            load(tmp_path)
+        said = str(caught.value)
+        assert "code that the checkpoint brings (auto_map), and that is never run" in said
+        assert "trust_remote_code" not in said and "\n" not in said
+
+
 def test_what_is_no_decoder_is_refused_by_its_name_in_one_line(tmp_path: Path) -> None:
     for config in (ViTConfig(), SiglipVisionConfig()):
         said = refused(tmp_path, config)
