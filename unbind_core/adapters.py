@@ -7,13 +7,14 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
 
 from unbind_core.errors import UnbindError
-from unbind_core.files import pointers
+from unbind_core.unreadable import reason
 
 _WRAPPED = "base_model.model."  # in front of a name inside PEFT's wrapper
 _DECOMPOSING = (
@@ -93,8 +94,8 @@ def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, mer
         with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(base, str(adapter), local_files_only=True)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, UserWarning) as error:
-        said = f"{error}{pointers(Path(adapter))}"
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, UserWarning, UnpicklingError) as error:
+        said = reason(error, Path(adapter))
         raise UnbindError(f"adapter: '{adapter}' does not fit the model '{path}': {said}") from error
     except Exception as error:
         raise UnbindError(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -29,13 +28,10 @@ from transformers.pytorch_utils import Conv1D
 from unbind_core.adapters import merged, with_adapter
 from unbind_core.encoding import encode
 from unbind_core.errors import UnbindError, UnsupportedArchitecture
-from unbind_core.files import pointers
 from unbind_core.identity import ModelIdentity, fingerprint
 from unbind_core.packed import is_packed, plain_weights
 from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
-
-# What a checkpoint raises that cannot be loaded; the last two of settings that the library takes for others.
-_UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError)
+from unbind_core.unreadable import UNLOADABLE, reason
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -210,10 +206,8 @@ def _tokenizer(folder: Path, path: str | Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         ids = encode(tokenizer, "return 1")
-    except _UNLOADABLE as error:
-        said = " ".join(str(error).split()) + pointers(folder)
-        if "trust_remote_code" in said:  # the library's advice is no option here
-            said = "it needs code that the checkpoint brings (auto_map), and that is never run"
+    except UNLOADABLE as error:
+        said = reason(error, folder)
         raise UnbindError(f"model: the tokenizer in '{path}' could not be loaded: {said}; {remedy}") from error
     if set(ids) <= {tokenizer.unk_token_id}:
         raise UnbindError(f"model: '{path}' has no tokenizer, or an empty one: it makes no tokens of a text; {remedy}")
@@ -255,6 +249,7 @@ def load_model(
         # PyTorch's fused attention leaves the soft cap on attention scores out without a word (Gemma 2).
         attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
         common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+        common["ignore_mismatched_sizes"] = True  # they are told of below, by name
         if quantised is not None and is_packed(quantised):
             weights = plain_weights(folder, quantised, dtype)
             del config.quantization_config
@@ -273,12 +268,15 @@ def load_model(
         model, report = loaded
         if report["missing_keys"]:  # the library would go on with random weights in their place
             raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")
+        for name, weight, wanted in sorted(report["mismatched_keys"])[:1]:
+            sizes = f"{list(weight)}, and config.json asks for {list(wanted)}"
+            raise ValueError(f"{name} has the shape {sizes}; take config.json and weights of one checkpoint")
         if dtype is torch.float64 and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped matrix product has no float64
         if quantised is not None and settings_of(model.config) is None:
             remember(model, quantised)
-    except _UNLOADABLE as error:
-        said = f"{error}{pointers(folder)}"
+    except UNLOADABLE as error:
+        said = reason(error, folder)
         raise UnbindError(f"model: '{path}' could not be loaded as a causal language model: {said}") from error
     tokenizer = _tokenizer(folder, path)
     if adapter is not None:

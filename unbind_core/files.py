@@ -27,17 +27,6 @@ APART = 2**17  # bytes of a file, and more, have pages of their own
 MAX_BYTES = 2**28  # of a module: a network of 4,096 units on a model as wide as 16,384 has as many
 
 
-def pointers(folder: Path) -> str:
-    """What to add to a message where files of a folder could not be read: those that a clone left out, with Git LFS's pointers in
-    their place. Empty where there are none.
-    """
-    begins, found = b"version https://git-lfs", list[str]()
-    for path in sorted(folder.glob("*.*")):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            found += [path.name] * (file.read(len(begins)) == begins)
-    return f"; Git LFS has left {', '.join(found[:3])} out: run `git lfs pull` where it was cloned" if found else ""
-
-
 def write_whole(path: Path, write: Callable[[Path], object], *, new: bool = False) -> None:
     """Let ``write(temporary)`` make a file beside ``path``, then put it in place atomically.
 

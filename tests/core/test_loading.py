@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     BertConfig,
@@ -185,3 +186,60 @@ def test_files_that_a_clone_left_out_are_named_with_how_to_get_them(tmp_path: Pa
         (tmp_path / name).write_text(pointer)
         with pytest.raises(UnbindError, match=rf"Git LFS has left .*{name}.* out: run `git lfs pull` where it was"):
             load_model(tmp_path)
+
+
+def folder_of(tmp_path: Path, **saving: Any) -> Path:
+    """A whole checkpoint."""
+    Qwen2ForCausalLM(Qwen2Config(**TEXT)).save_pretrained(tmp_path, **saving)
+    build_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def said_of(folder: Path, *adapter: Path) -> str:
+    """What is said of a folder that cannot be loaded: one line."""
+    with pytest.raises(UnbindError) as caught:
+        load_model(folder, *adapter)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_shard_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].write_bytes(shards[1].read_bytes()[:-9])
+    assert said_of(folder).endswith(f"; not whole: {shards[1].name}; download it again")
+
+
+def test_weights_that_would_be_run_as_code_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Ran()}, folder / "pytorch_model.bin")
+    assert "holds more than tensors, and code in it is never run; take safetensors" in said_of(folder)
+
+
+class Ran:
+    """What a pickle may do."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise AssertionError('was run')",)
+
+
+def test_a_configuration_of_other_weights_is_told_by_a_tensor(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 400}))
+    said = said_of(folder)
+    assert (
+        "weight has the shape [384, 32], and config.json asks for [400, 32]; take config.json and weights of one"
+        in said
+    )
+
+
+def test_an_adapter_of_a_wider_model_is_told_by_a_tensor(tmp_path: Path) -> None:
+    wider = Qwen2ForCausalLM(Qwen2Config(**TEXT | {"hidden_size": 64}))
+    get_peft_model(wider, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
+        tmp_path / "adapter"
+    )
+    said = said_of(folder_of(tmp_path / "model"), tmp_path / "adapter")
+    assert "has the shape [4, 64], and this model takes [4, 32]; give one that was trained on this model" in said
