@@ -35,7 +35,7 @@ class TokenizeBody(TemplateOptions):
         StrictBool | None,
         Field(
             validation_alias=AliasChoices("add_special", "add_special_tokens"),
-            description="the beginning-of-text token in front, where the tokenizer has one; by default before a prompt",
+            description="the beginning-of-text token in front, where the tokenizer puts one; by default before a prompt",
         ),
     ] = None
     with_pieces: Annotated[StrictBool, Field(description="each token as {id, piece}")] = False
