@@ -12,10 +12,8 @@ import torch
 
 REPEATS = 5
 SIDE = 2048  # of the square matrix that is multiplied with
-ROWS = (
-    512  # that it is multiplied with, where so many take a moment: without instructions for a dtype one takes as long
-)
-MOMENT = 0.02  # seconds
+ROWS = 512  # that it is multiplied with, at most
+MOMENT = 0.02  # seconds that a product may take before more rows are tried: without instructions for a dtype one row takes longer
 LIBRARIES = 1 << 27  # bytes: workspaces of CUDA's libraries in both threads that multiply; guessed high, not measured
 
 
@@ -43,14 +41,15 @@ def _measured(device: str, dtype: torch.dtype, _threads: int) -> Machine:
     def seconds(count: int) -> float:
         return _seconds(lambda: rows[:count] @ weight, device)
 
-    one, (count, many) = seconds(1), _most(seconds)
+    one = seconds(1)
+    count, many = _most(seconds, one)
     libraries = LIBRARIES if device.startswith("cuda") else 0
     return Machine(count * SIDE * SIDE / many, SIDE * SIDE * dtype.itemsize / one, libraries)
 
 
-def _most(seconds: Callable[[int], float]) -> tuple[int, float]:
-    """Up to ROWS rows, eight times as many while they take less than a moment, and the seconds that they take."""
-    count, taken = 1, seconds(1)
+def _most(seconds: Callable[[int], float], one: float) -> tuple[int, float]:
+    """Up to ROWS rows, eight times as many while they take less than a moment, and the seconds that they take; ``one``: of one."""
+    count, taken = 1, one
     while count < ROWS and taken < MOMENT:
         count = min(ROWS, 8 * count)
         taken = seconds(count)

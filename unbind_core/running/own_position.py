@@ -16,7 +16,7 @@ from unbind_core.errors import UnsupportedArchitecture
 
 ATTENTION = "unbind_own_position"
 _BLOCK = 256  # query rows at a time: attention memory is O(block x T), not O(T x T)
-REMEDY = "fit with gate 'auto', which needs them of the last layer alone; and any has guards (options.protect 'guard')"
+REMEDY = "fit with gate 'auto', which needs gradients above the last layer alone, and any has guards (options.protect 'guard')"
 
 
 class _OwnPositionAttention(torch.autograd.Function):

@@ -46,7 +46,7 @@ def completion_prompts(
             start = gap_start(served, behind)
             return [Prompt(ids, prompt, spelt=range(start, start + len(before)))]
         return [_of_text(served, prompt, "prompt", beginning(tokenizer), kept)]
-    prompts = []
+    prompts, begins = [], beginning(tokenizer)
     items: Sequence[Any] = [prompt] if isinstance(prompt[0], int) else prompt
     if len(items) > served.most_requests:
         raise invalid(
@@ -54,7 +54,7 @@ def completion_prompts(
         )
     for item in items:
         if isinstance(item, str):
-            prompts.append(_of_text(served, item, "prompt", beginning(tokenizer), kept))
+            prompts.append(_of_text(served, item, "prompt", begins, kept))
         else:
             ids = list(item if kept is None else item[-kept:])
             encoder.check(ids, "prompt")

@@ -73,15 +73,13 @@ def outputs(
     texts = [str(tokenizer.decode(o)) for o in new]
     whole = [row.prompt + text for row, text in zip(rows, texts, strict=True)]
     ended = [len(o) < NEW_TOKENS for o in new]
-    parsed = [_parses(text) for text in whole]
-    cut = [not ends and _parses(text.rpartition("\n")[0]) for text, ends in zip(whole, ended, strict=True)]
     return {
         "empty": statistics.fmean(not o for o in new),
         "tokens": statistics.fmean(len(o) for o in new),
         "perplexity": perplexity(loaded.model, windows, pad_id(tokenizer)),
         "perplexity_retrained": perplexity(other.model, windows, pad_id(tokenizer)),
-        "parsed": statistics.fmean(parsed),
-        "parsed_lines": statistics.fmean(a or b for a, b in zip(parsed, cut, strict=True)),
+        "parsed": statistics.fmean(map(_parses, whole)),
+        "parsed_lines": statistics.fmean(map(_parses_lines, whole, ended)),
         "ended": statistics.fmean(ended),
         "looping": statistics.fmean(_loops(o) for o in new),
         "samples": texts[:SAMPLES],
@@ -130,6 +128,11 @@ def _parses(text: str) -> bool:
     except (SyntaxError, ValueError):
         return False
     return True
+
+
+def _parses_lines(text: str, ended: bool) -> bool:
+    """Whether it parses, or does without the line in which it was cut off, where it was."""
+    return _parses(text) or (not ended and _parses(text.rpartition("\n")[0]))
 
 
 def _loops(tokens: Sequence[int]) -> bool:

@@ -16,8 +16,8 @@ def test_a_machine_is_asked_for_no_more_than_a_moment_tells(a_row: float, count:
         asked.append(rows)
         return a_row * rows
 
-    assert _most(seconds) == (count, a_row * count)
-    assert asked == sorted(asked) and max(asked) == count
+    assert _most(seconds, a_row) == (count, a_row * count)
+    assert asked == sorted(asked) and max(asked, default=1) == count
 
 
 def test_a_machine_has_rates_in_every_dtype() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from server import demo
 from server.bench.gate.neighbours import apart_figures
 from server.bench.gate.together import many_figures
 from server.bench.gate.world import Retained, World
-from server.bench.gate.written import divergence
+from server.bench.gate.written import _parses_lines, divergence, outputs
 from tests.server.conftest import MakeModule
 from unbind_core.architecture import LoadedModel, load_model
 from unbind_core.errors import ModelMismatch, UnbindError
@@ -59,6 +61,28 @@ def test_two_open_modules_are_as_far_from_another_model_as_one_of_both_strengths
     assert 0 < alone != pytest.approx(both, rel=1e-3)
     assert both == pytest.approx(whole, rel=1e-4)
     assert divergence(world, world.loaded.model, [FORGET], ()) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_line_that_was_cut_off_says_nothing_of_what_parses() -> None:
+    whole, cut, wrong = (
+        "def f():\n    return 1",
+        "def f():\n    return 1\n    return (1",
+        "def f(:\n    return 1\n    re",
+    )
+    assert [_parses_lines(text, ended=False) for text in (whole, cut, wrong)] == [True, True, False]
+    assert [_parses_lines(text, ended=True) for text in (whole, cut, wrong)] == [True, False, False]
+
+
+def test_what_another_model_writes_is_measured_as_what_modules_make_of_this_one(world: World) -> None:
+    other = copy.deepcopy(world.loaded.model)
+    with torch.no_grad():
+        for parameter in other.get_output_embeddings().parameters():  # type: ignore[operator]
+            parameter.neg_()
+    own, same, its = (outputs(world, world.loaded, [FORGET], (), model) for model in (None, world.loaded.model, other))
+    assert own == same and own["samples"] != its["samples"]
+    assert its["perplexity"] > own["perplexity"] and all(
+        0 <= one["parsed"] <= one["parsed_lines"] <= 1 for one in (own, its)
+    )
 
 
 def test_what_was_kept_is_measured_and_what_is_of_other_rows_or_policies_refused(
