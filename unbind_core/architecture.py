@@ -31,7 +31,11 @@ from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
 from unbind_core.packed import is_packed, plain_weights
 from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
-from unbind_core.unreadable import UNLOADABLE, reason
+from unbind_core.unreadable import UNLOADABLE, reason, require_alike
+
+_DECODER_ONLY = (
+    "modules work on the states of a decoder-only model: take a causal language model (AutoModelForCausalLM)"
+)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -55,10 +59,7 @@ def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Mod
     name = type(inner).__name__
     config = getattr(inner, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(
-            f"{name} is an encoder-decoder model; modules work on the states of a decoder-only model: "
-            "load a causal language model (AutoModelForCausalLM)"
-        )
+        raise UnsupportedArchitecture(f"{name} is an encoder-decoder model; {_DECODER_ONLY}")
     if override is not None:
         try:
             found = inner.get_submodule(override)
@@ -170,16 +171,12 @@ def _loader(config: PreTrainedConfig) -> Any:
     """
     named = (config.architectures or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(
-            f"{named} is an encoder-decoder model; modules work on the states of a decoder-only model"
-        )
+        raise UnsupportedArchitecture(f"{named} is an encoder-decoder model; {_DECODER_ONLY}")
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # Mistral 3, Qwen3-VL
         return AutoModelForImageTextToText
-    raise UnsupportedArchitecture(
-        f"{named} is not a causal language model; modules work on the states of a decoder-only model"
-    )
+    raise UnsupportedArchitecture(f"{named} is not a causal language model; {_DECODER_ONLY}")
 
 
 def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -193,8 +190,9 @@ def outline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> tuple[nn
         with torch.device("meta"):
             model: nn.Module = _loader(config).from_config(config, dtype=dtype)
         return model, _tokenizer(folder, path)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UnbindError(f"model: '{path}' could not be read as a causal language model: {error}") from error
+    except UNLOADABLE as error:
+        said = reason(error, folder)
+        raise UnbindError(f"model: '{path}' could not be read as a causal language model: {said}") from error
 
 
 def _tokenizer(folder: Path, path: str | Path) -> Any:
@@ -266,11 +264,7 @@ def load_model(
             placed = device if quantised is not None and device != "cpu" else None  # some formats do not move later
             loaded = loader.from_pretrained(folder, config=config, device_map=placed, local_files_only=True, **common)
         model, report = loaded
-        if report["missing_keys"]:  # the library would go on with random weights in their place
-            raise ValueError(f"weights are missing: {', '.join(sorted(report['missing_keys'])[:3])}; download it again")
-        for name, weight, wanted in sorted(report["mismatched_keys"])[:1]:
-            sizes = f"{list(weight)}, and config.json asks for {list(wanted)}"
-            raise ValueError(f"{name} has the shape {sizes}; take config.json and weights of one checkpoint")
+        require_alike(report)
         if dtype is torch.float64 and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped matrix product has no float64
         if quantised is not None and settings_of(model.config) is None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-# What a checkpoint raises that cannot be loaded; the last two of settings that the library takes for others.
+# What settings raise that the library takes for others, or does not check before it computes with them.
+ODD_SETTINGS = (StrictDataclassError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+# What a checkpoint raises that cannot be loaded.
 UNLOADABLE = (
-    *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, UnpicklingError),
-    *(TypeError, AttributeError),
+    *(OSError, ValueError, RuntimeError, ImportError, SafetensorError, UnpicklingError),
+    *ODD_SETTINGS,
 )
+INDEX = "model.safetensors.index.json"
+WEIGHTS = (INDEX, "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SETTINGS = ("config.json", "adapter_config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
 POINTER = b"version https://git-lfs"  # what the stand-in for a file begins with in a clone without Git LFS
+_BOTH = "config.json and weights of one checkpoint"
 _SIZES = re.compile(r"size mismatch for (\S+): .* shape torch\.Size\(\[(.*?)\]\) from .* is torch\.Size\(\[(.*?)\]\)")
 
 
@@ -28,9 +37,25 @@ def reason(error: Exception, folder: Path) -> str:
     elif sizes := _SIZES.search(text):  # of a line for every tensor
         name, theirs, ours = sizes.groups()
         said = f"its {name} has the shape [{theirs}], and this model takes [{ours}]; give one that was trained on this model"
+    elif isinstance(error, ODD_SETTINGS):
+        said = f"the library makes nothing of its settings ({type(error).__name__}: {' '.join(text.split())})"
     else:
-        said = " ".join(text.split())
-    return said + _pointers(folder) + _damaged(folder)
+        said = " ".join(text.split()).removesuffix(".")
+    found = _pointers(folder) + _damaged(folder) + _no_settings(folder) + _left_out(folder)
+    if not found and isinstance(error, ODD_SETTINGS):
+        found = "; mend what it names, or take the folder's *.json files as they were published"
+    return said + found
+
+
+def require_alike(report: dict[str, Any]) -> None:
+    """Raise ValueError where a loaded model is not what its files hold, by the library's ``report``: it would go on with random
+    weights in place of those that are missing.
+    """
+    if report["missing_keys"]:
+        first = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ValueError(f"weights are missing: {first}; download it again, or take {_BOTH}")
+    for name, weight, wanted in sorted(report["mismatched_keys"])[:1]:
+        raise ValueError(f"{name} has the shape {list(weight)}, and config.json asks for {list(wanted)}; take {_BOTH}")
 
 
 def _begins_as_pointer(path: Path) -> bool:
@@ -55,3 +80,27 @@ def _damaged(folder: Path) -> str:
         except SafetensorError:
             found += [path.name] * (not _begins_as_pointer(path))
     return f"; not whole: {', '.join(found[:3])}; download it again" if found else ""
+
+
+def _no_settings(folder: Path) -> str:
+    """Of files of settings that are no JSON object. Empty where all are, or are not there."""
+    found = []
+    for path in (folder / name for name in SETTINGS):
+        with contextlib.suppress(OSError):
+            try:
+                whole = isinstance(json.loads(path.read_bytes()), dict)
+            except ValueError:
+                whole = False
+            found += [path.name] * (not whole and not _begins_as_pointer(path))
+    return f"; not a JSON object: {', '.join(found)}; download it again" if found else ""
+
+
+def _left_out(folder: Path) -> str:
+    """Of files of weights that a model's folder lacks. Empty where it has all."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
+        named = json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+        found = sorted(name for name in set(named) if not (folder / name).exists())
+    if (folder / "config.json").exists() and not any((folder / name).exists() for name in WEIGHTS):
+        found = [INDEX if any(folder.glob("model-*.safetensors")) else "model.safetensors"]
+    return f"; missing: {', '.join(found[:3])}; download it again" if found else ""

@@ -195,6 +195,13 @@ def folder_of(tmp_path: Path, **saving: Any) -> Path:
     return tmp_path
 
 
+def change(folder: Path, **settings: Any) -> Path:
+    """The folder, with other settings in its config.json."""
+    found = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(found | settings))
+    return folder
+
+
 def said_of(folder: Path, *adapter: Path) -> str:
     """What is said of a folder that cannot be loaded: one line."""
     with pytest.raises(UnbindError) as caught:
@@ -227,9 +234,7 @@ class Ran:
 
 def test_a_configuration_of_other_weights_is_told_by_a_tensor(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 400}))
-    said = said_of(folder)
+    said = said_of(change(folder, vocab_size=400))
     assert (
         "weight has the shape [384, 32], and config.json asks for [400, 32]; take config.json and weights of one"
         in said
@@ -243,3 +248,35 @@ def test_an_adapter_of_a_wider_model_is_told_by_a_tensor(tmp_path: Path) -> None
     )
     said = said_of(folder_of(tmp_path / "model"), tmp_path / "adapter")
     assert "has the shape [4, 64], and this model takes [4, 32]; give one that was trained on this model" in said
+
+
+def test_what_is_no_json_and_what_is_not_there_is_named_with_the_remedy(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, max_shard_size="20KB")
+    shard, index = sorted(folder.glob("*.safetensors"))[1], folder / "model.safetensors.index.json"
+    kept = shard.read_bytes()
+    shard.unlink()
+    assert said_of(folder).endswith(f"; missing: {shard.name}; download it again")
+    shard.write_bytes(kept)
+    index.write_text("{")
+    assert said_of(folder).endswith(f"; not a JSON object: {index.name}; download it again")
+    index.unlink()
+    assert said_of(folder).endswith(f"; missing: {index.name}; download it again")
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    assert said_of(folder).endswith("; missing: model.safetensors; download it again")
+    for broken in ("{", "[]"):
+        (folder / "config.json").write_text(broken)
+        assert said_of(folder).split("; ")[1:3] == ["not a JSON object: config.json", "download it again"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("hidden_act", "own"), ("hidden_size", "wide"), ("num_attention_heads", 0)]
+)
+def test_a_setting_that_makes_no_model_is_an_error_in_one_line(setting: str, value: Any, tmp_path: Path) -> None:
+    change(folder_of(tmp_path), **{setting: value})
+    for load in (load_model, outline):
+        with pytest.raises(UnbindError) as caught:
+            load(tmp_path)
+        said = str(caught.value)
+        assert "; mend what it names, or take the folder's *.json files as they were published" in said
+        assert str(value) in said or "ZeroDivisionError" in said
