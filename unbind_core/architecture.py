@@ -264,7 +264,7 @@ def load_model(
             placed = device if quantised is not None and device != "cpu" else None  # some formats do not move later
             loaded = loader.from_pretrained(folder, config=config, device_map=placed, local_files_only=True, **common)
         model, report = loaded
-        require_alike(report)
+        require_alike(report, model, decoder_layers(model))
         if dtype is torch.float64 and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the grouped matrix product has no float64
         if quantised is not None and settings_of(model.config) is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 # What settings raise that the library takes for others, or does not check before it computes with them.
 ODD_SETTINGS = (StrictDataclassError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
@@ -47,15 +48,24 @@ def reason(error: Exception, folder: Path) -> str:
     return said + found
 
 
-def require_alike(report: dict[str, Any]) -> None:
+def require_alike(report: dict[str, Any], model: Any, layers: list[nn.Module]) -> None:
     """Raise ValueError where a loaded model is not what its files hold, by the library's ``report``: it would go on with random
-    weights in place of those that are missing.
+    weights in place of those that are missing, and without layers that config.json does not tell of.
     """
     if report["missing_keys"]:
         first = ", ".join(sorted(report["missing_keys"])[:3])
         raise ValueError(f"weights are missing: {first}; download it again, or take {_BOTH}")
     for name, weight, wanted in sorted(report["mismatched_keys"])[:1]:
         raise ValueError(f"{name} has the shape {list(weight)}, and config.json asks for {list(wanted)}; take {_BOTH}")
+    path = next(path for path, part in model.named_modules() if isinstance(part, nn.ModuleList) and [*part] == layers)
+    ahead = ("num_nextn_predict_layers", "num_mtp_modules")  # layers behind the last one, which guess further tokens
+    guessing = sum(getattr(model.config.get_text_config(), name, 0) or 0 for name in ahead)
+    for name in sorted(report["unexpected_keys"]):
+        number = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
+        if number and int(number[1]) >= len(layers) + guessing:
+            raise ValueError(
+                f"config.json tells of {len(layers)} layers, and there are weights of more ({name}); take {_BOTH}"
+            )
 
 
 def _begins_as_pointer(path: Path) -> bool:

@@ -280,3 +280,12 @@ def test_a_setting_that_makes_no_model_is_an_error_in_one_line(setting: str, val
         said = str(caught.value)
         assert "; mend what it names, or take the folder's *.json files as they were published" in said
         assert str(value) in said or "ZeroDivisionError" in said
+
+
+def test_weights_of_more_layers_than_the_configuration_tells_of_are_refused(tmp_path: Path) -> None:
+    folder = change(folder_of(tmp_path), num_hidden_layers=2, layer_types=None)
+    said = said_of(folder)
+    assert "config.json tells of 2 layers, and there are weights of more (model.layers.2." in said
+    assert said.endswith("; take config.json and weights of one checkpoint")
+    change(folder, num_nextn_predict_layers=1)  # which the library leaves out, as it does not guess ahead
+    assert load_model(folder).identity.num_layers == 2
