@@ -104,7 +104,7 @@ _Content = StoredModule | _Refused
 class ModuleStore:
     """Reads each file once per change (inode, size, time) and each object once."""
 
-    def __init__(self, shipped: Path, objects: ObjectStore, records: Modules, identity: ModelIdentity) -> None:
+    def __init__(self, shipped: Path | None, objects: ObjectStore, records: Modules, identity: ModelIdentity) -> None:
         self._shipped, self._objects, self._records, self._identity = shipped, objects, records, identity
         self._seen: dict[Path, tuple[_Stamp, _Content]] = {}
         self._objects_read: dict[str, UnbindModule] = {}

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from server.cli.flags import with_settings
+from server.service import shipped
 from server.settings import DEMO, FROM_FILES, Settings
 from server.sources import KNOWN, SettingsError, load_settings, written_out
 
@@ -55,6 +56,13 @@ def test_the_demo_model_comes_with_its_adapter_and_another_without() -> None:
     assert Settings().adapter == DEMO / "adapter" and Settings().is_demo
     assert Settings(model=Path("mine")).adapter is None
     assert Settings(model=Path("/models/mine")).served_name == "mine"
+
+
+def test_the_demo_s_modules_are_left_out_beside_a_model_that_they_are_not_for() -> None:
+    folder = Settings().modules_dir
+    assert shipped(Settings()) == shipped(Settings(model=DEMO / "base", adapter=DEMO / "adapter")) == folder
+    assert shipped(Settings(model=Path("mine"))) is shipped(Settings(adapter=Path("mine"))) is None
+    assert shipped(Settings(model=Path("mine"), modules_dir=folder)) == folder
 
 
 def test_retain_rows_of_one_s_own_are_not_calibrated_on_the_demo_s() -> None:
