@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from unbind_core.errors import UnbindError
-from unbind_core.unreadable import reason
+from unbind_core.unreadable import reason, require_json
 
 _WRAPPED = "base_model.model."  # in front of a name inside PEFT's wrapper
 _DECOMPOSING = (
@@ -91,6 +91,7 @@ def with_adapter(model: nn.Module, adapter: str | Path, path: str | Path, *, mer
         raise UnbindError(f"adapter: '{adapter}' has no {_WEIGHTS[0]}; give the folder that save_pretrained wrote")
     base: Any = model
     try:
+        require_json(Path(adapter))
         with warnings.catch_warnings():  # with keys missing, peft would go on with an adapter that does nothing
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(base, str(adapter), local_files_only=True)

@@ -31,7 +31,7 @@ from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.identity import ModelIdentity, fingerprint
 from unbind_core.packed import is_packed, plain_weights
 from unbind_core.quantisation import quantisation_of, remember, require_packages, settings_of
-from unbind_core.unreadable import UNLOADABLE, reason, require_alike
+from unbind_core.unreadable import UNLOADABLE, reason, require_alike, require_json
 
 _DECODER_ONLY = (
     "modules work on the states of a decoder-only model: take a causal language model (AutoModelForCausalLM)"
@@ -151,7 +151,10 @@ def _folder(path: str | Path, needed: str, what: str) -> Path:
 
 
 def _configuration(folder: Path) -> PreTrainedConfig:
-    """Raises UnsupportedArchitecture where the library has no such model of its own: code that a checkpoint brings is never run."""
+    """Raises UnsupportedArchitecture where the library has no such model of its own: code that a checkpoint brings is never run.
+    ValueError where a file of settings is damaged.
+    """
+    require_json(folder)
     settings = PreTrainedConfig.get_config_dict(folder, local_files_only=True)[0]
     kind = settings.get("model_type")
     if kind not in CONFIG_MAPPING:

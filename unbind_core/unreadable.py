@@ -22,7 +22,14 @@ UNLOADABLE = (
 )
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (INDEX, "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json")
-SETTINGS = ("config.json", "adapter_config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 POINTER = b"version https://git-lfs"  # what the stand-in for a file begins with in a clone without Git LFS
 _BOTH = "config.json and weights of one checkpoint"
 _SIZES = re.compile(r"size mismatch for (\S+): .* shape torch\.Size\(\[(.*?)\]\) from .* is torch\.Size\(\[(.*?)\]\)")
@@ -42,7 +49,7 @@ def reason(error: Exception, folder: Path) -> str:
         said = f"the library makes nothing of its settings ({type(error).__name__}: {' '.join(text.split())})"
     else:
         said = " ".join(text.split()).removesuffix(".")
-    found = _pointers(folder) + _damaged(folder) + _no_settings(folder) + _left_out(folder)
+    found = _pointers(folder) + _damaged(folder) + _left_out(folder)
     if not found and isinstance(error, ODD_SETTINGS):
         found = "; mend what it names, or take the folder's *.json files as they were published"
     return said + found
@@ -92,8 +99,10 @@ def _damaged(folder: Path) -> str:
     return f"; not whole: {', '.join(found[:3])}; download it again" if found else ""
 
 
-def _no_settings(folder: Path) -> str:
-    """Of files of settings that are no JSON object. Empty where all are, or are not there."""
+def require_json(folder: Path) -> None:
+    """Raise ValueError that names the files of settings that are no JSON object. Of some the library tells without a name, and
+    goes on without the end tokens of a ``generation_config.json`` that is none.
+    """
     found = []
     for path in (folder / name for name in SETTINGS):
         with contextlib.suppress(OSError):
@@ -102,7 +111,8 @@ def _no_settings(folder: Path) -> str:
             except ValueError:
                 whole = False
             found += [path.name] * (not whole and not _begins_as_pointer(path))
-    return f"; not a JSON object: {', '.join(found)}; download it again" if found else ""
+    if found:
+        raise ValueError(f"not a JSON object: {', '.join(found)}; download it again")
 
 
 def _left_out(folder: Path) -> str:
