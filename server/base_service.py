@@ -227,14 +227,14 @@ class BaseService(ABC):
     @property
     def away(self) -> list[str]:
         """What this server cannot see or write now, and since when. It goes on with what it has; changes may not reach it."""
-        looked_at = (self._database, self._stored, self._writing)
-        return [told for outage in looked_at if (told := outage.told) is not None]
+        return [told for one in (self._database, self._stored, self._writing) if (told := one.told) is not None]
 
     async def _look_at_store(self) -> None:
         await asyncio.to_thread(self._stored.tried, self.objects.look)
 
     async def _refresh_access(self) -> None:
         await asyncio.to_thread(self.access.refresh)
+        await asyncio.to_thread(self.registry.transactions.require_primary)
         self._database.ends()
 
     async def _purge(self) -> None:

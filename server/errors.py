@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.engine.refusals import EngineStopped, PromptTooLong, QueueFull
 from server.registry.objects import StoreUnreachable
-from server.registry.refusals import AWAY, DatabaseDamaged, DatabaseForbidden, DatabaseGone
+from server.registry.refusals import AWAY, DatabaseDamaged, DatabaseForbidden, DatabaseGone, DatabaseReads
 from unbind_core.errors import DataError, InsufficientRows, UnbindError, UnknownModule
 
 log = logging.getLogger("unbind.api")
@@ -111,12 +111,8 @@ def unreachable(error: Exception) -> ApiError:
         return disk_full()
     if isinstance(error, DBAPIError) and (said := re.search("readonly database|disk I/O error", str(error.orig))):
         return not_writable(f"the registry: {said[0]}")
-    return ApiError(
-        503,
-        "the registry's database does not answer; try again",
-        code="registry_unreachable",
-        headers={"Retry-After": "5"},
-    )
+    told = str(error) if isinstance(error, DatabaseReads) else "the registry's database does not answer; try again"
+    return ApiError(503, told, code="registry_unreachable", headers={"Retry-After": "5"})
 
 
 def is_anthropic(path: str) -> bool:

@@ -230,7 +230,7 @@ def _postgresql(address: URL) -> Engine:
         connect_args={"connect_timeout": LOCK_SECONDS, "prepare_threshold": None, **_NOTICED},
         isolation_level="READ COMMITTED",
     )
-    event.listen(engine, "handle_error", refusals.tell_forbidden)
+    event.listen(engine, "handle_error", refusals.tell_apart)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Any) -> None:

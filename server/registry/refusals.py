@@ -12,8 +12,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from unbind_core.errors import UnbindError
 
-# What a database raises that does not answer, or cannot write. InternalError is how PostgreSQL's driver says that a server only
-# takes reads by now, as a primary that was demoted, or that it ended a transaction which stood still.
+# What a database raises that does not answer, or cannot write. InternalError is how PostgreSQL's driver says that it ended a
+# transaction which stood still.
 AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
 
 
@@ -95,7 +95,7 @@ def no_registry(file: Path) -> DatabaseRefused:
 
 def unanswered(error: Exception) -> DatabaseRefused:
     """What whoever sits at a command line is told of one of ``AWAY``, with the remedy where the database tells of its disk."""
-    if isinstance(error, (DatabaseDamaged, DatabaseGone, DatabaseForbidden)):
+    if isinstance(error, (DatabaseDamaged, DatabaseGone, DatabaseForbidden, DatabaseReads)):
         return DatabaseRefused(str(error))
     said = str(getattr(error, "orig", None) or error)
     if re.search("disk is full|disk I/O error|readonly database", said):  # SQLite says the second of a full disk too
@@ -146,7 +146,26 @@ class DatabaseForbidden(OperationalError):
         return self.message
 
 
-def tell_forbidden(context: ExceptionContext) -> None:
-    """For SQLAlchemy's event ``handle_error``. Raises DatabaseForbidden."""
-    if getattr(context.original_exception, "sqlstate", None) == "42501":  # PostgreSQL's insufficient_privilege
-        raise DatabaseForbidden(str(context.original_exception).partition("\n")[0]) from None
+class DatabaseReads(OperationalError):
+    """PostgreSQL only takes reads. For whoever waits out an outage it is one."""
+
+    def __init__(self) -> None:
+        self.message = (
+            "the registry's database only takes reads, as a standby does; try again once database_url leads to the primary "
+            "(of several hosts: target_session_attrs=read-write)"
+        )
+        super().__init__(None, None, Exception(self.message))
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def tell_apart(context: ExceptionContext) -> None:
+    """For SQLAlchemy's event ``handle_error``. Raises DatabaseForbidden, DatabaseReads."""
+    match getattr(context.original_exception, "sqlstate", None):
+        case "42501":  # PostgreSQL's insufficient_privilege
+            raise DatabaseForbidden(str(context.original_exception).partition("\n")[0]) from None
+        case "25006":  # read_only_sql_transaction
+            # Its connections stay open when another becomes the primary: all are made anew, which may lead there.
+            context.is_disconnect = True
+            raise DatabaseReads from None

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session
 
 from server.registry.audit import appended, one_at_a_time
+from server.registry.tables import AuditRow
 from server.registry.trail import Trail
 
 
@@ -36,6 +37,12 @@ class Transactions:
             first = appended(session)
         if first:
             self.trail.follow(first, accept=accept_head)
+
+    def require_primary(self) -> None:
+        """See that the database takes more than reads, and change nothing. Raises one of AWAY where it does not."""
+        if self.engine.dialect.name == "postgresql":  # of SQLite's file the data folder tells
+            with self.look() as session:
+                session.execute(select(AuditRow.id).limit(0).with_for_update())
 
     @contextmanager
     def look(self) -> Iterator[Session]:

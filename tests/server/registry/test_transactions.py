@@ -8,12 +8,13 @@ from contextlib import closing
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.engine import make_url
 
 from server.bench.fleet.postgres import Postgres
 from server.registry import database, jobs, records, takedowns
 from server.registry.audit import append
 from server.registry.lifecycle import Action
-from server.registry.refusals import AWAY
+from server.registry.refusals import AWAY, DatabaseReads
 from server.registry.registry import Registry
 from tests.server.registry.test_modules import act, make
 from tests.server.registry.test_registry import ADMIN, claim, submit
@@ -63,6 +64,29 @@ def leaving_nothing_prepared(postgresql_server: Postgres) -> None:
         assert session.execute(text("SELECT statement FROM pg_prepared_statements")).all() == []
 
 
+def leaving_what_only_reads(postgresql_server: Postgres) -> None:
+    url = postgresql_server.new_database()
+    engine = database.connect(url)
+    database.upgrade(engine)
+    engine.dispose()
+
+    def only_reads(word: str) -> None:
+        with postgresql_server.connect() as administrator:
+            administrator.execute(
+                f"ALTER DATABASE {make_url(url).database} SET default_transaction_read_only = {word}".encode()
+            )
+
+    only_reads("on")  # of connections that are made from now on
+    with closing(Registry(database.connect(url))) as registry:
+        for work in (registry.transactions.require_primary, lambda: submit(registry)):
+            with pytest.raises(DatabaseReads, match="target_session_attrs"):
+                work()
+        only_reads("off")
+        registry.transactions.require_primary()
+        submit(registry)
+
+
 if PROGRAMS:
+    test_connections_to_what_only_reads_are_not_gone_on_with = leaving_what_only_reads
     test_changes_and_looks_may_go_through_a_pooler = leaving_nothing_prepared
     test_a_change_that_stands_still_is_ended_and_the_next_goes_on = standing_still
