@@ -25,7 +25,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from server.registry import refusals
 from server.registry.audit import one_at_a_time
-from server.registry.refusals import DatabaseDamaged, DatabaseGone, DatabaseRefused
+from server.registry.refusals import ADDRESSES, DatabaseDamaged, DatabaseGone, DatabaseRefused
 from server.registry.tables import Base
 from unbind_core.files import Anchor, locked, write_whole
 
@@ -55,18 +55,17 @@ def connect(url: str | Path, *, existing: bool = False) -> Engine:
         if parsed.get_backend_name() == "sqlite":
             named = url.partition(":///")[2]
             if not named or "?" in named:  # what follows it would be left out, and another file be taken
-                raise DatabaseRefused(f"database_url: names no file, or has a ? in its name; {_EXAMPLES}")
+                raise DatabaseRefused(f"database_url: names no file, or has a ? in its name; {ADDRESSES}")
             return _sqlite(Path(unquote(named)), existing)
         if parsed.get_backend_name() == "postgresql":
             return _postgresql(parsed)
     except OSError as error:
         raise refusals.unusable(error) from None
     except (ArgumentError, NoSuchModuleError) as error:
-        raise DatabaseRefused(f"database_url: {error}; {_EXAMPLES}") from None
-    raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {_EXAMPLES}")
-
-
-_EXAMPLES = "give sqlite:///FILE, with %3F for a ? and %25 for a % in its name, or postgresql+psycopg://USER@HOST/NAME"
+        raise DatabaseRefused(f"database_url: {error}; {ADDRESSES}") from None
+    except ValueError:  # not in its own words, which have a part of a password that was written with a / in it
+        raise DatabaseRefused(f"database_url: its port is no number; {ADDRESSES}") from None
+    raise DatabaseRefused(f"database_url: '{parsed.get_backend_name()}' is not supported; {ADDRESSES}")
 
 
 def open_database(url: str | Path, backups: Path | None = None, *, existing: bool = False) -> Engine:

@@ -15,6 +15,10 @@ from unbind_core.errors import UnbindError
 # What a database raises that does not answer, or cannot write. InternalError is how PostgreSQL's driver says that it ended a
 # transaction which stood still.
 AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
+ADDRESSES = (
+    "give sqlite:///FILE, with %3F for a ? and %25 for a % in its name, or postgresql+psycopg://USER@HOST/NAME, or with a standby "
+    "postgresql+psycopg://USER@/NAME?host=HOST1:5432&host=HOST2:5432&target_session_attrs=read-write"
+)
 
 
 class Refusal(Exception):

@@ -165,6 +165,11 @@ def test_a_role_that_may_not_is_told_of_in_one_line_with_the_remedy(database_url
         ("sqlite://", "database_url: names no file"),
         ("sqlite:///what?.sqlite", "database_url: .* in its name; give .*%3F"),
         ("postgresql+psycopg://u@/x?host=/nowhere", "cannot be reached"),
+        ("postgresql+psycopg://u@one:1,two:2/x", "its port is no number; give .*host=HOST1"),
+        (
+            "postgresql+psycopg://u@/x?host=127.0.0.1:1&host=127.0.0.1:2&target_session_attrs=read-write",
+            "port 2 failed",
+        ),
     ],
 )
 def test_an_address_that_leads_nowhere_is_refused_by_name(url: str, says: str) -> None:
