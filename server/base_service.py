@@ -83,8 +83,7 @@ class BaseService(ABC):
         self._retention = Retention(self.registry, settings)
         self.supervisor = Supervisor(settings, told=self.telemetry.work.take)
         self._jobs: Standing | None = None
-        self.ready = False
-        self.created = int(time.time())
+        self.ready, self.created = False, int(time.time())
         self.offered: set[str] = set()  # finished jobs after which the modules were looked at
         self._tasks: list[asyncio.Task[None]] = []
         self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -235,7 +234,8 @@ class BaseService(ABC):
     async def _refresh_access(self) -> None:
         await asyncio.to_thread(self.access.refresh)
         await asyncio.to_thread(self.registry.transactions.require_primary)
-        self._database.ends()
+        if self._database.ends():  # perhaps as a standby, or a copy, which never had the newest entries
+            await asyncio.to_thread(self.registry.trail.follow)
 
     async def _purge(self) -> None:
         await asyncio.to_thread(self._retention.go_on)

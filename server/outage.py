@@ -52,14 +52,16 @@ class Outage:
                 self._reason = reason
             self._lasts = self._lasts or lasts
 
-    def ends(self) -> None:
-        """It worked."""
+    def ends(self) -> bool:
+        """It worked; whether it had failed before."""
         with self._lock:
             if self._lasts:
-                return
-            if self._reason is not None:
+                return False
+            failed = self._reason is not None
+            if failed:
                 self._log.warning("%s: works again", self._what)
             self._reason, self._seen = None, time.monotonic()
+            return failed
 
     def tried(self, work: Callable[[], object]) -> None:
         """Say whether it works by whether ``work`` raises OSError."""

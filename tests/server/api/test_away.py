@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy.engine import make_url
 
@@ -130,21 +131,39 @@ def without_anything_to_read(checkpoint: Path, tmp_path: Path) -> None:
             until(lambda: server.admin("/modules/held").body["state"] == "suspended")
 
 
+def only_reads(database: Postgres, url: str, word: str) -> None:
+    with database.connect() as administrator:
+        says = f"ALTER DATABASE {make_url(url).database} SET default_transaction_read_only = {word}"
+        administrator.execute(says.encode())
+        # a pool that is put away while threads use it would leave their connections open
+        ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+        administrator.execute(ended, [make_url(url).database])
+
+
+def without_what_came_last(checkpoint: Path, tmp_path: Path) -> None:
+    with postgres() as database:
+        url = registry_in(database)
+        with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
+            adopt(server, "held", "global")
+            act(server, "held", "suspend")
+            only_reads(database, url, "on")
+            until(lambda: reasons(server) != [])
+            with psycopg.connect(url.replace("+psycopg", "")) as administrator:  # as a standby is that lagged
+                administrator.execute("SET TRANSACTION READ WRITE")
+                administrator.execute("SET LOCAL session_replication_role = replica")
+                administrator.execute("DELETE FROM audit WHERE id = (SELECT max(id) FROM audit)")
+            only_reads(database, url, "off")
+            until(lambda: "missing at the end" in str(server.call("/ready").body.get("audit")))
+            assert gauges(server)["unbind_audit_problems"] == 1
+
+
 def without_writing(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database:
         url = registry_in(database)
         with live(checkpoint, tmp_path, refresh_seconds=REFRESH, database_url=url) as server:
             adopt(server, "held", "global")
 
-            def only_reads(word: str) -> None:
-                with database.connect() as administrator:
-                    says = f"ALTER DATABASE {make_url(url).database} SET default_transaction_read_only = {word}"
-                    administrator.execute(says.encode())
-                    # a pool that is put away while threads use it would leave their connections open
-                    ended = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
-                    administrator.execute(ended, [make_url(url).database])
-
-            only_reads("on")  # as a primary that became a standby
+            only_reads(database, url, "on")  # as a primary that became a standby
             with pytest.raises(AssertionError, match=r"only takes reads.*registry_unreachable"):
                 act(server, "held", "retire")
             with pytest.raises(AssertionError, match="assert 202 == 200"):
@@ -154,7 +173,7 @@ def without_writing(checkpoint: Path, tmp_path: Path) -> None:
             assert server.admin("/modules/held").body["state"] == "active"
             until(lambda: any("only takes reads" in reason for reason in reasons(server)))
             assert gauges(server)["unbind_registry_reachable"] == 0
-            only_reads("off")
+            only_reads(database, url, "off")
             until(lambda: server.admin("/modules/held").body["state"] == "suspended")
             until(lambda: reasons(server) == [])
 
@@ -183,6 +202,7 @@ def without_a_word(checkpoint: Path, tmp_path: Path) -> None:
 
 
 if PROGRAMS:
+    test_when_the_registry_is_back_without_its_last_changes_it_is_told_at_once = without_what_came_last
     test_where_the_registry_says_nothing_all_else_is_answered_at_once = without_a_word
     test_without_the_registry_a_server_enforces_what_it_has_and_says_so = without_registry
     test_where_the_registry_is_away_a_module_is_suspended_all_the_same = without_anything_to_read
