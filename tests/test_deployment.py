@@ -205,12 +205,13 @@ def test_prometheus_scrapes_the_ports_that_deployments_open_for_metrics() -> Non
             assert not any(published.endswith(f":{port}") for published in service.get("ports", ()))
             assert set(service["networks"]) & set(COMPOSE["services"]["prometheus"]["networks"])
     assert targets == opened == {"server:9464", "worker:9464"}
-    template = yaml.safe_load((KUBERNETES / "deployment.yaml").read_text())["spec"]["template"]
-    (container,) = template["spec"]["containers"]
-    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    annotated = template["metadata"]["annotations"]["prometheus.io/port"]
-    assert annotated == environment["UNBIND_METRICS_PORT"]
-    assert int(annotated) in {opened["containerPort"] for opened in container["ports"]}
+    for of, file in ("", "deployment.yaml"), ("WORKER_", "../overlays/vllm/worker.yaml"):
+        template = next(yaml.safe_load_all((KUBERNETES / file).read_text()))["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+        annotated = template["metadata"]["annotations"]["prometheus.io/port"]
+        assert annotated == environment[f"UNBIND_{of}METRICS_PORT"]
+        assert int(annotated) in {opened["containerPort"] for opened in container["ports"]}
 
 
 def test_the_images_copy_what_exists_from_stages_that_exist() -> None:
