@@ -9,6 +9,7 @@ live of both applies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -27,6 +28,7 @@ HEADER = "X-Unbind-Modules"
 HEADED = 2048  # characters of what applied that an answer's header holds: proxies take some 4 KB of all headers
 FIELD = "unbind.modules"
 OFF = 0.0
+NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)  # Python reads 1_0 as ten
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,9 @@ def headed(call: HTTPConnection) -> list[str]:
 
 def _part(text: str) -> tuple[str, float]:
     name, equals, strength = text.strip().partition("=")
-    try:
-        return name.strip(), float(strength) if equals else 1.0
-    except ValueError:
-        raise invalid(f"{HEADER}: '{text.strip()[:80]}' is not NAME or NAME=STRENGTH", HEADER) from None
+    if equals and not NUMBER.fullmatch(strength.strip()):
+        raise invalid(f"{HEADER}: '{text.strip()[:80]}' is not NAME or NAME=STRENGTH, as demo-a=0.5", HEADER)
+    return name.strip(), float(strength) if equals else 1.0
 
 
 def resolve(asked: Mapping[str, float], scopes: Sequence[Rules] = (), profiles: Sequence[Rules] = ()) -> Effective:

@@ -64,7 +64,7 @@ def test_a_module_in_shadow_is_measured_unless_it_is_on() -> None:
     assert made.shadow == ("b", "c") and made.strengths == {"a": 1.0}
 
 
-@pytest.mark.parametrize("header", ["a=", "a=x", "a=nan", "a=inf", "a=11", "a=-1", "a==1"])
+@pytest.mark.parametrize("header", ["a=", "a=x", "a=nan", "a=inf", "a=11", "a=-1", "a==1", "a=1_0", "a=٣"])
 def test_a_bad_strength_in_a_header_is_refused(header: str) -> None:
     with pytest.raises(ApiError) as refused:
         requested((), [header])
