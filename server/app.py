@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -22,6 +22,7 @@ from server.api.middleware import REQUEST_ID, BodyLimit, ProfilePath, RequestLog
 from server.base_service import REFRESH_SECONDS, BaseService
 from server.policy import HEADER
 from server.probing.rounds import Rounds
+from server.registry.refusals import AWAY, unanswered
 from server.service import Service, load_served
 from server.settings import Settings
 from unbind_core.architecture import LoadedModel
@@ -50,12 +51,14 @@ def assembled(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        held = await made()
+        with _in_words():
+            held = await made()
         app.state.service = held
         if app.state.given_up:
             held.give_up()
         try:
-            await held.start()
+            with _in_words():
+                await held.start()
             yield
         finally:
             await held.stop()
@@ -89,3 +92,12 @@ def assembled(
     app.add_middleware(OwnName, owner=app)
     app.add_middleware(RequestLog, owner=app)
     return app
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """A database that goes away while the server starts keeps it from starting. Raises DatabaseRefused."""
+    try:
+        yield
+    except AWAY as error:
+        raise unanswered(error) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Collection
 from datetime import UTC, datetime
@@ -38,10 +39,15 @@ class OwnWords(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Every line is kept."""
         if record.name == "uvicorn.error" and (told := record.getMessage().strip()).startswith("Traceback"):
-            _, ours, last = told.rpartition(f"\n{UnbindError.__module__}.")
-            if ours and "\nTraceback (" not in last:
-                record.msg, record.args = last.partition(": ")[2], ()
+            _, *after = re.split(f"\n(?:{'|'.join(map(re.escape, _worded(UnbindError)))}): ", told)
+            if after and "\nTraceback (" not in after[-1]:
+                record.msg, record.args = after[-1], ()
         return True
+
+
+def _worded(kind: type[UnbindError]) -> list[str]:
+    """The error and all that are made of it, wherever they are declared, as a traceback names them."""
+    return [f"{kind.__module__}.{kind.__qualname__}", *(name for one in kind.__subclasses__() for name in _worded(one))]
 
 
 def set_up_logging(level: str, form: str = "text") -> None:
