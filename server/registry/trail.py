@@ -193,7 +193,11 @@ class Trail:
             with self._look() as session:
                 end = audit.newest(session)
             if end is not None and first != 1 and not accept:  # there were entries before, and so was a head
-                log.warning("no head of the audit trail was kept in %s; it is from now on", self.head)
+                log.warning(
+                    "no head of the audit trail was kept in %s; it is from now on. At the first start with this data folder that "
+                    "is as it should be; else somebody took it away, and entries missing at the end would not show",
+                    self.head,
+                )
         else:
             end = kept
 
