@@ -9,7 +9,6 @@ import asyncio
 import copy
 import logging
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -23,7 +22,7 @@ from server.engine.modules import NO_GATES, Gates, ModuleTable
 from server.engine.refusals import EngineStopped
 from server.offer import Offer
 from server.registry.store import ModuleStore
-from server.settings import DEMO, Settings
+from server.settings import Settings
 from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from unbind_core.architecture import LoadedModel, load_model
@@ -52,7 +51,7 @@ class Service(BaseService):
         self.vocabulary = int(loaded.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self.encoder = Encoder(loaded.tokenizer, self.memory.length, self.vocabulary)
         self.separators = separators(loaded.tokenizer, end_ids(loaded.model, loaded.tokenizer))
-        self.store = ModuleStore(shipped(settings), self.objects, self.registry.modules, loaded.identity)
+        self.store = ModuleStore(settings.modules_dir, self.objects, self.registry.modules, loaded.identity)
         self.offer = Offer(settings, self.store, self.guard_store, self.engine, self.access)
         self.fim = (
             parse_fim_template(loaded.tokenizer, settings.fim_template)
@@ -164,13 +163,6 @@ class Service(BaseService):
 
     async def _all_counts(self) -> Gates:
         return await asyncio.wrap_future(self.engine.gates())
-
-
-def shipped(settings: Settings) -> Path | None:
-    """``modules_dir``; where it is not named, and the model is not the demo's, for which the files there are, none."""
-    adapter = settings.adapter and settings.adapter.resolve()
-    own = (settings.model.resolve(), adapter) != (DEMO / "base", DEMO / "adapter")
-    return None if own and "modules_dir" not in settings.model_fields_set else settings.modules_dir
 
 
 def planned(settings: Settings, loaded: LoadedModel) -> EnginePlan:

@@ -48,7 +48,7 @@ class Settings(BaseModel):
         None
     )
     model_name: Annotated[str, Field(description="name in /v1/models; the checkpoint folder's name where empty")] = ""
-    modules_dir: Annotated[Path, Field(description="module files that ship")] = HERE.parent / "modules"
+    modules_dir: Annotated[Path | None, Field(description="modules that ship, for the demo")] = HERE.parent / "modules"
     data_dir: Annotated[Path, Field(description="database, keys, job files and published modules")] = Path(".unbind")
     retain: Annotated[Path, Field(description="JSONL of retain rows for fitting")] = (
         DEMO / "rows" / "retain_train.jsonl"
@@ -246,11 +246,14 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _demo_belongs_together(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The demo checkpoint comes with adapter and reference, its retain rows with calibration rows; one's own come alone."""
+        """The demo checkpoint comes with adapter, reference and modules, its retain rows with calibration rows; one's own alone."""
         if "model" not in values and "adapter" not in values:
             values = {"reference": DEMO / "reference"} | values | {"adapter": DEMO / "adapter"}
         if "retain" in values and "retain_calibration" not in values:
             values = values | {"retain_calibration": None}
+        served = {Path(str(values[key])).resolve() for key in ("model", "adapter") if values.get(key)}
+        if "modules_dir" not in values and served - {DEMO / "base"} != {DEMO / "adapter"}:
+            values = values | {"modules_dir": None}
         return values
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from server.cli.flags import with_settings
-from server.service import shipped
 from server.settings import DEMO, FROM_FILES, Settings
 from server.sources import KNOWN, SettingsError, load_settings, written_out
 
@@ -60,9 +59,12 @@ def test_the_demo_model_comes_with_its_adapter_and_another_without() -> None:
 
 def test_the_demo_s_modules_are_left_out_beside_a_model_that_they_are_not_for() -> None:
     folder = Settings().modules_dir
-    assert shipped(Settings()) == shipped(Settings(model=DEMO / "base", adapter=DEMO / "adapter")) == folder
-    assert shipped(Settings(model=Path("mine"))) is shipped(Settings(adapter=Path("mine"))) is None
-    assert shipped(Settings(model=Path("mine"), modules_dir=folder)) == folder
+    assert folder is not None and Settings(model=DEMO / "base", adapter=DEMO / "adapter").modules_dir == folder
+    for own in ({"model": "mine"}, {"adapter": "mine"}, {"model": str(DEMO / "base")}):
+        assert load_settings(own).modules_dir is None
+        assert load_settings(own | {"modules_dir": str(folder)}).modules_dir == folder
+    child = load_settings({}, written_out(load_settings({"model": "mine"})))
+    assert child.modules_dir is None
 
 
 def test_retain_rows_of_one_s_own_are_not_calibrated_on_the_demo_s() -> None:
