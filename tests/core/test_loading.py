@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from tests.core.conftest import build_tokenizer, make_module
+from tests.core.test_unreadable import TEXT as SIZES
 from unbind_core.applying.attach import attach
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.architecture import LoadedModel, decoder_layers, load_model, outline
@@ -33,16 +34,7 @@ from unbind_core.errors import UnbindError, UnsupportedArchitecture
 from unbind_core.running.recording import recording
 
 IDS = torch.tensor([[9, 30, 41, 50, 17, 23]])
-TEXT: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.15,
-}
+TEXT: dict[str, Any] = {**SIZES, "head_dim": 8, "initializer_range": 0.15}
 SIGHT = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 
 
