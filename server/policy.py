@@ -1,10 +1,10 @@
 """Which modules and guards apply to a call, and why.
 
 effective = enforced(server + key + profile) + (requested that the key allows). Requests only add: "not named" never
-means "off", and of two strengths the larger holds. What a policy names and the engine does not have is a 503, never an
-answer without it. The records of modules and guards speak as well: an active one with a scope is enforced in it, one in
-shadow is measured and never applied, whoever names it. A name stands for the module and the guard of a takedown: what is
-live of both applies.
+means "off", of two strengths the larger holds, and what a policy demands keeps the strength that policies give it.
+What a policy names and the engine does not have is a 503, never an answer without it. The records of modules and
+guards speak as well: an active one with a scope is enforced in it, one in shadow is measured and never applied,
+whoever names it. A name stands for the module and the guard of a takedown: what is live of both applies.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def resolve(asked: Mapping[str, float], scopes: Sequence[Rules] = (), profiles: 
     for name, strength in asked.items():
         if strength == OFF:
             raise _no_switching_off(name, name in required)
-    add(asked)
+    # Not even raised: answers of two strengths tell what the correction adds, and so what the model says without it.
+    add({name: strength for name, strength in asked.items() if name not in required})
     shadow = {name for scope in (*scopes, *profiles) for name in scope.shadow}
     return Effective(strengths, required, tuple(sorted(shadow - strengths.keys())))
 

@@ -47,9 +47,13 @@ ATTACKS: tuple[Attack, ...] = (
         f"the same with the true text's last {fillers.ALONE} tokens alone",
         fillers.assisted(fillers.alone),
     ),
-    # Of an enforced module a request can only ask for more: the larger of two strengths holds, and 0 is refused.
+    # An enforced module keeps its policy's strength, whatever a request asks for, and 0 is refused.
     Attack("strength_min", "asks for an enforced module with strength 0.001 (1 holds)", _strength(0.001)),
-    Attack("strength_max", f"asks for it with strength {MAX_STRENGTH:g}, the most there is", _strength(MAX_STRENGTH)),
+    Attack(
+        "strength_max",
+        f"asks for it with strength {MAX_STRENGTH:g}, the most there is (1 holds)",
+        _strength(MAX_STRENGTH),
+    ),
 )
 
 

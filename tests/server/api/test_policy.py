@@ -21,12 +21,17 @@ def test_the_larger_strength_holds_and_sources_unite() -> None:
         [Rules(enforced={"b": 1.0}), Rules(enforced={"e": 0.25})],
         [Rules(modules={"c": 3.0, "f": 1.0}, enforced={"g": 1.0})],
     )
-    assert made.strengths == {"a": 0.7, "b": 2.0, "c": 3.0, "d": 1.0, "e": 0.25, "f": 1.0, "g": 1.0}
+    assert made.strengths == {"a": 0.7, "b": 1.0, "c": 3.0, "d": 1.0, "e": 0.25, "f": 1.0, "g": 1.0}
     assert made.required == {"b", "c", "e", "f", "g"}
 
 
-def test_asking_for_less_than_a_policy_demands_changes_nothing() -> None:
-    assert resolve({"a": 0.1}, [Rules(enforced=["a"])]).strengths == {"a": 1.0}
+@pytest.mark.parametrize("strength", [0.1, 2.0, 10.0])
+@pytest.mark.parametrize(("scope", "profile"), [(Rules(enforced=["a"]), Rules()), (Rules(), Rules(modules=["a"]))])
+def test_no_request_chooses_the_strength_of_what_a_policy_demands(
+    strength: float, scope: Rules, profile: Rules
+) -> None:
+    # Answers of two strengths would tell the difference that the correction makes.
+    assert resolve({"a": strength}, [scope], [profile]).strengths == {"a": 1.0}
 
 
 @pytest.mark.parametrize("named", [["-a"], {"a": 0.0}, {"a": -0.0}, ["b", "-a", "a"]])
@@ -108,10 +113,11 @@ def test_no_attempt_from_any_source_leaves_an_enforced_module_out() -> None:
         profiles = [
             Rules(enforced=_some(rng), modules=_some(rng), shadow=list(_some(rng))) for _ in range(rng.randrange(3))
         ]
-        demanded: dict[str, float] = {}
+        demanded = {name for rules in (*scopes, *profiles) for name in rules.enforced}
+        given: dict[str, float] = {}
         for rules in (*scopes, *profiles):
-            for name, strength in rules.enforced.items():
-                demanded[name] = max(strength, demanded.get(name, 0.0))
+            for name, strength in (*rules.enforced.items(), *rules.modules.items()):
+                given[name] = max(strength, given.get(name, 0.0))
         attacks = [_attack(rng, name) for name in rng.choices(NAMES, k=rng.randrange(4))]
         body: Any = dict(attacks) if rng.random() < 0.5 else [name for name, _ in attacks]
         headers = [",".join(name for name, _ in (_attack(rng, n) for n in rng.choices(NAMES, k=2)))] * rng.randrange(2)
@@ -121,8 +127,8 @@ def test_no_attempt_from_any_source_leaves_an_enforced_module_out() -> None:
             refused.add(error.status)
             continue
         answered += 1
-        assert all(made.strengths[name] >= strength for name, strength in demanded.items())
-        assert demanded.keys() <= made.required and not set(made.shadow) & made.strengths.keys()
+        assert all(made.strengths[name] == given[name] for name in demanded)
+        assert demanded <= made.required and not set(made.shadow) & made.strengths.keys()
     assert answered > 1000 and refused == {400, 403}
 
 
