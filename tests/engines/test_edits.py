@@ -1,24 +1,28 @@
-"""What a step's requests select is looked up once for as long as they and the modules are the same."""
+"""Where edits stand in a model, the memory beside its pages, and that a selection lasts as long as what it was made of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from server.bench.filter import random_module
+from server.engine.vllm import edits as edits_file
 from server.engine.vllm.batch import Batch
-from server.engine.vllm.edits import Edits
+from server.engine.vllm.edits import Edits, _edited, _takes_residual
 from server.engine.vllm.worker import GatedWorker
 from tests.core.conftest import make_network_module
 from unbind_core.applying.selection import Selection
+from unbind_core.errors import UnbindError
 from unbind_core.identity import ModelIdentity
 
 CPU = torch.device("cpu")
@@ -90,3 +94,70 @@ def test_room_is_left_for_modules_unless_keys_and_values_have_a_size_of_their_ow
     worker.edits = Edits(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns=100)
     room = 0 if said else worker.edits.room_for_modules(3584)
     assert worker.determine_available_memory() == int((10**9 - room) * worker.edits.share_of_pages([spec]))
+
+
+@pytest.mark.parametrize(
+    ("layer", "in_parts"),
+    [
+        ("qwen2.Qwen2DecoderLayer", True),
+        ("qwen3_moe.Qwen3MoeDecoderLayer", True),
+        ("llama.LlamaDecoderLayer", True),
+        ("mixtral.MixtralDecoderLayer", True),
+        ("gemma3.Gemma3DecoderLayer", True),
+        ("deepseek_v2.DeepseekV2DecoderLayer", True),
+        ("gpt_oss.TransformerBlock", True),
+        ("commandr.CohereDecoderLayer", False),
+        ("stablelm.StablelmDecoderLayer", False),
+        ("phimoe.PhiMoEDecoderLayer", False),
+        ("exaone4.Exaone4DecoderLayer", False),
+        ("granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer", False),
+    ],
+)
+def test_it_is_known_whether_a_layers_second_output_is_a_part_of_its_state(layer: str, in_parts: bool) -> None:
+    name, _, kind = layer.partition(".")
+    assert _takes_residual(getattr(import_module(f"vllm.model_executor.models.{name}"), kind)) is in_parts
+
+
+class _InParts(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = hidden if residual is None else hidden + residual
+        return 2 * residual, residual
+
+
+class _Whole(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = hidden
+        return 3 * residual, residual
+
+
+class _Batched(nn.Module):
+    def forward(self, hidden: Tensor, _: None) -> Tensor:
+        return 3 * hidden[None]
+
+
+@pytest.mark.parametrize("kind", [_InParts, _Whole, _Batched])
+def test_modules_read_and_change_the_state_that_the_next_layer_goes_on_from(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Tensor] = []
+
+    class Reading(Edits):
+        def apply(self, hidden: Tensor, residual: Tensor | None, layer: int) -> None:
+            read.append(hidden.clone() if residual is None else hidden + residual)
+            hidden += 1
+
+    edits = Reading(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns=8)
+    monkeypatch.setattr(edits_file, "_edits", edits)
+    states = torch.arange(12.0).reshape(3, 4)
+    output = _edited(kind(), 0)(states, None)
+    assert torch.equal(read[0], 3 * states)
+    changed = sum(output) if kind is _InParts else output[0]
+    assert torch.equal(changed, 3 * states + 1)
+
+
+def test_a_model_of_windows_alone_is_refused_before_vllm_asks_for_more_memory() -> None:
+    edits = Edits(SimpleNamespace(device=CPU, max_num_reqs=4, dtype=torch.float32), columns=500)
+    windows = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=32)
+    for layers in ([windows] * 4, []):  # the latter of a model without attention
+        with pytest.raises(UnbindError, match="no layer of this model keeps keys and values of full attention"):
+            edits.share_of_pages(layers)

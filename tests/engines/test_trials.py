@@ -93,6 +93,21 @@ def test_a_trial_is_waited_for_as_long_as_steps_end(monkeypatch: pytest.MonkeyPa
     tried(work, never)
 
 
+def test_a_process_that_ends_at_the_trial_is_told_of_as_an_error_of_ours() -> None:
+    async def work(model: Model, llm: SimpleNamespace) -> None:
+        async def dead(*_: Any, **__: Any) -> Any:
+            raise EngineDeadError
+            yield
+
+        llm.generate = dead
+        with pytest.raises(
+            UnbindError, match="a process of the model ended at the trial; its own message stands above"
+        ):
+            await model.tried(10)
+
+    tried(work, never)
+
+
 def test_a_set_that_is_asked_for_while_it_is_forgotten_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the processes end with an error, and every request with them."""
     monkeypatch.setattr(model_file, "MOST_SETS", 2)

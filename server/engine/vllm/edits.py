@@ -6,7 +6,9 @@ One :class:`Edits` for each process of the model. The operator is opaque to comp
 
 from __future__ import annotations
 
+import dis
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from server.engine.vllm.batch import Batch
 from server.engine.vllm.graphs import between_graphs
-from server.engine.vllm.pages import LastPositions, PagedMemory, Pages
+from server.engine.vllm.pages import LastPositions, PagedMemory, Pages, whole
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass, Record, where_forced
 from unbind_core.applying.selection import Selection
@@ -72,32 +74,28 @@ class Edits:
         own = [i for i, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"]  # which others have
         found = [index for index in own if index in wanted or not wanted] or own[-1:]
         for index in found:
-            layers[index].forward = _edited(layers[index].forward, index)
+            layers[index].forward = _edited(layers[index], index)
         global _edits  # noqa: PLW0603 - an operator has no object of its own
         _edits = self
         return found
 
     def allocate(self, config: Any) -> None:
         """Make the gates' memory once vLLM has planned its pages. Raises UnbindError where no layer keeps all of its pages."""
-        for group in config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            if _full(spec):
-                self._attention = group.layer_names[0]
-                self._memory = PagedMemory(config.num_blocks, spec.block_size, self.columns, self._runner.device)
-                return
-        raise UnbindError(
-            "no layer of this model has full attention, whose pages the gates need; use the embedded engine"
-        )
+        groups = config.kv_cache_groups
+        spec = whole(group.kv_cache_spec for group in groups)[0]
+        self._attention = next(group.layer_names[0] for group in groups if group.kv_cache_spec == spec)
+        self._memory = PagedMemory(config.num_blocks, spec.block_size, self.columns, self._runner.device)
 
     def share_of_pages(self, layers: Iterable[Any]) -> float:
         """How much of the memory for keys and values is theirs, by vLLM's ``layers``' specs; the rest is the gates'.
 
         Layers of several kinds, as of full attention and of windows, take turns: vLLM has them in groups that share the pages,
         of as many layers as the rarest kind has, or more. A group of more leaves the gates more than they need.
+        Raises UnbindError as ``allocate``: with a share of nothing vLLM would say that there is too little memory.
         """
         kinds = Counter(layers)
-        full = [spec.page_size_bytes / spec.block_size for spec in kinds if _full(spec)]
-        kept = min(kinds.values(), default=0) * max(full, default=0.0)  # 0: of a model that is refused with its pages
+        most = max(spec.page_size_bytes / spec.block_size for spec in whole(kinds))
+        kept = min(kinds.values()) * most
         return float(kept / (kept + 4 * self.columns))
 
     def room_for_modules(self, width: int) -> int:
@@ -246,23 +244,32 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
-def _full(spec: Any) -> bool:
-    """Whether these are keys and values of full attention, all of whose pages a sequence keeps."""
-    return type(spec).__name__ == "FullAttentionSpec"
-
-
-def _edited(forward: Any, index: int) -> Any:
+def _edited(layer: nn.Module, index: int) -> Any:
     """A layer's ``forward`` with the operator behind it."""
+    forward, in_parts = layer.forward, _takes_residual(type(layer))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            torch.ops.unbind.edit(output[0], output[1], index)
-        else:
-            torch.ops.unbind.edit(output, None, index)
+        hidden, *beside = output if isinstance(output, tuple) else (output,)
+        torch.ops.unbind.edit(hidden, beside[0] if in_parts and beside else None, index)
         return output
 
     return run
+
+
+def _takes_residual(layer: type[nn.Module]) -> bool:
+    """Whether such layers read the ``residual`` that they are given: only then is a state the sum of both that a layer gives.
+
+    Others (Cohere, StableLM, Phi-MoE, EXAONE 4, Granite 4) begin by writing over it, or take none. What they give first is the
+    whole state, and with their second, of no use to anybody, it would be another than the one that modules are fitted on.
+    """
+    for step in dis.get_instructions(layer.forward):
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        kinds: list[str] = re.findall("LOAD|STORE", step.opname) if "_FAST" in step.opname else []  # 3.13: two at once
+        for kind, name in zip(kinds, names, strict=False):
+            if name == "residual":
+                return kind == "LOAD"
+    return False
 
 
 _edits: Edits | None = None
@@ -270,7 +277,8 @@ _edits: Edits | None = None
 
 def _edit(hidden: Tensor, residual: Tensor | None, layer: int) -> None:
     assert _edits is not None
-    between_graphs(_edits.apply, hidden, residual, layer)
+    states = hidden[0] if hidden.dim() == 3 else hidden  # layers of transformers' own have all of a step in one row
+    between_graphs(_edits.apply, states, residual, layer)
 
 
 def _edit_fake(hidden: Tensor, residual: Tensor | None, layer: int) -> None:  # noqa: ARG001 - as the operator has them

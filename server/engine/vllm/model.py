@@ -215,9 +215,7 @@ class Model:
         return found
 
     async def tried(self, seconds: float) -> None:
-        """``probe``, which waits its turn as every request does: while steps end it is waited for. Raises UnbindError, also where
-        for so long none ends, or a process does.
-        """
+        """``probe``, waited for while steps end. Raises UnbindError, also where for so long none ends, or a process does."""
         trial = asyncio.ensure_future(self.probe())
         steps, moved = self.steps, time.monotonic()
         try:
@@ -229,6 +227,8 @@ class Model:
                 if time.monotonic() - moved > seconds:
                     raise UnbindError(f"no step has ended for {seconds:g} s")
             trial.result()
+        except EngineDeadError as error:  # as where a layer of vLLM's fails on what the trial asks
+            raise UnbindError("a process of the model ended at the trial; its own message stands above") from error
         finally:
             trial.cancel()
 

@@ -5,12 +5,28 @@ A page that is reused brings its rows along, as does one that is computed again 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unbind_core.applying.places import WHOLE_ROW, Addresses, Places
+from unbind_core.errors import UnbindError
+
+
+def whole(specs: Iterable[Any]) -> list[Any]:
+    """Those of vLLM's specs by which a sequence keeps all of its pages: keys and values of full attention. Raises UnbindError where
+    none is.
+    """
+    found = [spec for spec in specs if type(spec).__name__ == "FullAttentionSpec"]
+    if not found:
+        raise UnbindError(
+            "no layer of this model keeps keys and values of full attention, in whose pages gates remember (all have a sliding "
+            "window, or latent attention, MLA); use the embedded engine"
+        )
+    return found
 
 
 class PagedMemory:
