@@ -26,7 +26,7 @@ from server.settings import Settings
 from server.telemetry.figures import Figures
 from server.telemetry.metrics import Telemetry
 from unbind_core.architecture import LoadedModel, load_model
-from unbind_core.encoding import fim_markers, fim_template, parse_fim_template
+from unbind_core.encoding import fim_markers, fim_template, use_fim_template
 from unbind_core.running.allowed import allowed_processors
 
 log = logging.getLogger("unbind.service")
@@ -53,12 +53,8 @@ class Service(BaseService):
         self.separators = separators(loaded.tokenizer, end_ids(loaded.model, loaded.tokenizer))
         self.store = ModuleStore(settings.modules_dir, self.objects, self.registry.modules, loaded.identity)
         self.offer = Offer(settings, self.store, self.guard_store, self.engine, self.access)
-        self.fim = (
-            parse_fim_template(loaded.tokenizer, settings.fim_template)
-            if settings.fim_template
-            else fim_template(loaded.tokenizer)
-        )
-        self.markers = fim_markers(loaded.tokenizer, self.fim or ())
+        self.fim = fim_template(loaded.tokenizer)
+        self.markers = fim_markers(loaded.tokenizer)
         self.fingerprint = f"fp_{loaded.identity.fingerprint[:12]}"  # what answers carry: the same for the same model
         self._unseen = Telemetry(self._figures, self.computed_by, detail=False)
         self._counts = NO_GATES
@@ -196,6 +192,7 @@ def load_served(settings: Settings) -> LoadedModel:
         torch.set_num_threads(min(allowed, torch.get_num_threads()))
     device = settings.device if settings.engine == "embedded" else "cpu"  # others load it where it computes themselves
     loaded = load_model(settings.model, settings.adapter, dtype=getattr(torch, settings.dtype), device=device)
+    use_fim_template(loaded.tokenizer, settings.fim_template)
     return replace(loaded, identity=replace(loaded.identity, name=settings.served_name))
 
 

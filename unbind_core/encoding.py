@@ -19,7 +19,9 @@ FIM_TEMPLATES: tuple[tuple[str, ...], ...] = (
     ("<｜fim▁begin｜>", "{prefix}", "<｜fim▁hole｜>", "{suffix}", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("[SUFFIX]", "{suffix}", "[PREFIX]", "{prefix}"),  # Codestral
 )
+_TOLD = "_told_fim_template"  # kept on the tokenizer, so that whoever has it asks alike
 FIM_PADS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>")
+FIM_END = "▁<EOT>"  # what CodeLlama writes behind a gap that it has filled
 BLANKS = ("▁", "Ġ")  # what a blank is in vocabularies
 MARK = "☺"  # before a text, to take the blank; nothing is merged with it
 
@@ -67,17 +69,26 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def fim_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...] | None:
-    """The fill-in-the-middle template whose special tokens the tokenizer has, or None."""
+    """The fill-in-the-middle template told to ``use_fim_template``, else that whose special tokens the tokenizer has, or None."""
+    told: tuple[str, ...] | None = getattr(tokenizer, _TOLD, None)
+    if told is not None:
+        return told
     for template in FIM_TEMPLATES:
         if all(_is_token(tokenizer, part) for part in template if not part.startswith("{")):
             return template
     return None
 
 
-def fim_markers(tokenizer: PreTrainedTokenizerBase, template: Sequence[str] = ()) -> frozenset[int]:
-    """Ids of whatever fill-in-the-middle tokens the tokenizer has, of any family, and of those of ``template``."""
-    parts = {*template, *FIM_PADS, *(part for known in FIM_TEMPLATES for part in known)} - {"{prefix}", "{suffix}"}
+def fim_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of whatever fill-in-the-middle tokens the tokenizer has, of any family, and of those of its template."""
+    templates = (*FIM_TEMPLATES, fim_template(tokenizer) or ())
+    parts = {*FIM_PADS, *(part for known in templates for part in known)} - {"{prefix}", "{suffix}"}
     return frozenset(_token_id(tokenizer, part) for part in parts if _is_token(tokenizer, part))
+
+
+def fim_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that ends what fills a gap, where it is another than what ends a text."""
+    return _token_id(tokenizer, FIM_END) if _is_token(tokenizer, FIM_END) else None
 
 
 def _is_token(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -100,15 +111,19 @@ def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     return found
 
 
-def parse_fim_template(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, ...]:
-    """A template written as ``<PRE>{prefix}<SUF>{suffix}<MID>``. Raises DataError where it cannot be one."""
+def use_fim_template(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Have gaps of this tokenizer's prompts written as ``text``, ``<PRE>{prefix}<SUF>{suffix}<MID>``, in requests, fits and
+    measurements; where it is empty, as ever. Raises DataError where it cannot be one.
+    """
+    if not text:
+        return
     parts = tuple(part for part in re.split(r"(\{prefix\}|\{suffix\})", text) if part)
     if sorted(part for part in parts if part in ("{prefix}", "{suffix}")) != ["{prefix}", "{suffix}"]:
         raise DataError("fim_template: must hold {prefix} and {suffix} once each, like <PRE>{prefix}<SUF>{suffix}<MID>")
     for part in parts:
         if not part.startswith("{") and not _is_token(tokenizer, part):
             raise DataError(f"fim_template: '{part}' is not one token of this tokenizer; use its own special tokens")
-    return parts
+    setattr(tokenizer, _TOLD, parts)
 
 
 def fim_ids(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from server import demo
 from server.cli.console import AsJson, clear_errors, numbers, progress_bars, require_target, screen, write_json
-from server.cli.models import Device, Model, dtype_of, forget_rows, load, retain_rows
+from server.cli.models import Device, FimTemplate, Model, dtype_of, forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
 from unbind_core.files import write_text
 
@@ -56,6 +56,7 @@ def fit(
     forms: Annotated[
         str | None, typer.Option(help="plain, fim or plain,fim; all the tokenizer has where none is given.")
     ] = None,
+    fim_template: FimTemplate = "",
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the partitions.")] = 0,
     gate: Annotated[
         str,
@@ -146,7 +147,7 @@ def fit(
             effort=effort,
         )
         drawn(forget_set, retain_set, held, options)  # refuses what no fit takes
-        loaded = load(model, adapter, dtype, device)
+        loaded = load(model, adapter, dtype, device, fim_template)
         with progress_bars(as_json) as progress:
             module, result = fit_module(
                 loaded.model,

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint folder; the demo model where none is given.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+FimTemplate = Annotated[
+    str,
+    typer.Option(
+        help="Fill-in-the-middle order, <PRE>{prefix}<SUF>{suffix}<MID>; the tokenizer's where none is given."
+    ),
+]
 T = TypeVar("T")
 
 
@@ -35,14 +41,18 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def load(model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+def load(
+    model: Path | None, adapter: Path | None, dtype: str = "float32", device: str = "cpu", fim_template: str = ""
+) -> LoadedModel:
     """The model named, or the demo model with its memorising adapter where none is."""
     from unbind_core.architecture import load_model
+    from unbind_core.encoding import use_fim_template
 
-    wanted = dtype_of(dtype)
     if model is None:
-        return load_model(demo.BASE, adapter or demo.ADAPTER, dtype=wanted, device=device)
-    return load_model(model, adapter, dtype=wanted, device=device)
+        model, adapter = demo.BASE, adapter or demo.ADAPTER
+    loaded = load_model(model, adapter, dtype=dtype_of(dtype), device=device)
+    use_fim_template(loaded.tokenizer, fim_template)
+    return loaded
 
 
 def forget_rows(path: Path) -> list[ForgetRow]:

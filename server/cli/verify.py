@@ -11,7 +11,7 @@ from rich.table import Table
 from server import demo
 from server.cli.console import AsJson, clear_errors, notes, progress_bars, screen, show_fields, write_json
 from server.cli.fit import Adapter, Dtype
-from server.cli.models import Device, Model, forget_rows, load, retain_rows
+from server.cli.models import Device, FimTemplate, Model, forget_rows, load, retain_rows
 from unbind_core.errors import UnbindError
 
 
@@ -45,6 +45,7 @@ def verify_command(
     attempts: Annotated[
         int, typer.Option(help="Completions a row and access condition: 1 greedy; 5 is the paper's.")
     ] = 1,
+    fim_template: FimTemplate = "",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     as_json: AsJson = False,
@@ -66,7 +67,7 @@ def verify_command(
                 raise UnbindError(
                     f"{option}: {named} holds no row, so there is nothing to measure; name a JSONL file of rows"
                 )
-        loaded = load(model, adapter, dtype, device)
+        loaded = load(model, adapter, dtype, device, fim_template)
         # here, not where it is measured: nothing may be wrong with it once minutes went into the other columns
         other = load(model, reference, dtype, device) if reference is not None else None
         module = UnbindModule.load(path, loaded.identity)

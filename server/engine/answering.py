@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from server.engine.request import Delta, FinishReason, Flight, TokenLogprob
+from unbind_core.encoding import fim_end
 
 log = logging.getLogger("unbind.engine")
 TOO_MUCH = "the answer's grammar was too much for it"
@@ -108,7 +109,9 @@ def _read(flight: Flight, token: int) -> tuple[str, FinishReason | None, int | s
 
 
 def end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer: the generation settings', as plain ``generate`` takes them, and the tokenizer's."""
+    """Tokens that end an answer: the generation settings', as plain ``generate`` takes them, and the tokenizer's. CodeLlama's own
+    end of a filled gap stands in neither: past it a model writes on, and as texts leave the token out no client could stop there.
+    """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id, fim_end(tokenizer)] if i is not None)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from server.settings import Settings
 from unbind_core.cpu.linears import are_packed
+from unbind_core.encoding import use_fim_template
 from unbind_core.errors import DataError, UnbindError
 from unbind_core.fitting.corrections.reference import Kind
 from unbind_core.fitting.options import BUDGETS, FitOptions
@@ -55,6 +56,7 @@ def planned(
     chosen = fit_options(options)
     if absent := problem_of(settings.fitting_device):
         raise UnbindError(f"{'worker_device' if settings.worker_device else 'device'}: {absent}")
+    use_fim_template(tokenizer, settings.fim_template)
     amounts = Amounts.of(
         tokenizer,
         rows,

@@ -19,6 +19,7 @@ from server.registry.tables import ModuleState, Origin
 from server.settings import Settings
 from server.worker.plan import MAKING, PATIENCE_SECONDS, Task
 from unbind_core.architecture import LoadedModel, load_model, outline
+from unbind_core.encoding import use_fim_template
 from unbind_core.errors import DataError
 from unbind_core.evaluation.scores import RowScore
 from unbind_core.module import UnbindModule
@@ -49,7 +50,8 @@ class Context:
         """The model that is served."""
         settings = self.settings
         torch.set_num_threads(settings.worker_threads)
-        return _model(settings.model, settings.adapter, settings.dtype, settings.fitting_device, settings.served_name)
+        found = settings.model, settings.adapter, settings.dtype, settings.fitting_device
+        return _model(*found, settings.served_name, settings.fim_template)
 
     def require_served(self) -> None:
         """Raise DataError where the server that took the takedown would not load what is made here, and wait for it for ever."""
@@ -144,6 +146,7 @@ class Context:
 
 
 @cache
-def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str) -> LoadedModel:
+def _model(model: Path, adapter: Path | None, dtype: str, device: str, name: str, fim: str) -> LoadedModel:
     loaded = load_model(model, adapter, dtype=getattr(torch, dtype), device=device)
+    use_fim_template(loaded.tokenizer, fim)
     return replace(loaded, identity=replace(loaded.identity, name=name))

@@ -11,7 +11,16 @@ from tests.core.conftest import build_tokenizer
 from tests.support.modules import build_module
 from tests.support.sentencepiece import FIM, sentencepiece
 from unbind_core.architecture import LoadedModel
-from unbind_core.encoding import encode, encode_behind, encode_prompt, fim_prompt
+from unbind_core.encoding import (
+    encode,
+    encode_behind,
+    encode_prompt,
+    fim_markers,
+    fim_prompt,
+    fim_template,
+    marks,
+    use_fim_template,
+)
 from unbind_core.errors import DataError
 from unbind_core.evaluation.scores import extractable
 from unbind_core.evaluation.verify import measure, verify
@@ -89,3 +98,35 @@ def test_a_prompt_begins_as_the_tokenizer_itself_begins_a_text() -> None:
     assert defines("")["input_ids"] == [defines.bos_token_id] and encode_prompt(defines, PROMPT) == encode(
         defines, PROMPT
     )
+
+
+def test_a_template_that_is_named_is_that_of_requests_and_of_fits() -> None:
+    tokenizer = sentencepiece("normalizer")
+    tokenizer.add_tokens(["[BEFORE]", "[BEHIND]"], special_tokens=True)
+    rows = [ForgetRow(PROMPT, CONTINUATION)]
+    families = fim_template(tokenizer)
+    use_fim_template(tokenizer, "")
+    assert fim_template(tokenizer) == families
+    use_fim_template(tokenizer, "[BEHIND]{suffix}[BEFORE]{prefix}")
+    assert fim_template(copy.deepcopy(tokenizer)) == ("[BEHIND]", "{suffix}", "[BEFORE]", "{prefix}")
+    before, behind = tokenizer.convert_tokens_to_ids(["[BEFORE]", "[BEHIND]"])
+    assert {before, behind} <= set(marks(tokenizer))
+    (window,) = forget_windows(tokenizer, rows, [0], ["fim"])
+    assert list(window.ids).index(behind) < list(window.ids).index(before)
+    made = fim_prompt(tokenizer, "a", "b")
+    assert made is not None and made.index(behind) < made.index(before)
+
+
+@pytest.mark.parametrize("wrong", ["{prefix}", "{prefix}{suffix}{prefix}", "<NOPE>{prefix}{suffix}"])
+def test_what_cannot_be_a_template_is_refused(wrong: str) -> None:
+    with pytest.raises(DataError, match="fim_template"):
+        use_fim_template(build_tokenizer(), wrong)
+
+
+def test_markers_are_those_of_all_families_the_pad_and_the_named_template_s() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<fim-suffix>", "<|fim_pad|>", "[MINE]", "<|file_sep|>"], special_tokens=True)
+    use_fim_template(tokenizer, "{suffix}[MINE]{prefix}")
+    assert set(tokenizer.convert_ids_to_tokens(list(fim_markers(tokenizer)))) == {
+        *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<fim-suffix>", "<|fim_pad|>", "[MINE]")
+    }

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from server.engine.answering import end_ids
 from server.engine.lines import Lines
 from server.engine.pieces import pieces_of
 from server.engine.stops import StopAutomaton
 from server.engine.text import TextStream
 from tests.core.conftest import build_tokenizer
+from tests.support.sentencepiece import sentencepiece
 from unbind_core.encoding import decode_behind
 
 TOKENIZER: PreTrainedTokenizerBase = build_tokenizer()
@@ -243,3 +245,13 @@ def test_a_line_that_is_indented_less_ends_the_text(text: str, least: int, kept:
         if ended:
             break
     assert (made, ended) == (kept, cut) and lines.any_ended
+
+
+def test_what_codellama_fills_a_gap_with_ends_at_its_own_end_token() -> None:
+    tokenizer, model = (
+        sentencepiece("normalizer"),
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)),
+    )
+    ends = end_ids(model, tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["▁<EOT>"]})
+    assert end_ids(model, tokenizer) == ends | {len(tokenizer) - 1}

@@ -9,11 +9,13 @@ import pytest
 
 from server.registry.files import forget_file, save_forget
 from server.registry.tables import JobKind
+from server.service import load_served
 from server.settings import Settings
 from server.worker import context as working
 from server.worker.plan import Task
 from server.worker.stages import STAGES
 from unbind_core.architecture import load_model
+from unbind_core.encoding import fim_prompt
 from unbind_core.errors import DataError, TooLarge, UnbindError
 from unbind_core.planning import room
 from unbind_core.progress import silent
@@ -127,3 +129,12 @@ def test_rows_that_a_worker_with_other_settings_does_not_find_were_not_purged(
     ) as raised:
         _ = elsewhere.forget
     assert "purged" not in str(raised.value)
+
+
+def test_a_fit_asks_in_the_form_that_the_server_fills_gaps_in(checkpoint: Path, tmp_path: Path) -> None:
+    told = "<|fim_suffix|>{suffix}<|fim_prefix|>{prefix}<|fim_middle|>"
+    settings = Settings(model=checkpoint, data_dir=tmp_path, fim_template=told)
+    served, task = load_served(settings), Task("job_1", JobKind.TAKEDOWN, "a", "", {}, str(tmp_path), {}, rows="")
+    fitted = working.Context(settings, task, silent).loaded
+    prompts = {tuple(fim_prompt(loaded.tokenizer, "a", "b") or ()) for loaded in (served, fitted)}
+    assert len(prompts) == 1 and prompts != {tuple(fim_prompt(load_model(checkpoint).tokenizer, "a", "b") or ())}

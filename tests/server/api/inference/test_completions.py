@@ -13,8 +13,7 @@ from server.engine.request import TokenLogprob
 from server.errors import ApiError
 from tests.core.conftest import build_tokenizer, save_checkpoint
 from tests.support.live import Live, live
-from unbind_core.encoding import encode, fim_markers, fim_prompt, parse_fim_template
-from unbind_core.errors import DataError
+from unbind_core.encoding import encode, fim_prompt
 
 PROMPT = "def add(first, second):\n"
 TOKENIZER = build_tokenizer()
@@ -285,23 +284,6 @@ def test_a_token_is_known_by_its_bytes() -> None:
     for text in ("€", "def", " x", "\n", "<|fim_prefix|>", "\x00"):
         assert b"".join(token_bytes(TOKENIZER, token) for token in encode(TOKENIZER, text)) == text.encode()
     assert token_text(b"\xe2\x82") == "bytes:\\xe2\\x82" and token_bytes(TOKENIZER, 10**7) == b""
-
-
-def test_a_fill_in_the_middle_template_can_be_named() -> None:
-    parts = parse_fim_template(TOKENIZER, "<|fim_suffix|>{suffix}<|fim_prefix|>{prefix}")
-    assert parts == ("<|fim_suffix|>", "{suffix}", "<|fim_prefix|>", "{prefix}")
-    for wrong in ("{prefix}", "{prefix}{suffix}{prefix}", "<NOPE>{prefix}{suffix}"):
-        with pytest.raises(DataError, match="fim_template"):
-            parse_fim_template(TOKENIZER, wrong)
-
-
-def test_markers_are_those_of_all_families_the_pad_and_the_named_template_s() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<fim-suffix>", "<|fim_pad|>", "[MINE]", "<|file_sep|>"], special_tokens=True)
-    found = fim_markers(tokenizer, ["{suffix}", "[MINE]", "{prefix}"])
-    assert set(tokenizer.convert_ids_to_tokens(list(found))) == {
-        *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<fim-suffix>", "<|fim_pad|>", "[MINE]")
-    }
 
 
 def test_a_model_without_a_gap_says_so(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def test_no_gaps_without_number_keep_a_row_from_the_gates_that_read_it(server: L
     prefix, suffix, middle = (
         tokenizer.convert_tokens_to_ids(f"<|fim_{part}|>") for part in ("prefix", "suffix", "middle")
     )
-    assert {prefix, suffix, middle} == server.service.markers == fim_markers(tokenizer, ["{prefix}", "<|fim_middle|>"])
+    assert {prefix, suffix, middle} == server.service.markers == fim_markers(tokenizer)
     gap = [prefix, *IDS, suffix, *IDS, middle, *IDS]
     few, many = [*gap, *gap, *gap], [*gap, *gap, *gap, *IDS, prefix, *IDS]
 
