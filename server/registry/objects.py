@@ -52,11 +52,15 @@ class ObjectStore:
         self._asking = threading.Lock()
         self._asked: dict[str, Future[Memory]] = {}  # what the store has not answered yet
         self._slow_until = 0.0
+        if self.folder is not None:
+            with suppress(OSError):  # told by who first reads or writes there
+                self._has_mark()
 
     def put(self, data: bytes) -> str:
         """Keep ``data``; returns its key, which is the same for the same bytes. Raises OSError, StoreUnreachable."""
         key = f"objects/{hashlib.sha256(data).hexdigest()}.safetensors"
         if self.folder is not None:
+            self._has_mark()  # what is written where a disk should be mounted is out of sight once it is
             path = self.folder / key
 
             def write(temporary: Path) -> None:
@@ -144,24 +148,31 @@ class ObjectStore:
 
     def look(self) -> None:
         """See that the store is there. Raises OSError, StoreUnreachable."""
+        if self._has_mark() or (self.folder is not None and not self.folder.is_dir()):
+            return  # a folder is made when the first file is put there
+        try:
+            self._make_mark()
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+        else:  # where this server may only read, another makes its mark
+            self._seen = True
+
+    def _has_mark(self) -> bool:
+        """Whether it is marked as a store. Raises StoreUnreachable where it was and is not, OSError where that cannot be told."""
         try:
             if self.folder is None:
                 self._remote("cat_file", MARK)
             else:
                 (self.folder / MARK).stat()
         except FileNotFoundError:
-            if self._seen:
-                raise FileNotFoundError(
-                    f"module store {self.where}: holds no '{MARK}' any more; is it mounted, and the same bucket?"
-                ) from None
-            if self.folder is not None and not self.folder.is_dir():
-                return  # made when the first file is put there
-            try:
-                self._make_mark()
-            except OSError as error:
-                if error.errno not in _READ_ONLY:  # this server may only read it, and another makes its mark
-                    raise
+            if not self._seen:
+                return False
+            raise StoreUnreachable(
+                f"module store {self.where}: holds no '{MARK}' any more; is it mounted, and the same bucket?"
+            ) from None
         self._seen = True
+        return True
 
     def _make_mark(self) -> None:
         if self.folder is None:

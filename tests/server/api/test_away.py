@@ -18,7 +18,9 @@ from sqlalchemy.engine import make_url
 from server.bench.fleet.postgres import Postgres, postgres
 from server.outage import Outage
 from server.registry.database import connect, upgrade
+from server.registry.objects import ObjectStore, StoreUnreachable
 from server.service import Service
+from tests.server.api.admin.test_guards import ALONE, post
 from tests.server.api.admin.test_modules import act, adopt, applied
 from tests.support.databases import PROGRAMS
 from tests.support.live import ADMIN_KEY, Live, live, until
@@ -248,10 +250,52 @@ def test_without_the_store_a_server_enforces_what_it_has_and_says_so(checkpoint:
         until(lambda: reasons(server) != [])
         assert "is it mounted" in reasons(server)[0] and gauges(server)["unbind_store_reachable"] == 0
         assert applied(server.complete()) == ["held"]
+        refused = post(server, "lost", **ALONE)
+        assert (refused.status, refused.error["code"]) == (503, "store_unreachable") and list(store.iterdir()) == []
         store.rmdir()
         away.rename(store)
         until(lambda: reasons(server) == [])
         assert gauges(server)["unbind_store_reachable"] == 1
+
+
+def test_nothing_is_put_where_a_store_that_was_seen_should_be_mounted(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    server, worker = ObjectStore(str(folder)), ObjectStore(str(folder))
+    key = worker.put(b"first")  # there is none yet: it is made
+    server.look()
+    worker.put(b"second")  # and sees the mark that the server made
+    away = folder.rename(tmp_path / "away")
+    folder.mkdir()
+    for store in (server, worker):
+        with pytest.raises(StoreUnreachable, match="is it mounted"):
+            store.put(b"third")
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    away.rename(folder)
+    started = ObjectStore(str(folder))
+    assert worker.put(b"first") == started.put(b"first") == key
+    folder.rename(away)
+    with pytest.raises(StoreUnreachable, match="is it mounted"):
+        started.put(b"third")
+    assert not folder.exists()
+
+
+def test_a_store_that_cannot_be_looked_at_is_not_said_to_be_unmounted(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = ObjectStore(str(folder))
+    store.put(b"first")
+    store.look()
+    folder.rename(tmp_path / "away")
+    folder.touch()
+    for call in (store.look, lambda: store.put(b"second")):
+        with pytest.raises(NotADirectoryError):
+            call()
+
+
+def test_a_store_that_may_only_be_read_and_has_no_mark_yet_is_no_outage() -> None:
+    store = ObjectStore("/sys")  # where nobody, not even root, makes a file
+    store.look()
+    store.look()
 
 
 def test_a_store_that_holds_nothing_yet_is_no_reason(checkpoint: Path, tmp_path: Path) -> None:
