@@ -165,13 +165,14 @@ class Offer:
     @property
     def enforced(self) -> dict[str, bool]:
         """Name -> whether it applies, of the modules that any scope enforces; names that a guard alone stands for are left out, as
-        that of a module in shadow.
+        that of a module in shadow, unless that guard is missed: calls are refused for it as for a module.
         """
         names = self.demanded_of_all | self._named
         records = [*(stored.record for stored in self.scan.modules.values()), *self.scan.absent.values()]
         names |= {record["name"] for record in records if record.get("scope") and demanded(record, [record["scope"]])}
         fitted = (self._engine.modules.current.keys() - self.scan.shadow) | self.scan.absent.keys()
-        return {name: name in self.applicable for name in names if name in fitted or name not in self.guards.records}
+        told = {name: name in self.applicable for name in names if name in fitted or name not in self.guards.records}
+        return told | dict.fromkeys(self.missing_enforced, False)
 
     @property
     def missing_active(self) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from server.engine.modules import ModuleTable
-from server.guarding import guard_secret
+from server.guarding import build_guard, guard_secret, kept_guard
 from server.guards import GuardStore
 from server.offer import Offer
 from server.registry.access import Access
@@ -22,8 +22,11 @@ from server.registry.registry import open_registry
 from server.registry.store import Scan, StoredModule
 from server.settings import Settings
 from tests.server.conftest import MakeModule
+from tests.server.registry.test_guards import OPTIONS, ROWS
+from tests.server.registry.test_registry import submit
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.errors import UnbindError
+from unbind_core.guard.index import Secret
 from unbind_core.module import UnbindModule
 from unbind_core.module_file import FLOAT32
 
@@ -143,6 +146,25 @@ def test_another_version_that_joins_more_or_fewer_leaves_no_call_without_both(
             assert offer.demanded_of_all == set(engine.modules.current) == set(scanned.modules)
 
     asyncio.run(run())
+    registry.close()
+
+
+@pytest.mark.parametrize("scope", ["global", "key:k"])
+def test_a_guard_that_stands_alone_is_told_of_as_enforced_where_it_is_missed(tmp_path: Path, scope: str) -> None:
+    settings = Settings(data_dir=tmp_path / "data")
+    registry, found, objects = open_registry(settings), Found(), ObjectStore(settings.published_store)
+    found.scanned = Scan({}, {})
+    made = build_guard("g", ROWS, OPTIONS, guard_secret(settings))
+    submit(registry, "g", guard=kept_guard(made, {"scope": scope}, objects), module=False)
+
+    def enforced(secret: Secret) -> dict[str, bool]:
+        store = GuardStore(objects, registry.modules, secret)
+        offer = Offer(settings, found, store, Busy(), Access(registry.transactions))
+        asyncio.run(offer.refresh())
+        return offer.enforced
+
+    assert enforced(guard_secret(settings)) == {}  # it has no gate that is read
+    assert enforced(guard_secret(Settings(guard_key="ab" * 32))) == {"g": False}
     registry.close()
 
 
