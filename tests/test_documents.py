@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import unbind_core
 from server.api.admin.bodies import BudgetOptions, GuardOptions, Notice, TakedownOptions
 from server.cli import build
 from server.settings import PREFIX, Settings
+from tests.support.folders import files_in
 from tests.support.repository import FILES, ROOT, relative
 
 
@@ -84,9 +86,27 @@ def test_the_readme_s_commands_and_options_exist() -> None:
 
 
 def test_every_error_code_is_explained_and_none_that_is_not_there() -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "server").rglob("*.py"))
+    texts = [path.read_text() for path in (ROOT / "server").rglob("*.py")]
+    source = "\n".join(texts)
     there = set(re.findall(r"\bcode=\"([a-z_]+)\"", source))
+    there |= set(re.findall(r"\w: \(4\d\d, \"([a-z_]+)\",", source))  # what the registry refuses
+    parts = [part for text in texts if "invalid(" in text for part in ast.walk(ast.parse(text))]
+    refusals = [part for part in parts if isinstance(part, ast.Call) and getattr(part.func, "id", "") == "invalid"]
+    there |= {str(code.value) for part in refusals for code in part.args[2:] if isinstance(code, ast.Constant)}
     cells = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     explained = {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)}
     assert there <= explained
     assert all(f'"{name}"' in source or f"'{name}" in source for name in explained)
+
+
+def test_the_page_s_backup_takes_all_but_what_is_made_again_and_what_lies_unsealed(tmp_path: Path) -> None:
+    taken = {"evidence.key", "forget/f.jsonl", "jobs/j/report.json", "modules/objects/m", "audit.logged"}
+    left = {"unbind.sqlite-wal", "audit.head", "cache/c", "engine/e", "scratch/worker/forget/f.jsonl"}
+    for name in taken | left:
+        (tmp_path / ".unbind" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".unbind" / name).touch()
+    (line,) = re.findall(r"^tar -C \.unbind .*$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    subprocess.run(["sh", "-c", line.replace("/backup/monday", "copy")], cwd=tmp_path, check=True)
+    assert {path.relative_to(copy).as_posix() for path in files_in(copy)} == taken
