@@ -201,7 +201,7 @@ def test_an_alert_says_what_it_is_and_where_to_read_on(name: str) -> None:
     assert rule["labels"].keys() == {"severity"} and rule["labels"]["severity"] in ("warning", "critical")
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
     page, _, section = rule["annotations"]["runbook"].partition("#")
-    assert page in ("docs/operations.md", "docs/troubleshooting.md")
+    assert page in ("docs/operations/runbook.md", "docs/operations/data.md")
     headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
     assert section in {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -27,8 +27,17 @@ def test_make_knows_the_targets_that_documents_name() -> None:
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.suffix == ".md"], ids=relative)
 def test_links_between_documents_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
-    assert not [link for link in links if not (path.parent / link).exists()]
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8"))
+    targets = [(path.parent / link if link else path, anchor) for link, anchor in links]
+    assert not [target for target, _ in targets if not target.exists()]
+    assert not [(target, anchor) for target, anchor in targets if anchor and anchor not in anchors(target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page can be linked to as."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_paths_in_the_architecture_page_exist() -> None:
@@ -105,7 +114,7 @@ def test_the_page_s_backup_takes_all_but_what_is_made_again_and_what_lies_unseal
     for name in taken | left:
         (tmp_path / ".unbind" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".unbind" / name).touch()
-    (line,) = re.findall(r"^tar -C \.unbind .*$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^tar -C \.unbind .*$", (ROOT / "docs/operations/data.md").read_text(), re.MULTILINE)
     copy = tmp_path / "copy"
     copy.mkdir()
     subprocess.run(["sh", "-c", line.replace("/backup/monday", "copy")], cwd=tmp_path, check=True)

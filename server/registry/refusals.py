@@ -118,7 +118,7 @@ class DatabaseDamaged(OperationalError):
         super().__init__(None, None, Exception(str(reason)))
         self.message = (
             f"the registry's database file {file} is damaged ({reason}): stop what uses it, keep the file for whoever looks "
-            "into it, put a copy in its place (docs/operations.md, Backup and restore), and start again"
+            "into it, put a copy in its place (docs/operations/data.md, Backup and restore), and start again"
         )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a scrape shows: true figures, under the names that operations.md lists."""
+"""What a scrape shows: true figures, under the names that the page of monitoring lists."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def watched(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def documented() -> set[str]:
-    """The names in the table of operations.md."""
-    section = (ROOT / "docs/operations.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
+    """The names in the table of the page."""
+    section = (ROOT / "docs/operations/monitoring.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return {name for row in rows for name in re.findall(r"`([a-z_:*]+)`", row)}
 
@@ -114,7 +114,9 @@ def test_vllm_s_names_show_the_same_figures_where_they_are_wanted(
         server.complete(max_tokens=6, ignore_eos=True)
         server.complete(max_tokens=1, ignore_eos=True)
         found = scraped(server)
-        section = (ROOT / "docs/operations.md").read_text().split("`metrics_vllm_names` shows")[1].split("\n\n")[0]
+        section = (
+            (ROOT / "docs/operations/monitoring.md").read_text().split("`metrics_vllm_names` shows")[1].split("\n\n")[0]
+        )
         listed = set(re.findall(r"`(vllm:[a-z0-9_]+)`", section)) - {"vllm:num_preemptions_total"}
         shown = {re.sub(r"_(bucket|count|sum)$", "", name.split("{")[0]) for name in found if name.startswith("vllm:")}
         assert shown == listed

@@ -234,7 +234,7 @@ def test_the_documented_backup_is_whole_where_something_changes_between_its_comm
         with registry.transactions.change() as session:
             records.add(session, new, "auto", ADMIN, 1.0)
 
-    page = (ROOT / "docs/operations.md").read_text().split("## Backup and restore")[1]
+    page = (ROOT / "docs/operations/data.md").read_text().split("## Backup and restore")[1]
     commands = page.split("```sh\n")[1].split("```")[0].replace("/backup", "backup").splitlines()
     restore = page.split("(`cp -a")[1].split("`)")[0].replace("/backup", "backup")
     Path("backup").mkdir()

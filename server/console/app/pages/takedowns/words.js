@@ -1,4 +1,4 @@
-// What stages, outcomes and states mean, in words; docs/operations.md says more of each.
+// What stages, outcomes and states mean, in words; docs/operations/takedowns.md says more of each.
 import { percent } from "../../format.js"
 
 // The stages of each kind of job, in order.
