@@ -246,7 +246,8 @@ def _unknown_route(request: Request, app: FastAPI) -> ApiError:
 
 def _other_method(request: Request, error: HTTPException) -> ApiError:
     allowed = (error.headers or {}).get("Allow", "another")
-    return ApiError(405, f"{request.url.path[:200]} takes {allowed}, not {request.method}", headers=error.headers)
+    text = f"{request.url.path[:200]} takes {allowed}, not {request.method}"
+    return ApiError(405, text, code="wrong_method", headers=error.headers)
 
 
 def describe_refusals(description: dict[str, Any]) -> dict[str, Any]:

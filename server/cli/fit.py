@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from unbind_core.fitting.corrections.reference import Reference
 
 Adapter = Annotated[Path | None, typer.Option(help="LoRA adapter folder (peft) on the model.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64: the one the service runs in.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="float32, bfloat16 or float64, the one that the service runs in; float16 for `attach` alone."),
+]
 
 
 def _budgets(gate: str, kl: float | None, nll: float | None, bleu: float | None) -> Budgets | None:

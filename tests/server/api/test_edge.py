@@ -240,5 +240,5 @@ def test_a_body_that_is_no_json_object_is_told_what_is_wanted(server: Live, path
 
 def test_another_method_is_told_which_one_there_is(server: Live) -> None:
     answer = server.call("/v1/completions")
-    assert answer.status == 405 and answer.headers["allow"] == "POST"
+    assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "wrong_method", "POST")
     assert answer.error["message"] == "/v1/completions takes POST, not GET"
