@@ -16,6 +16,10 @@ environment, the environment over the file. A name that does not exist or a valu
 with a message that says which and where. `UNBIND_URL` is none: it is where commands that ask a server find it, without `--url`.
 A path may begin with `~`; an empty one is none where the default is none, and an error elsewhere.
 
+`unbind settings` shows those that are in force with its flags, in its environment and by that file, and which of them gives
+each (`--all`: those that have their default, too); no secret is shown. It ends with code 2 where a setting is wrong, so it tries a
+file before a server is started anew with it: `unbind settings --config unbind.toml`.
+
 {FILES} may lie in a file that only the service reads, such
 as a mounted secret: `{PREFIX}DATABASE_URL_FILE=/run/secrets/database_url` in the environment, `--database-url-file`, or
 `database_url_file` in the TOML file. Giving a setting both ways stops the start.

@@ -38,6 +38,13 @@ def load_settings(
     What is secret may also lie in a file, which a key such as ``database_url_file`` names. Raises SettingsError naming the
     source and the key.
     """
+    return with_sources(flags, environment, file)[0]
+
+
+def with_sources(
+    flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """``load_settings``, and by key the source of each setting that one gives. Raises as that does."""
     values: dict[str, Any] = {}
     source: dict[str, str] = {}
     from_environment = {
@@ -66,7 +73,7 @@ def load_settings(
             raise SettingsError(f"{where}: given beside {key}; give one of the two")
         values[key], source[key] = _secret(Path(holding), where), f"{where} {holding}"
     try:
-        return Settings(**values)
+        return Settings(**values), {key: source[key] for key in values}
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # of several settings together: its input is all of them, secrets too

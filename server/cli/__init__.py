@@ -24,6 +24,7 @@ GROUPS = (
     "serve",
     "guard",
     "worker",
+    "settings",
     "fit",
     "verify",
     "bench",

@@ -10,9 +10,9 @@ from typing import Any
 
 import typer
 
+from server import sources
 from server.cli.console import show_error
 from server.settings import DEMO, FROM_FILES, Settings
-from server.sources import SettingsError, load_settings
 
 Parameters = list[inspect.Parameter]
 
@@ -60,9 +60,22 @@ def with_settings(own: Parameters) -> Callable[[Callable[..., None]], Callable[.
     """Decorate ``command(settings, **own)``: the options on the command line are all settings and those of ``own``."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(settings: Settings, _: dict[str, str], **kept: Any) -> None:
+            command(settings, **kept)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return with_sources(own)(run)
+
+    return decorate
+
+
+def with_sources(own: Parameters) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``with_settings``, for a ``command(settings, source, **own)`` that is told which source gives each setting."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
             kept = {parameter.name: given.pop(parameter.name) for parameter in own}
-            command(settings_from(given.pop("config"), **given), **kept)
+            command(*_read(given.pop("config"), given), **kept)
 
         parameters = [*setting_flags(), *own]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -75,8 +88,12 @@ def with_settings(own: Parameters) -> Callable[[Callable[..., None]], Callable[.
 
 def settings_from(config: Path | None, **flags: Any) -> Settings:
     """Settings from flags, environment and file; ends the command with code 2 where one is wrong."""
+    return _read(config, flags)[0]
+
+
+def _read(config: Path | None, flags: dict[str, Any]) -> tuple[Settings, dict[str, str]]:
     try:
-        return load_settings(flags, os.environ, config)
-    except SettingsError as error:
+        return sources.with_sources(flags, os.environ, config)
+    except sources.SettingsError as error:
         show_error(error)
         raise typer.Exit(2) from None

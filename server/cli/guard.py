@@ -7,10 +7,10 @@ import shlex
 
 import typer
 
-from server.cli.announcing import AS_JSON, AnnouncingServer, run, show
 from server.cli.console import clear_errors, screen
 from server.cli.flags import with_settings
-from server.cli.loading import bind
+from server.cli.starting.announcing import AS_JSON, AnnouncingServer, run, show
+from server.cli.starting.loading import bind
 from server.logs import set_up_logging
 from server.registry.registry import open_registry
 from server.settings import Settings

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from server.cli.announcing import AS_JSON, AnnouncingServer, run, say, show
 from server.cli.console import clear_errors, screen
 from server.cli.flags import with_settings
-from server.cli.loading import bind, not_ready
+from server.cli.starting.announcing import AS_JSON, AnnouncingServer, run, say, show
+from server.cli.starting.loading import bind, not_ready
 from server.logs import set_up_logging
 from server.registry.registry import open_registry
 from server.settings import Settings
@@ -55,7 +55,7 @@ def serve(settings: Settings, as_json: bool) -> None:
 
 def announce(settings: Settings, url: str, service: Service) -> None:
     """Where it listens, and commands to copy that show what it does."""
-    from server.cli.tour import tour
+    from server.cli.starting.tour import tour
 
     modules = ", ".join(entry.label for entry in service.engine.modules.current.values()) or "none"
     facts = {"console": f"{url}/", "memory": str(service.memory), "modules": modules}

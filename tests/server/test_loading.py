@@ -23,8 +23,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.bench.fleet.parts import free_port
-from server.cli.announcing import AnnouncingServer, run
-from server.cli.loading import bind, not_ready
+from server.cli.starting.announcing import AnnouncingServer, run
+from server.cli.starting.loading import bind, not_ready
 from server.keys import check_keys
 from server.settings import Settings
 from tests.support.programs import ENVIRONMENT
@@ -86,7 +86,7 @@ def test_a_server_that_loads_is_alive_and_not_ready_and_leaves_its_port_to_the_n
 
 
 def test_who_has_connected_is_answered_before_the_port_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.cli.loading.ASKED_SECONDS", 60.0)
+    monkeypatch.setattr("server.cli.starting.loading.ASKED_SECONDS", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as bound, ExitStack() as loading:
         loading.enter_context(not_ready(bound, Settings()))
         with socket.create_connection(bound.getsockname()) as client:

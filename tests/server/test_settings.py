@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import typer
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from server.cli import build
 from server.cli.flags import with_settings
 from server.settings import DEMO, FROM_FILES, Settings
 from server.sources import KNOWN, SettingsError, load_settings, written_out
@@ -210,3 +212,42 @@ def test_every_setting_is_a_flag_of_a_command(tmp_path: Path, monkeypatch: pytes
     ):
         assert said in " ".join(shown.split())
     assert CliRunner().invoke(app, ["--max-slots", "many"]).exit_code == 2
+
+
+def test_settings_in_force_are_shown_with_what_gives_them_and_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "unbind.toml"
+    file.write_text('port = 81\nmax_slots = 2\nguard_key_file = "~/guard"\n[profiles.team]\nmodules = ["a"]\n')
+    (tmp_path / "guard").write_text("ab" * 32)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("UNBIND_CONFIG", str(file))
+    monkeypatch.setenv("UNBIND_MAX_SLOTS", "12")
+    monkeypatch.setenv("UNBIND_DATABASE_URL", "postgresql+psycopg://u:not@told@h/n?password=this&host=h2")
+    given = ["settings", "--model", "/models/mine", "--admin-key", "neither", "--no-worker", "--json"]
+    shown = CliRunner().invoke(build(), given)
+    assert shown.exit_code == 0, shown.output
+    settings = {name: (one["value"], one["from"]) for name, one in json.loads(shown.stdout).items()}
+    assert settings.pop("profiles")[1] == f"file {file}"
+    assert settings == {
+        "model": ("/models/mine", "flags"),
+        "modules_dir": (None, "other settings"),  # those that ship are for the demo
+        "port": (81, f"file {file}"),
+        "max_slots": (12, "environment"),
+        "worker": (False, "flags"),
+        "admin_key": ("(secret)", "flags"),
+        "guard_key": ("(secret)", f"file {file}: guard_key_file {tmp_path / 'guard'}"),
+        "database_url": ("postgresql+psycopg://u:***@h/n?password=***&host=h2", "environment"),
+    }
+    lines = CliRunner().invoke(build(), [*given[:-1], "--all"]).stdout.splitlines()
+    assert len(lines) == 1 + len(Settings.model_fields)
+    assert sum('{"team": {"modules": {"a": 1.0}' in line for line in lines) == 1
+    assert ["worker", "false", "flags"] in map(str.split, lines) and ["host", "127.0.0.1", "default"] in map(
+        str.split, lines
+    )
+
+
+def test_wrong_settings_end_the_command_that_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNBIND_PROT", "1")
+    shown = CliRunner().invoke(build(), ["settings"])
+    assert shown.exit_code == 2 and "unknown setting 'UNBIND_PROT'" in shown.stderr

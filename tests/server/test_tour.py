@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from types import SimpleNamespace
 
-from server.cli.tour import tour
+from server.cli.starting.tour import tour
 from server.settings import Settings
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from server.cli.loading import bind, not_ready
+from server.cli.starting.loading import bind, not_ready
 from server.engine.embedded.scheduler import Plan
 from server.settings import Settings
 from tests.support.live import Live, live, until

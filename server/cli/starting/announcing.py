@@ -21,7 +21,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from server.cli.console import notes, screen, write_json
-from server.cli.loading import after_start
+from server.cli.starting.loading import after_start
 from server.collector import leave_out_what_stays
 from server.http.connections import ServerConfig, allow_descriptors
 from server.settings import Settings
