@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from unbind_core.files import MAX_BYTES, Memory, read_regular, remove_unfinished, write_whole
 
 QUARANTINE = "quarantine"
-MARK = "unbind-store"  # lies at the top of a store, so that an empty folder where it should be mounted is told from it
+MARK = "unbind-store"
 PATIENCE_SECONDS = 0.5
 CONNECT_SECONDS = 5.0  # for the first object, which has the store's own package imported
 _ASKED_AT_ONCE = 8
@@ -41,6 +41,28 @@ class DamagedObject(Exception):
     """An object whose bytes are not those of its name."""
 
 
+class Mark:
+    """A file ``MARK`` at the top of a store, so that an empty folder where it should be mounted is told from it."""
+
+    def __init__(self, store: str, look: Callable[[], object]) -> None:
+        """``look`` raises FileNotFoundError where the file is not there."""
+        self._store, self._look = store, look
+        self._seen = False
+
+    def there(self) -> bool:
+        """Whether it is. Raises StoreUnreachable where it was and is not, OSError where that cannot be told."""
+        try:
+            self._look()
+        except FileNotFoundError:
+            if not self._seen:
+                return False
+            raise StoreUnreachable(
+                f"{self._store}: holds no '{MARK}' any more; is it mounted, and the same bucket?"
+            ) from None
+        self._seen = True
+        return True
+
+
 class ObjectStore:
     """One store. ``folder`` is where it lies, None where it is not on this machine."""
 
@@ -48,19 +70,19 @@ class ObjectStore:
         self.where = where.removeprefix("file://")
         self.folder = None if "://" in self.where else Path(self.where)
         self._files: Any = None
-        self._seen = False
+        self._mark = Mark(f"module store {self.where}", self._look_for_mark)
         self._asking = threading.Lock()
         self._asked: dict[str, Future[Memory]] = {}  # what the store has not answered yet
         self._slow_until = 0.0
         if self.folder is not None:
             with suppress(OSError):  # told by who first reads or writes there
-                self._has_mark()
+                self._mark.there()
 
     def put(self, data: bytes) -> str:
         """Keep ``data``; returns its key, which is the same for the same bytes. Raises OSError, StoreUnreachable."""
         key = f"objects/{hashlib.sha256(data).hexdigest()}.safetensors"
         if self.folder is not None:
-            self._has_mark()  # what is written where a disk should be mounted is out of sight once it is
+            self._mark.there()  # what is written where a disk should be mounted is out of sight once it is
             path = self.folder / key
 
             def write(temporary: Path) -> None:
@@ -148,7 +170,7 @@ class ObjectStore:
 
     def look(self) -> None:
         """See that the store is there. Raises OSError, StoreUnreachable."""
-        if self._has_mark() or (self.folder is not None and not self.folder.is_dir()):
+        if self._mark.there() or (self.folder is not None and not self.folder.is_dir()):
             return  # a folder is made when the first file is put there
         try:
             self._make_mark()
@@ -156,23 +178,10 @@ class ObjectStore:
             if error.errno not in _READ_ONLY:
                 raise
         else:  # where this server may only read, another makes its mark
-            self._seen = True
+            self._mark.there()
 
-    def _has_mark(self) -> bool:
-        """Whether it is marked as a store. Raises StoreUnreachable where it was and is not, OSError where that cannot be told."""
-        try:
-            if self.folder is None:
-                self._remote("cat_file", MARK)
-            else:
-                (self.folder / MARK).stat()
-        except FileNotFoundError:
-            if not self._seen:
-                return False
-            raise StoreUnreachable(
-                f"module store {self.where}: holds no '{MARK}' any more; is it mounted, and the same bucket?"
-            ) from None
-        self._seen = True
-        return True
+    def _look_for_mark(self) -> object:
+        return self._remote("cat_file", MARK) if self.folder is None else (self.folder / MARK).stat()
 
     def _make_mark(self) -> None:
         if self.folder is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from server.registry import files
@@ -22,7 +23,7 @@ class TakedownFiles:
 
     def __init__(self, settings: Settings) -> None:
         self.data_dir = settings.data_dir
-        self.store = PrivateStore(settings.private_store, settings.private_keys) if settings.private_store else None
+        self.store = _store(settings.private_store, *settings.private_keys) if settings.private_store else None
 
     def save_forget(self, rows: Sequence[ForgetRow]) -> str:
         """Keep a forget set under its digest, which is returned. Raises OSError, StoreUnreachable."""
@@ -80,6 +81,12 @@ class TakedownFiles:
             return json.loads(self.store.get(f"jobs/{job_id}/{folder}/{name}"))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
+
+
+@cache
+def _store(where: str, *keys: bytes) -> PrivateStore:
+    """One a process, which so knows whether it has been seen."""
+    return PrivateStore(where, keys)
 
 
 def forget_name(digest: str) -> str:

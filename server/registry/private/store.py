@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from server.registry.objects import StoreUnreachable
+from server.registry.objects import MARK, Mark, StoreUnreachable
 from unbind_core.errors import UnbindError
 from unbind_core.files import UNFINISHED, remove_tree, remove_unfinished, write_whole
 
@@ -74,39 +75,54 @@ def _mark(key: bytes) -> bytes:
 
 
 class PrivateStore:
-    """One store. Every method raises OSError, or StoreUnreachable, where it does not answer."""
+    """One store. Every method raises OSError, or StoreUnreachable, where it does not answer. So does a folder whose disk is not
+    mounted any more: what is put there would be out of sight, and what is deleted there would be on the disk still.
+    """
 
     def __init__(self, where: str, keys: Sequence[bytes] = ()) -> None:
         self.where = where.removeprefix("file://")
         self._folder = None if "://" in self.where else Path(self.where)
         self._seal = Seal(keys)
         self._files: Any = None
+        self._mark = Mark(f"private store {self.where}", (Path(self.where) / MARK).stat)
+        with suppress(OSError):  # told by who first reads or writes there
+            self._near()
+
+    def _near(self) -> Path | None:
+        """The folder, None where the store is not on this machine."""
+        if self._folder is not None:
+            self._mark.there()
+        return self._folder
 
     def put(self, name: str, data: bytes) -> None:
         """Keep ``data`` whole or not at all."""
         kept = self._seal.close(name, data)
-        if self._folder is None:
+        if (folder := self._folder) is None:
             self._remote("pipe_file", name, kept)
             return
-        (self._folder / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(self._folder / name, lambda temporary: temporary.write_bytes(kept))
+        marked = self._mark.there()
+        (folder / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not marked:
+            (folder / MARK).touch(mode=0o600)
+            self._mark.there()
+        write_whole(folder / name, lambda temporary: temporary.write_bytes(kept))
 
     def get(self, name: str) -> bytes:
         """What is kept. Raises FileNotFoundError, Unreadable."""
-        kept = self._remote("cat_file", name) if self._folder is None else (self._folder / name).read_bytes()
+        kept = self._remote("cat_file", name) if (folder := self._near()) is None else (folder / name).read_bytes()
         return self._seal.open(name, bytes(kept))
 
     def has(self, name: str) -> bool:
         """Whether there is something under this name."""
-        return bool(self._remote("isfile", name)) if self._folder is None else (self._folder / name).is_file()
+        return bool(self._remote("isfile", name)) if (folder := self._near()) is None else (folder / name).is_file()
 
     def names(self, under: str) -> list[str]:
         """The names of the files in a folder and the folders in it."""
-        if self._folder is not None:
+        if (folder := self._near()) is not None:
             # os.walk passes over a folder that another process deletes meanwhile; Path.rglob raises there
-            found = [Path(where) / name for where, _, names in os.walk(self._folder / under) for name in names]
-            given = (path.relative_to(self._folder).as_posix() for path in found)
-            return sorted(name for name in given if UNFINISHED not in name)
+            found = [Path(where) / name for where, _, names in os.walk(folder / under) for name in names]
+            given = (path.relative_to(folder).as_posix() for path in found)
+            return sorted(name for name in given if UNFINISHED not in name and name != MARK)
         try:
             listed = self._remote("find", under)
         except FileNotFoundError:
@@ -116,8 +132,8 @@ class PrivateStore:
 
     def delete(self, under: str) -> None:
         """A file, or a folder with all that is in it; nothing where nothing is there."""
-        if self._folder is not None:
-            path = self._folder / under
+        if (folder := self._near()) is not None:
+            path = folder / under
             if path.is_dir():
                 remove_tree(path)
             else:
@@ -132,8 +148,8 @@ class PrivateStore:
 
     def tidy(self) -> None:
         """Delete what processes that were killed left half written in a folder; elsewhere nothing shows before it is whole."""
-        if self._folder is not None:
-            for where, _, _ in os.walk(self._folder):
+        if (folder := self._near()) is not None:
+            for where, _, _ in os.walk(folder):
                 remove_unfinished(Path(where))
 
     def _remote(self, operation: str, name: str, *arguments: Any) -> Any:

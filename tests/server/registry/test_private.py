@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -168,3 +169,30 @@ def test_the_worker_gets_the_key_and_the_processes_of_its_stages_do_not(tmp_path
     assert environment_of(settings)["UNBIND_PRIVATE_KEY"] == NEW.hex()
     assert load_settings(environment=environment_of(settings)).private_keys == [NEW]
     assert "UNBIND_PRIVATE_KEY" not in written_out(settings)
+
+
+def test_a_folder_whose_disk_is_gone_takes_gives_and_deletes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    settings = Settings(data_dir=tmp_path / "data", private_store=str(folder))
+    rows = [ForgetRow("def a():\n", "    return 1\n")]
+    digest = TakedownFiles(settings).save_forget(rows)
+    disk = folder.rename(tmp_path / "disk")
+    folder.mkdir()
+    files = TakedownFiles(settings)
+    calls: list[Callable[[], object]] = [
+        lambda: files.save_forget(rows),
+        lambda: files.has_forget(digest),
+        lambda: files.load_forget(digest),
+        files.kept_forget,
+        files.tidy,
+        lambda: files.purge(digest, []),  # what said that all is gone would be wrong once the disk is back
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnreachable, match=r"private store .*is it mounted"):
+            call()
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    disk.rename(folder)
+    assert files.load_forget(digest) == rows
+    files.purge(digest, [])
+    assert files.kept_forget() == set()
