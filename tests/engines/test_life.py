@@ -217,10 +217,10 @@ def test_a_trial_that_gives_its_pages_up_is_made_again(engine: VllmEngine, monke
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("no-such-flag=1",), "vLLM has no --no-such-flag=1"),
+        (("no-such-flag=1",), "^vllm_args: vLLM has no --no-such-flag=1"),
         (("device=cuda",), "vLLM has no --device=cuda"),
         (("runn=pooling",), "vLLM has no --runn=pooling"),
-        (("max-num-seqs=1",), "'max-num-seqs' is what this server says itself; use the setting max_slots$"),
+        (("max-num-seqs=1",), "^vllm_args: 'max-num-seqs' is what this server says itself; use the setting max_slots$"),
         (("enable-prefix-caching=false",), "'enable-prefix-caching' is what this server says itself; leave it away$"),
         (("reasoning-parser=none",), "vLLM does not take them: .*Reasoning parser 'none' not found"),
         (

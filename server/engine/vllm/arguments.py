@@ -55,8 +55,9 @@ class Arguments:
             raise UnbindError(
                 f"vllm {version} is installed, and the engine was tried with {', '.join(VERSIONS)} alone; install that"
             )
+        found = self._parsed()
         try:
-            config = self._arguments().create_engine_config()
+            config = self._arguments(found).create_engine_config()
         except Exception as error:
             raise UnbindError(f"vllm_args: vLLM does not take them: {_told(error)}") from error
         self._require_own_numerics(config)
@@ -101,8 +102,7 @@ class Arguments:
                 f"vllm_args: kv-cache-dtype {kept} rounds keys and values more than modules are calibrated for; leave it away"
             )
 
-    def _arguments(self) -> AsyncEngineArgs:
-        found = self._parsed()
+    def _arguments(self, found: Any) -> AsyncEngineArgs:
         for name, value in (
             ("model", self.model),
             ("dtype", self.dtype),

