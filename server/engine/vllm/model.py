@@ -22,7 +22,8 @@ from server.engine.vllm.arguments import Arguments
 from server.engine.vllm.gates import GateReports, merged, merged_looks
 from server.engine.vllm.probe import probe_module
 from server.engine.vllm.remote import ByPhase, in_parts
-from server.engine.vllm.sockets import gather_sockets
+from server.engine.vllm.sockets import fault_file, gather_sockets
+from server.engine.vllm.starts import ended
 from server.engine.vllm.steps import Steps
 from unbind_core.applying.counts import PHASES
 from unbind_core.applying.looks import Look
@@ -66,13 +67,15 @@ class Model:
 
         config, reports = arguments.config(), GateReports()
         gather_sockets(reports.folder)
+        fault = fault_file(reports.folder)
         try:
             llm = AsyncLLM(
                 config, Executor.get_class(config), log_stats=False, log_requests=False, stat_loggers=[logger]
             )
         except Exception as error:
+            said = " ".join((fault.read_text() if fault.exists() else str(error)).split())
             await reports.close()
-            raise UnbindError(f"vLLM does not start: {error}; its own message stands above") from error
+            raise UnbindError(f"vLLM does not start: {said}; its own message stands above") from error
         model = cls(llm, reports, loggers)
         if not arguments.edits:
             return model
@@ -235,7 +238,7 @@ class Model:
     @property
     def dead(self) -> bool:
         """Whether a process has ended. vLLM's engine core tells of its workers, unless it hangs itself: so each is looked at."""
-        return self.died.is_set() or bool(self._llm.errored) or any(map(_ended, self._processes))
+        return self.died.is_set() or bool(self._llm.errored) or any(map(ended, self._processes))
 
     async def until_trial(self, running: Callable[[], int]) -> None:
         """Wait until the processes are to be tried: it is time, or a process has ended, or of so many requests none moves."""
@@ -285,13 +288,6 @@ class Model:
         except Exception:
             log.exception("the model's processes did not end as they should")
         await self.reports.close()
-
-
-def _ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _of(counted: Mapping[str, Any], key: str, phase: str) -> tuple[int, int]:

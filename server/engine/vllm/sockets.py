@@ -1,5 +1,5 @@
 """Where vLLM's processes meet: sockets in a folder that goes with the processes. vLLM itself leaves them in the system's folder of
-temporary files, seven at each start.
+temporary files, seven at each start. And a file beside them, in which a process that does not start leaves why.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 _PLACE = "VLLM_RPC_BASE_PATH"  # read by vLLM for each socket, and by its processes
 _LONGEST = 107 - len("/6b455c97-c20e-42bc-9d3c-7ec9ea977a37")  # bytes of the folder's path, as the system takes them
+_FAULT = "_UNBIND_VLLM_FAULT"  # not in vLLM's configuration, by which it finds again what it has compiled
 _named = os.environ.get(_PLACE)  # by the operator
 
 
@@ -35,3 +36,15 @@ def gather_sockets(folder: Path) -> None:
         os.environ.pop(_PLACE, None)
     else:
         os.environ[_PLACE] = str(folder)
+
+
+def fault_file(folder: Path) -> Path:
+    """Have processes that are started from now on leave in this file of the folder why they do not start."""
+    os.environ[_FAULT] = str(folder / "fault")
+    return folder / "fault"
+
+
+def leave_fault(error: Exception) -> None:
+    """In a process of vLLM's: leave there what was raised. On another machine there is no such folder."""
+    with suppress(KeyError, OSError):
+        Path(os.environ[_FAULT]).write_text(str(error))

@@ -64,3 +64,11 @@ async def again(start: Callable[[], Awaitable[None]]) -> None:
         else:
             log.info("the model's processes run again")
             return
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it does nothing any more."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +17,7 @@ from server.collector import leave_at_once
 from server.engine.vllm.edits import Edits
 from server.engine.vllm.graphs import open_graphs
 from server.engine.vllm.masks import GrammarMasks
+from server.engine.vllm.sockets import leave_fault
 from unbind_core.errors import UnbindError
 from unbind_core.module import UnbindModule
 
@@ -22,11 +25,28 @@ _WORKERS = {"cpu": "vllm.v1.worker.cpu_worker.CPUWorker", "cuda": "vllm.v1.worke
 _Base: Any = resolve_obj_by_qualname(_WORKERS[current_platform.device_type])
 
 
+def _told(start: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of a worker's start. Why it fails is left for the engine: vLLM tells whoever waits no more than that it did, and the
+    reason in the middle of its log.
+    """
+
+    @wraps(start)
+    def run(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return start(worker, *args, **kwargs)
+        except Exception as error:
+            leave_fault(error)
+            raise
+
+    return run
+
+
 class GatedWorker(_Base):  # type: ignore[misc]
     """The platform's worker; every method whose name begins with ``unbind`` is one that the engine calls."""
 
     edits: Edits
 
+    @_told
     def init_device(self) -> None:
         """As ever. Where vLLM has bound its threads nobody may change their number, and it says so at every attempt: here that is
         no news, as edits choose their threads by their size.
@@ -37,6 +57,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         if torch.set_num_threads is not bound:
             torch.set_num_threads = lambda _: None  # type: ignore[assignment]
 
+    @_told
     def load_model(self, **options: Any) -> None:
         """Load as ever, then put the edits behind the layers, before anything is compiled."""
         super().load_model(**options)
@@ -57,6 +78,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
         """
         self.model_runner.input_batch.logitsprocs_need_output_token_ids = needed
 
+    @_told
     def determine_available_memory(self) -> int:
         """What is left for keys and values beside the gates' memory of the same pages; and beside modules, unless somebody has said
         how much keys and values take.
@@ -66,6 +88,7 @@ class GatedWorker(_Base):  # type: ignore[misc]
             available -= self.edits.room_for_modules(self.model_config.get_hidden_size())
         return int(available * self.edits.share_of_pages(self.model_runner.get_kv_cache_spec().values()))
 
+    @_told
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pages, and the gates' rows of them."""
         super().initialize_from_config(kv_cache_config)
