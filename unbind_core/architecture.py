@@ -53,6 +53,14 @@ def _remedy(model: nn.Module) -> str:
     return f'name the list of decoder layers, as in override="model.layers"{known}'
 
 
+def outermost_lists(model: nn.Module, count: int | None) -> list[tuple[str, nn.ModuleList]]:
+    """The lists of so many parts in a model, each behind its path, without those inside of another, as of experts or heads."""
+    found = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    found = [(path, part) for path, part in found if count and len(part) == count]
+    paths = [f"{path}." for path, _ in found]
+    return [(path, part) for path, part in found if not path.startswith(tuple(paths))]
+
+
 def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Module, list[nn.Module]]:
     """The module that runs the decoder layers, and the layers in order. Raises as :func:`decoder_layers` does."""
     inner = unwrap(model)
@@ -70,17 +78,7 @@ def decoder_stack(model: nn.Module, override: str | None = None) -> tuple[nn.Mod
         return inner.get_submodule(override.rpartition(".")[0]), list(found)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)
-    candidates = [
-        (path, part)
-        for path, part in inner.named_modules()
-        if isinstance(part, nn.ModuleList) and count and len(part) == count
-    ]
-    # a list inside a layer (experts, heads) may have the same length by accident: the outer one holds the layers
-    outer = [
-        (path, part)
-        for path, part in candidates
-        if not any(path != other and path.startswith(other + ".") for other, _ in candidates)
-    ]
+    outer = outermost_lists(inner, count)
     if len(outer) > 1 and text is not config:  # a model that reads images too may have as many layers for those
         decoder: Any = inner.get_decoder()  # type: ignore[operator]
         inside = {id(part) for part in decoder.modules()}

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from server.bench.filter import random_module
 from server.engine.vllm import edits as edits_file
 from server.engine.vllm.batch import Batch
-from server.engine.vllm.edits import Edits, _edited, _takes_residual
+from server.engine.vllm.edits import Edits, _edited, _takes_residual, decoder_layers
 from server.engine.vllm.worker import GatedWorker
 from tests.core.conftest import make_network_module
 from unbind_core.applying.selection import Selection
@@ -153,6 +153,18 @@ def test_modules_read_and_change_the_state_that_the_next_layer_goes_on_from(
     assert torch.equal(read[0], 3 * states)
     changed = sum(output) if kind is _InParts else output[0]
     assert torch.equal(changed, 3 * states + 1)
+
+
+def test_decoder_layers_are_found_whatever_they_are_called() -> None:
+    """As of GPT-J and GPT-2 (``transformer.h``), of GPT-BigCode through transformers (``model.h``), of DBRX, of most."""
+    for path in ("transformer.h", "model.h", "transformer.blocks", "model.layers", "model.decoder.layers"):
+        layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(1, 1)] * 4)}) for _ in range(4))
+        whole: nn.Module = layers
+        for part in reversed(path.split(".")):
+            whole = nn.ModuleDict({part: whole})
+        assert decoder_layers(whole, 4) is layers
+        with pytest.raises(UnbindError, match="decoder layers are not found; use the embedded engine"):
+            decoder_layers(whole, 5)
 
 
 def test_a_model_of_windows_alone_is_refused_before_vllm_asks_for_more_memory() -> None:

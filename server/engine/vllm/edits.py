@@ -26,6 +26,7 @@ from server.engine.vllm.pages import LastPositions, PagedMemory, Pages, whole
 from unbind_core.applying.bank import ModuleBank
 from unbind_core.applying.passes import Pass, Record, where_forced
 from unbind_core.applying.selection import Selection
+from unbind_core.architecture import outermost_lists
 from unbind_core.errors import UnbindError
 
 OPERATOR = "unbind::edit"
@@ -70,7 +71,7 @@ class Edits:
         """Put the operator behind the ``wanted`` decoder layers that this process has, all where none are named, and its last where
         it has none of them; gives their indices. Raises UnbindError.
         """
-        layers = decoder_layers(model)
+        layers = decoder_layers(model, self._runner.model_config.get_total_num_hidden_layers())
         own = [i for i, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"]  # which others have
         found = [index for index in own if index in wanted or not wanted] or own[-1:]
         for index in found:
@@ -235,13 +236,12 @@ class Edits:
         return found
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers of a model as vLLM builds it. Raises UnbindError where there is not exactly one."""
-    inner: Any = getattr(model, "model", model)
-    layers = getattr(inner, "layers", None) or getattr(getattr(inner, "decoder", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
+def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The list of a model's ``count`` decoder layers as vLLM builds it. Raises UnbindError where there is not exactly one."""
+    found = outermost_lists(model, count)
+    if len(found) != 1:
         raise UnbindError(f"{type(model).__name__}: its decoder layers are not found; use the embedded engine")
-    return layers
+    return found[0][1]
 
 
 def _edited(layer: nn.Module, index: int) -> Any:
