@@ -19,7 +19,9 @@ class Transactions:
 
     def __init__(self, engine: Engine, head: Path | None = None) -> None:
         self.engine = engine
-        self._reading = engine.execution_options(reading=True)
+        # PostgreSQL's own would give each statement of a look another snapshot; SQLite knows one for all of them.
+        snapshot = {"isolation_level": "REPEATABLE READ"} if engine.dialect.name == "postgresql" else {}
+        self._reading = engine.execution_options(reading=True, **snapshot)
         self.trail = Trail(self.look, head)
 
     @contextmanager
@@ -46,6 +48,6 @@ class Transactions:
 
     @contextmanager
     def look(self) -> Iterator[Session]:
-        """Read without holding anybody up."""
+        """Read what the database held at one moment, without holding anybody up."""
         with Session(self._reading) as session:
             yield session

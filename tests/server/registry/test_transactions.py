@@ -31,6 +31,15 @@ def test_who_reads_holds_up_no_change(registry: Registry) -> None:
         assert act(registry, record, Action.SUSPEND)["state"] == "suspended"
 
 
+def test_a_look_sees_the_registry_as_it_was_at_one_moment(registry: Registry) -> None:
+    with registry.transactions.look() as session:
+        assert takedowns._same(session, "key", "digest") is None
+        submit(registry, "m", 1.0, idempotency_key="key", request_digest="digest")
+        # Else the second of two posts with one key would be refused, as its name is the first one's.
+        takedowns._check_name(session, "m", "fingerprint", replacing=False)
+    assert registry.takedowns.known("m", "fingerprint", False, "key", "digest", 2.0) is not None
+
+
 def standing_still(postgresql_server: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = database.connect(postgresql_server.new_database())
     database.upgrade(engine)
