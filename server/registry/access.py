@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from server.registry.audit import Actor, Mark, append, digest_of, mark_of
 from server.registry.lifecycle import LIVE
 from server.registry.refusals import AlreadyThere, NotAllowed, Stale
-from server.registry.tables import KeyRow, ModuleRow, RulesRow
+from server.registry.tables import ENDED, Job, JobKind, KeyRow, ModuleRow, ModuleState, RulesRow, Takedown
 from server.registry.transactions import Transactions
 from server.rules import NO_RULES, Rules
 from server.settings import Settings
@@ -211,7 +211,7 @@ class Access:
         self.refresh()
 
     def bound_to(self, scope: str) -> list[str]:
-        """The modules and guards that are live and of this scope, in words."""
+        """The modules and guards of this scope that are live or are to be, in words."""
         with self._transactions.look() as session:
             return _bound_to(session, scope)
 
@@ -222,8 +222,8 @@ class Access:
             kind, _, name = scope.partition(":")
             if row is not None and kind == "profile" and (bound := _bound_to(session, scope)):
                 raise NotAllowed(
-                    f"profile '{name}': {', '.join(bound)} would bind no request any more; suspend or retire them first, or take "
-                    "their rows down again with options.replace and another options.scope"
+                    f"profile '{name}': {', '.join(bound)} would bind no request any more; suspend or retire them first, cancel "
+                    "the job, or take their rows down again with options.replace and another options.scope"
                 )
             if row is not None:
                 session.delete(row)
@@ -233,8 +233,16 @@ class Access:
 
 
 def _bound_to(session: Session, scope: str) -> list[str]:
-    live = select(ModuleRow.kind, ModuleRow.name).where(ModuleRow.scope == scope, ModuleRow.state.in_(LIVE)).distinct()
-    return [f"{kind} '{name}'" for kind, name in session.execute(live.order_by(ModuleRow.name, ModuleRow.kind.desc()))]
+    """What is live and of this scope, what is to be once it is due, and what a job is about to make so."""
+    due = (ModuleRow.state == ModuleState.CALIBRATED) & ModuleRow.effective_at.is_not(None)
+    rows = select(ModuleRow.kind, ModuleRow.name).where(ModuleRow.scope == scope, ModuleRow.state.in_(LIVE) | due)
+    rows = rows.distinct().order_by(ModuleRow.name, ModuleRow.kind.desc())
+    work = select(Job.id, Job.module, Takedown.options).join(Takedown, Takedown.id == Job.takedown_id)
+    work = work.where(Job.state.not_in(ENDED), Job.kind != JobKind.VERIFY).order_by(Job.created_at)
+    return [
+        *(f"{kind} '{name}'" for kind, name in session.execute(rows)),
+        *(f"module '{name}' of {job}" for job, name, options in session.execute(work) if options.get("scope") == scope),
+    ]
 
 
 def left_behind(key_id: str, bound: Sequence[str]) -> list[str]:
@@ -242,8 +250,8 @@ def left_behind(key_id: str, bound: Sequence[str]) -> list[str]:
     if not bound:
         return []
     return [
-        f"key '{key_id}': {', '.join(bound)} bound requests with this key, and bind none any more but those that name them; take "
-        "their rows down again with options.replace and another options.scope where they must be kept back"
+        f"key '{key_id}': {', '.join(bound)} bound requests with this key, or were to, and bind none any more but those that name "
+        "them; take their rows down again with options.replace and another options.scope where they must be kept back"
     ]
 
 

@@ -78,6 +78,24 @@ def test_a_profile_that_a_guard_is_bound_to_is_not_deleted(running: Live) -> Non
     assert running.admin("/profiles/bound", method="DELETE").status == 200
 
 
+def test_what_a_job_is_to_bind_and_what_is_due_later_count_as_bound(running: Live) -> None:
+    running.admin("/profiles/awaited", {}, "PUT")
+    of_a_key = key(running)
+    module = {"protect": "module", "guard": None}
+    jobs = [
+        post(running, f"made-{kind}", scope, **module).body["job_id"]
+        for kind, scope in (("profile", "profile:awaited"), ("key", f"key:{of_a_key}"))
+    ]
+    assert post(running, "due", "profile:awaited", effective_at="2999-01-01T00:00:00Z").status == 202
+    said = f"profile 'awaited': guard 'due', module 'made-profile' of {jobs[0]} would bind no request any more"
+    assert said in running.admin("/profiles/awaited", method="DELETE").error["message"]
+    (warning,) = running.admin(f"/keys/{of_a_key}", method="DELETE").body["warnings"]
+    assert f"module 'made-key' of {jobs[1]} bound requests with this key, or were to" in warning
+    assert running.admin(f"/jobs/{jobs[0]}/cancel", method="POST").body["state"] == "cancelled"
+    assert act(running, "guard:due", "retire").status == 200
+    assert running.admin("/profiles/awaited", method="DELETE").status == 200
+
+
 def test_a_key_is_revoked_whatever_is_bound_to_it_and_what_is_is_warned_of(running: Live) -> None:
     free, bound = key(running), key(running)
     assert post(running, "of-a-key", f"key:{bound}").status == 202
