@@ -27,7 +27,7 @@ from unbind_core.guard.lexemes import most_lexemes
 PIECE = 16  # tokens of a prompt that are read at a time; a gate opens at the last of them
 UNREAD = 4  # lexemes of an answer that are left until there are so many: looking at each costs more
 LEAST = 32  # positions that a gate is held open for
-MOST = 8  # times in an answer that one is; then it stays open, as under vLLM the prompt is computed anew each time
+MOST = 8  # times in an answer that one is; then it stays open, as under vLLM what follows is asked for anew each time
 
 
 class _Gate(NamedTuple):
@@ -60,6 +60,9 @@ class Forcing:
         self._spans: tuple[Forced, ...] = ()
         self._ends: dict[str, int] = {}  # up to where each gate is held open
         self._times = 0  # in the answer
+        # How many tokens of the prompt every longer one reads in the same pieces. What is found behind these hangs on where this
+        # one ends, or on its answer. So nothing of that is taken over: by how much is, a client could tell what was found.
+        self.settled = (len(request.prompt) - 1) // PIECE * PIECE
 
     @classmethod
     def of(cls, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> Forcing | None:

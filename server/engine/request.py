@@ -253,6 +253,11 @@ class Flight:
         return self.guarding.barred if self.guarding is not None else ()
 
     @property
+    def settled(self) -> int | None:
+        """How much of its prompt others may take over whatever guards find in it; None where nothing is read for a guard."""
+        return self.forcing.settled if self.forcing is not None else None
+
+    @property
     def length(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.request.prompt) + len(self.output)

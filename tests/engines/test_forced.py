@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from server.engine.engine import Engine
 from server.engine.request import GenerationRequest, Sampling
 from tests.engines.both import Engines, shipped
 from tests.engines.test_guards import WHOLE
@@ -91,3 +93,27 @@ def test_gates_that_open_more_easily_do_the_same_in_both_engines(both: Engines) 
     assert sum(any(activations) for _, activations in ours) >= 4 and ours != shut
     again, _ = answered(None)
     assert again == shut
+
+
+def test_how_much_is_taken_over_tells_nothing_of_what_a_guard_finds(both: Engines) -> None:
+    """A word that is guessed right moves a gate where the prompt ends with it, or is gone on with behind whole pages."""
+    words = [f"w{number}" for number in range(10, 90)]
+    secret = Secret(b"a key of the tests")
+    index = build_index([" ".join(words)], name=NAME, secret=secret, run=50)
+    held = GuardBook.of(secret, [index]).select([NAME])
+    begun, behind = "x " * 150 + " ".join(words[10:34]), " and so on" * 24
+
+    async def reused(engine: Engine, text: str) -> int:
+        sampling = Sampling(max_tokens=20)
+        flight, deltas = engine.submit(both.request(engine, both.ids(text), [NAME], sampling=sampling, guards=held))
+        while (await deltas.get()).finish_reason is None:
+            pass
+        return flight.cached_tokens
+
+    for engine in both.both:
+        found = []
+        for guess in (words[34], words[0]):
+            texts = (f"{begun} {guess}", f"{begun} {guess}{behind}", f"{begun} {guess}{behind}{behind}")
+            found.append([asyncio.run(reused(engine, text)) for text in texts])
+        (_, *right), (_, *wrong) = found
+        assert right == wrong and 160 <= right[0] < right[1]

@@ -30,8 +30,8 @@ def parameters(flight: Flight, leg: str, digest: str) -> SamplingParams:
             extra |= {"leg": leg, "report": flight.request.report}
         if flight.request.quiet:
             extra["quiet"] = True
-        if flight.forced:
-            extra["forced"] = [list(span) for span in flight.forced]
+        if flight.settled is not None:
+            extra |= {"forced": [list(span) for span in flight.forced], "settled": flight.settled}
     if flight.request.grammar is not None:
         extra |= {"grammar": flight.request.grammar.source, "owner": flight.request.owner}
         extra |= {"done": done, "or_end": flight.opened is not None}

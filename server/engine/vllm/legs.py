@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,6 @@ from server.engine.request import Delta, Flight, TokenLogprob, withheld_logprob
 from server.engine.vllm.asking import entry, parameters
 from server.engine.vllm.gates import GateReports
 from server.engine.vllm.model import Model
-from unbind_core.applying.passes import Forced
 
 
 class Leg:
@@ -26,7 +25,7 @@ class Leg:
         self._flight, self._name, self._model = flight, name, model
         self._asked = parameters(flight, name, digest)
         self._forced = flight.forced
-        self._salt = f"{digest or 'none'}/{_mark(self._forced)}{flight.request.owner}"
+        self._salt = f"{digest or 'none'}/{flight.request.owner}"
         self._watched = bool((self._asked.extra_args or {}).get("leg"))
         changes = sampling.reshapes or sampling.ignore_eos or flight.constraint is not None
         self._steers = flight.opened is None and changes
@@ -154,11 +153,6 @@ async def prompt_read(flight: Flight) -> None:
     """Have what guards say of the prompt known, which takes a while for a long one: in a thread."""
     if (forcing := flight.forcing) is not None:
         await asyncio.to_thread(lambda: forcing.spans)
-
-
-def _mark(forced: Sequence[Forced]) -> str:
-    """What keys and values depend on where gates are forced; "" where none is."""
-    return hashlib.sha256(repr([tuple(span) for span in forced]).encode()).hexdigest()[:32] + "/" if forced else ""
 
 
 def digest_of(flight: Flight) -> str:

@@ -1,13 +1,35 @@
-"""vLLM's schedulers, where a prefix is used again only once it is computed; loaded by vLLM in the process that schedules."""
+"""vLLM's schedulers, where a prefix is used again only once it is computed, and as far as the same gates were forced; loaded by
+vLLM in the process that schedules.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from server.collector import leave_at_once
+
+_extra_keys = kv_cache_utils.generate_block_hash_extra_keys
+
+
+def extra_keys(request: Any, start: int, end: int, start_mm_idx: int) -> tuple[tuple[Any, ...] | None, int]:
+    """What a page's keys and values depend on beside its tokens and the pages before it: of vLLM's own, and where a guard has gates
+    forced in it. Behind what is settled a page is one answer's alone.
+    """
+    found, following = _extra_keys(request, start, end, start_mm_idx)
+    asked = (request.sampling_params and request.sampling_params.extra_args) or {}
+    if (settled := asked.get("settled")) is None:
+        return found, following
+    own = [("flight", asked["flight"])] if end > settled else []
+    parts = ((name, max(first, start), min(last, end), eased) for name, first, last, eased in asked["forced"])
+    within = [("forced", *part) for part in parts if part[1] < part[2]]
+    return ((*(found or ()), *own, *within) or None), following
+
+
+kv_cache_utils.generate_block_hash_extra_keys = extra_keys
 
 
 class _Computed:

@@ -17,6 +17,7 @@ import pytest
 from server import demo
 from server.bench.attacks.rewriting import renamed
 from server.engine.embedded.engine import EmbeddedEngine
+from server.engine.embedded.kept import Kept
 from server.engine.flights import flight_of
 from server.engine.forcing import LEAST, MOST, PIECE, Forcing
 from server.engine.pinned import LoadedModule, PinnedSet
@@ -196,7 +197,7 @@ def test_a_prompt_that_goes_on_takes_over_what_was_computed_of_it(engine: Embedd
     prompt = ids(engine, "import re\n\n\n" + max(ROWS, key=len))[:300]
     request = GenerationRequest(prompt[:200], Sampling(max_tokens=4), pinned(engine), guards=guards_of())
     ask(engine, [request])
-    assert ask(engine, [replace(request, prompt=prompt)])[0].cached_tokens >= 200
+    assert ask(engine, [replace(request, prompt=prompt)])[0].cached_tokens == 199 // PIECE * PIECE
 
 
 def test_answers_do_not_depend_on_chunks_or_on_what_a_slot_holds(engine: EmbeddedEngine) -> None:
@@ -230,6 +231,38 @@ def test_keys_and_values_are_taken_over_as_far_as_the_same_gates_were_forced(eng
     found, again = ask(engine, [late])[0], ask(engine, [late])[0]
     assert found.cached_tokens == first.spans[0].start and again.cached_tokens == len(prompt) - 1
     assert found.output == again.output
+
+
+@pytest.mark.parametrize("known", [RUN // 2, EASING.least], ids=["holds", "eases"])
+def test_how_much_is_taken_over_tells_nothing_of_what_a_guard_finds(engine: EmbeddedEngine, known: int) -> None:
+    """A word that is guessed right moves a gate where the prompt ends with it, or where an answer comes to it."""
+    words = [f"w{number}" for number in range(10, 10 + 2 * RUN)]
+    easing = replace(engine.modules.current[NAME].module, tau_close=0.5)
+    modules = PinnedSet((LoadedModule("a@1", easing, "0" * 64),))
+    guards = GuardBook.of(SECRET, [build_index([" ".join(words)], name=NAME, secret=SECRET, run=RUN)]).select([NAME])
+    request = GenerationRequest((), modules=modules, guards=guards)
+
+    def flight(prompt: Sequence[int]) -> Flight:
+        return flight_of(replace(request, prompt=tuple(prompt)), engine.tokenizer, frozenset(), lambda _: None)
+
+    moved = {False: 0, True: 0}
+    for lead, answers in itertools.product(range(PIECE), moved):
+        asked = ids(engine, "x " * lead + " ".join(words[10 : 9 + known]))
+        taken, found = [], []
+        for guess in (words[9 + known], words[0]):
+            more = ids(engine, f" {guess} or others" if answers else f" {guess}")
+            first = flight(asked if answers else asked + more)
+            for position, token in enumerate(more if answers else (), len(asked)):
+                first.output.append(token)
+                assert first.forcing is not None
+                first.forcing.take(token, position)
+            first.computed = first.length
+            taken.append(Kept.by(first).common(flight(asked + more + ids(engine, " and so on" * 9))))
+            found.append(first.forced)
+        assert taken[0] == taken[1] > len(asked) - 2 * PIECE
+        moved[answers] += found[0] != found[1]
+        assert Kept.by(first).common(flight(first.prompt)) == len(first.prompt) - 1  # the same prompt is known
+    assert moved[False] == PIECE and moved[True] == PIECE * (known >= LEAST_HELD)
 
 
 def test_text_is_read_whatever_the_tokenizer_does_with_blanks() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.embedded.scheduler import NOTHING_KEPT
+from server.engine.embedded.kept import NOTHING_KEPT
 from server.engine.request import GenerationRequest, Sampling
 from tests.core.applying.test_hooks_gates import remembering_module
 from tests.core.conftest import lowrank

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from server.engine.embedded.engine import EmbeddedEngine
-from server.engine.embedded.scheduler import Kept, Plan, Scheduler, common_prefix
+from server.engine.embedded.kept import Kept, common_prefix
+from server.engine.embedded.scheduler import Plan, Scheduler
 from server.engine.request import Flight, GenerationRequest, Sampling
 from server.engine.text import TextStream
 from tests.server.conftest import MakeModule
